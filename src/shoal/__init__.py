@@ -1,0 +1,1 @@
+"""Shoal trains any PyTorch model on several machines joined by ordinary networks."""

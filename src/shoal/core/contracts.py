@@ -1,0 +1,214 @@
+"""The five contracts that the rest of Shoal is made of. Each is abstract; what stands below it is final.
+
+Comm      point-to-point and collectives among ranks: the only door to the network
+Exchange  how the sum of one bucket gets to every rank, and the bytes that takes
+Strategy  how one site (a layer, or a bucket of layers) is served, what it costs, and whom it refuses
+Transfer  what a strategy hands to the engine: something to send once in every backward
+Launcher  how a command gets to run once a rank
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.cost import Cost, Traffic
+from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.core.job import Job, Result
+
+
+class Pending(Protocol):
+    """A send or receive under way."""
+
+    def wait(self) -> None:
+        """Block until the tensor may be used again. Raises WorldError when the peer is lost or the deadline passed."""
+
+
+class Comm(ABC):
+    """Messages among `size` ranks, of which this is `rank`.
+
+    Within one channel, messages between two ranks arrive in the order they were sent; concurrent users each take a
+    channel of their own. Tensors are contiguous. The collectives here are built from point-to-point messages, so that
+    counting those counts everything; an implementation with better ones of its own replaces them.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Start sending; `tensor` must not change until the wait returns."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, source: int) -> Pending:
+        """Start receiving into `tensor`."""
+
+    @abstractmethod
+    def channel(self, name: str) -> Comm:
+        """A channel of its own among the same ranks. Every rank makes its channels in the same order."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value` (anything picklable), in rank order, on every rank. For set-up, not for the hot path."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the channel holds."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over ranks in place, the same bits on every rank: each rank sends 2·n·(P−1)/P (ring)."""
+        flat, left, right = tensor.view(-1), (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        slices = cut(flat, self.size)
+        for step in range(self.size - 1):  # reduce-scatter: slice r ends summed on rank r − 1 … then all-gather
+            outgoing, incoming = slices[(self.rank - step) % self.size], slices[(self.rank - step - 1) % self.size]
+            landed = torch.empty_like(incoming)
+            _both(self.receive(landed, left), self.send(outgoing, right))
+            incoming.add_(landed)
+        for step in range(self.size - 1):
+            outgoing, incoming = slices[(self.rank - step + 1) % self.size], slices[(self.rank - step) % self.size]
+            _both(self.receive(incoming, left), self.send(outgoing, right))
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Give every rank each rank's tensor; `outputs[r]` has the size of rank r's, which may differ between ranks."""
+        others = [r for r in range(self.size) if r != self.rank]
+        pending = [self.receive(outputs[r], r) for r in others] + [self.send(tensor, r) for r in others]
+        outputs[self.rank].copy_(tensor)
+        _both(*pending)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy the root's tensor to every rank."""
+        if self.rank == root:
+            _both(*(self.send(tensor, r) for r in range(self.size) if r != root))
+        else:
+            self.receive(tensor, root).wait()
+
+    def diagnose(self, error: BaseException, where: str) -> BaseException:
+        """The named error that a raw failure of this channel stands for: who is lost, or who is absent."""
+        return error
+
+
+def cut(flat: Tensor, parts: int) -> list[Tensor]:
+    """Cut a flat tensor into `parts` slices whose sizes differ by at most one; views, the larger ones first."""
+    return list(torch.tensor_split(flat, parts))
+
+
+def cut_sizes(numel: int, parts: int) -> list[int]:
+    """Sizes of the slices that `cut` makes."""
+    base, extra = divmod(numel, parts)
+    return [base + (i < extra) for i in range(parts)]
+
+
+def _both(*pending: Pending) -> None:
+    for each in pending:
+        each.wait()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A flat tensor on its way: `numel` elements of `itemsize` bytes."""
+
+    numel: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat tensor."""
+        return self.numel * self.itemsize
+
+
+class Exchange(ABC):
+    """How every rank comes to hold the sum of one bucket. A frozen dataclass whose fields are its options.
+
+    In two halves, so that an update can run between them: after `reduce` each rank's slice (see `cut`) holds the sum;
+    after `gather` every slice does, with the same bits on every rank. Blocking and straight-line.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool] = True  # False: the result is not the sum (to measure headroom); never chosen by itself
+
+    @abstractmethod
+    def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
+        """Bytes that `reduce` and `gather` together send and receive on each rank."""
+
+    @abstractmethod
+    def reduce(self, flat: Tensor, comm: Comm) -> None:
+        """Sum over ranks, in place; afterwards at least this rank's own slice is the sum."""
+
+    @abstractmethod
+    def gather(self, flat: Tensor, comm: Comm) -> None:
+        """Bring every summed slice to every rank, in place."""
+
+
+class Transfer(ABC):
+    """Something that crosses the network once in every backward: a bucket's gradients, or one layer's factors.
+
+    The engine calls, in this order: `pack` on the thread of backward, `run` on a lane, `publish` on the thread of
+    backward again, at its end. A transfer announces itself by calling `ready(self)`, which the engine sets, as soon as
+    everything of it is there; one that never does is packed at the end of backward with what there is.
+    """
+
+    label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
+    ready: Callable[[Transfer], None]
+
+    @abstractmethod
+    def pack(self) -> None:
+        """Take what this rank contributes. Short: backward waits for it."""
+
+    @abstractmethod
+    def run(self, comm: Comm) -> None:
+        """Exchange, blocking, on a lane's own channel and thread."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Put the global gradients where the optimizer looks: `parameter.grad`. Then be ready for the next backward."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a strategy works: the model's modules by layer name, their parameters, and the ranks."""
+
+    layers: Mapping[str, nn.Module]
+    parameters: Mapping[str, nn.Parameter]  # the site's own trainable ones, by dotted name, in the plan's order
+    ranks: int
+
+
+class Strategy(ABC):
+    """How a site is served. Stateless; found by name in the registry."""
+
+    name: ClassVar[str]
+    bucketed: ClassVar[bool] = False  # takes several layers as one site and an exchange to carry them
+
+    @abstractmethod
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        """Why it cannot serve this layer, or None."""
+
+    @abstractmethod
+    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+        """What serving these layers as one site costs one rank in one step."""
+
+    @abstractmethod
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> Transfer:
+        """Rewrite the site's modules in place and return what the engine is to send."""
+
+    def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
+        """Rows K a rank above which all-reduce would send fewer bytes; None where that does not depend on K."""
+        return None
+
+
+class Launcher(ABC):
+    """Runs one command once a rank."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """What this machine lacks for it, or None."""
+
+    @abstractmethod
+    def launch(self, job: Job) -> Result:
+        """Run the job to its end; nothing of it is left running afterwards, whatever happens."""

@@ -1,0 +1,39 @@
+"""Costs as data: bytes that each rank sends, and seconds that a site adds to a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one exchange moves: `sent[rank]` and `received[rank]` in bytes, and the messages that follow one another."""
+
+    sent: tuple[float, ...]
+    received: tuple[float, ...]
+    rounds: int
+
+    @property
+    def worst(self) -> float:
+        """Bytes through the busiest direction of the busiest rank: the link's work."""
+        return max(*self.sent, *self.received)
+
+    def __add__(self, other: Traffic) -> Traffic:
+        sent = tuple(a + b for a, b in zip(self.sent, other.sent, strict=True))
+        received = tuple(a + b for a, b in zip(self.received, other.received, strict=True))
+        return Traffic(sent, received, self.rounds + other.rounds)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What serving a site costs one rank in one step.
+
+    `backward_s` is what the strategy changes in the layer's own backward (negative where it leaves work out),
+    `lane_s` is compute that runs beside backward, after the site's bytes have come; `memory_bytes` is extra memory.
+    """
+
+    traffic: Traffic
+    share: float = 1.0  # of the link's rate that the traffic reaches
+    backward_s: float = 0.0
+    lane_s: float = 0.0
+    memory_bytes: float = 0.0

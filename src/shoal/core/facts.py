@@ -1,0 +1,139 @@
+"""What was measured: a model's layers, and the links between ranks. Plain frozen data, no torch.
+
+A `ModelProfile` is the maximum over ranks of what each rank saw while all of them ran, so that cores shared by several
+ranks are priced as they will be in training.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which host each rank runs on: `hosts[rank]` is a host's name."""
+
+    hosts: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Most ranks on one host."""
+        return max(Counter(self.hosts).values())
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank's way to the others carries: seconds = `latency_s` + bytes / `bytes_per_s`, each direction."""
+
+    latency_s: float
+    bytes_per_s: float
+    cpu_s_per_byte: float = 0.0  # processor time that a sent-and-received byte costs on one rank
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks and the links between them, with each exchange's measured share of the link's rate.
+
+    `shares["direct"]` = 0.9 says that `direct` moves its stated bytes at 0.9 of `link.bytes_per_s`.
+    `cores_per_rank` below 2 says that a rank's communication threads and its compute share a processor.
+    """
+
+    topology: Topology
+    link: Link
+    cores_per_rank: float = 1.0
+    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.topology.size
+
+
+@dataclass(frozen=True)
+class ParameterProfile:
+    """One parameter as its owner layer knows it; `name` is the dotted name in the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    itemsize: int
+    used: bool  # got a gradient in the sample run
+    ready_s: float  # seconds from the start of backward until its gradient was there
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter, and of its gradient."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One module that owns parameters. K, M and N are `rows`, `inputs` and `outputs` of the layer as a product.
+
+    `rows` counts samples times tokens on one rank; for an embedding it is the number of ids looked up and `inputs` the
+    number of table rows. `product_s(k)` prices the weight's gradient product over k rows.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[ParameterProfile, ...]
+    rows: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    calls: int = 1
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    activation_bytes: int = 0
+    product_fixed_s: float = 0.0
+    product_s_per_row: float = 0.0
+    outside_use: str = ""  # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its trainable parameters."""
+        return sum(p.nbytes for p in self.parameters)
+
+    @property
+    def ready_s(self) -> float:
+        """Seconds from the start of backward until the last of its gradients is there."""
+        return max((p.ready_s for p in self.parameters), default=0.0)
+
+    def product_s(self, rows: float) -> float:
+        """Seconds that the weight's gradient product takes over `rows` rows."""
+        return self.product_fixed_s + self.product_s_per_row * rows
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """A model's step on one rank: layers in the order their gradients come, and the times of the step's parts."""
+
+    layers: tuple[LayerProfile, ...]
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    digest: str  # of names, shapes and types: two models with one digest take the same plan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all trainable parameters."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step in which nothing is sent."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    def layer(self, name: str) -> LayerProfile:
+        """The layer of that dotted name (KeyError if there is none)."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(name)

@@ -1,0 +1,32 @@
+"""What a launcher is asked to run, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command to run once a rank, with torchrun's environment variables set for each.
+
+    `grace_s`: after the first rank fails, how long the others may take to end by themselves and say why.
+    """
+
+    command: tuple[str, ...]
+    ranks: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    grace_s: float = 15.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the ranks ended: `exit_codes[rank]`, and the rank that failed first (None if none did)."""
+
+    exit_codes: tuple[int, ...]
+    first_failure: int | None
+
+    @property
+    def exit_code(self) -> int:
+        """The first failing rank's exit code, or 0."""
+        return 0 if self.first_failure is None else self.exit_codes[self.first_failure]

@@ -1,0 +1,158 @@
+"""A plan is data: for each layer a strategy and an exchange, in the order the gradients come.
+
+Printable, diffable, saved as JSON, edited by hand and given back. Everything else (which parameters travel together)
+follows from it by `Plan.sites`, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.core.errors import PlanError
+
+FORMAT = 1
+_WRITTEN_BY = "shoal.plan"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one layer is served. `exchange` names what carries its gradients; a strategy that needs none leaves it ''."""
+
+    layer: str
+    strategy: str
+    exchange: str = ""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What one strategy serves at once: one layer, or several whose gradients travel in one bucket."""
+
+    layers: tuple[str, ...]
+    strategy: str
+    exchange: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choices for every layer with parameters, in the order in which backward finishes them.
+
+    `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its own), `lanes` is the
+    number of exchanges in flight at once, `predicted_s` the step time that the planner expects.
+    """
+
+    ranks: int
+    model: str  # digest of the model it was made for
+    choices: tuple[Choice, ...]
+    bucket_bytes: int
+    lanes: int
+    predicted_s: float = 0.0
+
+    def sites(self, nbytes: dict[str, int], bucketed: frozenset[str]) -> Iterator[Site]:
+        """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until the bucket is full.
+
+        `nbytes` gives each layer's gradient bytes. Sites come in the order in which their last gradient does.
+        """
+        open_: dict[tuple[str, str], list[str]] = {}
+        filled: dict[tuple[str, str], int] = {}
+        for choice in self.choices:
+            key = (choice.strategy, choice.exchange)
+            if choice.strategy not in bucketed:
+                yield Site((choice.layer,), *key)
+                continue
+            size = nbytes[choice.layer]
+            if open_.get(key) and filled[key] + size > self.bucket_bytes:
+                yield Site(tuple(open_.pop(key)), *key)
+            if key not in open_:
+                open_[key], filled[key] = [], 0
+            open_[key].append(choice.layer)
+            filled[key] += size
+            if filled[key] >= self.bucket_bytes:
+                yield Site(tuple(open_.pop(key)), *key)
+        for key, layers in open_.items():
+            yield Site(tuple(layers), *key)
+
+    def choice(self, layer: str) -> Choice:
+        """The choice for a layer (KeyError if the plan has none)."""
+        for choice in self.choices:
+            if choice.layer == layer:
+                return choice
+        raise KeyError(layer)
+
+    def with_choice(self, choice: Choice) -> Plan:
+        """The same plan with one layer served otherwise."""
+        return replace(self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices))
+
+    def to_json(self) -> str:
+        """The plan as JSON text, one layer a line."""
+        head = {k: v for k, v in asdict(self).items() if k != "choices"}
+        lines = ["{", f'  "format": {FORMAT},', f'  "written_by": "{_WRITTEN_BY}",']
+        lines += [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        rows = ",\n".join("    " + json.dumps(asdict(choice)) for choice in self.choices)
+        return "\n".join([*lines, '  "choices": [', rows, "  ]", "}"]) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "the plan") -> Plan:
+        """Read a plan from JSON text.
+
+        Raises:
+            PlanError: the text is not a plan, or a field is missing, unknown or of the wrong type.
+        """
+        redo = "save it again with Plan.save, or make a new one with `shoal plan`"
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{source} is not JSON", got=str(error), do=redo) from error
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            raise PlanError(f"{source} is not a plan of format {FORMAT}", got=text.strip()[:80], do=redo)
+        data.pop("written_by", None)
+        rows = data.pop("choices", None)
+        if not isinstance(rows, list):
+            raise PlanError(f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo)
+        choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
+        plan = _record(cls, {**data, "choices": choices}, source)
+        if min(plan.ranks, plan.bucket_bytes, plan.lanes) < 1:
+            raise PlanError(f"{source}: ranks, bucket_bytes and lanes are at least 1", do=redo)
+        return plan
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"the plan file {path} cannot be read", got=str(error), do="check the path") from error
+        return cls.from_json(text, source=str(path))
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "tuple[Choice, ...]": (tuple,),
+}
+
+
+def _record(kind: type[T], row: Any, source: str) -> T:
+    """Build a frozen dataclass from a JSON object, refusing what does not fit by name."""
+    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    if not isinstance(row, dict):
+        raise PlanError(f"{source} is not an object", got=repr(row)[:80], expected=", ".join(fields))
+    unknown = sorted(set(row) - set(fields))
+    if unknown:
+        raise PlanError(f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields))
+    for name, value in row.items():
+        if not isinstance(value, _TYPES[fields[name].type]) or isinstance(value, bool):
+            raise PlanError(f"{source}: {name} is of the wrong type", got=repr(value), expected=fields[name].type)
+    try:
+        return kind(**row)
+    except TypeError as error:
+        raise PlanError(f"{source} lacks a field", got=str(error), expected=", ".join(fields)) from error

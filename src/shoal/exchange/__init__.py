@@ -1,0 +1,1 @@
+"""How the sum of a bucket gets to every rank: one file a scheme."""

@@ -1,0 +1,1 @@
+"""How a command gets to run once a rank: one file each."""

@@ -1,0 +1,1 @@
+"""Chooses a strategy and an exchange for each layer, and says why."""

@@ -1,0 +1,1 @@
+"""Measures models and links."""

@@ -1,0 +1,1 @@
+"""Puts a plan into a model, in place."""

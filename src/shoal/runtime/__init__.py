@@ -1,0 +1,1 @@
+"""Runs a rewritten model: the engine, the session, the data."""

@@ -1,0 +1,1 @@
+"""How a site is served: one file a strategy."""
