@@ -1,1 +1,34 @@
-"""Shoal trains any PyTorch model on several machines joined by ordinary networks."""
+"""Shoal trains any PyTorch model on several machines joined by ordinary networks.
+
+>>> import shoal
+>>> world = shoal.init()
+
+Then `loader = shoal.shard(loader)` and `shoal.parallelize(model, loss_fn, optimizer, sample=(x, y))`; the loop stays
+the one it was.
+"""
+
+from shoal.core.errors import ShoalError, UsageError, WorldError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.plan import Choice, Plan
+from shoal.planner.explain import explain
+from shoal.runtime.feed import shard
+from shoal.runtime.parallel import parallelize, plan
+from shoal.runtime.session import World, init, world
+
+__all__ = [
+    "Choice",
+    "Cluster",
+    "Link",
+    "Plan",
+    "ShoalError",
+    "Topology",
+    "UsageError",
+    "World",
+    "WorldError",
+    "explain",
+    "init",
+    "parallelize",
+    "plan",
+    "shard",
+    "world",
+]

@@ -87,6 +87,10 @@ class Comm(ABC):
         else:
             self.receive(tensor, root).wait()
 
+    def check(self, where: str) -> None:
+        """Raise PeerLost if a peer is known to be gone; whoever waits calls it now and then, saying where it is."""
+        return
+
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         """The named error that a raw failure of this channel stands for: who is lost, or who is absent."""
         return error
@@ -192,8 +196,8 @@ class Strategy(ABC):
         """What serving these layers as one site costs one rank in one step."""
 
     @abstractmethod
-    def apply(self, place: Place, exchange: Exchange | None, label: str) -> Transfer:
-        """Rewrite the site's modules in place and return what the engine is to send."""
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
+        """Rewrite the site's modules in place and return what the engine is to send, the same on every rank."""
 
     def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
         """Rows K a rank above which all-reduce would send fewer bytes; None where that does not depend on K."""

@@ -1,0 +1,238 @@
+"""Ranks as threads of one process: what most tests run on, and, with one rank, what a lone process runs on.
+
+        rank 0                    the hub                     rank 1
+    send(tensor, to=1) ──copy──▶ mailbox (channel, 0, 1) ──copy──▶ receive(tensor, source=0).wait()
+
+One mailbox a channel, source and destination. A message costs two copies and one wake-up, and no bytes leave the
+process. When a rank fails the hub is aborted: every other rank that waits, or communicates later, hears at once who.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from contextvars import Context
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Condition, Lock, Thread
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from shoal.core.contracts import Comm, Pending
+from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Mailbox:
+    """Messages from one rank to another on one channel. The n-th receive posted gets the n-th message sent."""
+
+    arrived: Condition
+    sent: int = 0
+    posted: int = 0
+    messages: dict[int, Any] = field(default_factory=dict)
+
+
+class Hub:
+    """What the ranks of one process share: the mailboxes, and who failed first."""
+
+    def __init__(self, size: int = 1, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.lost: int | None = None  # the rank that failed first
+        self.failure: BaseException | None = None
+        self._lock = Lock()
+        self._boxes: dict[tuple[str, int, int], _Mailbox] = {}
+
+    def put(self, channel: str, source: int, to: int, message: Any) -> None:
+        """Send: leave a message that belongs to the receiver from now on."""
+        with self._lock:
+            self.check(f"channel {channel}")
+            box = self._box(channel, source, to)
+            box.messages[box.sent] = message
+            box.sent += 1
+            box.arrived.notify_all()
+
+    def post(self, channel: str, source: int, to: int) -> int:
+        """Ask for the next message; `take` of the number returned waits for it."""
+        with self._lock:
+            self.check(f"channel {channel}")
+            box = self._box(channel, source, to)
+            box.posted += 1
+            return box.posted - 1
+
+    def take(self, channel: str, source: int, to: int, number: int) -> Any:
+        """The message of that number, as soon as it is there (PeerLost or DeadlinePassed if it will not come)."""
+        with self._lock:
+            box = self._box(channel, source, to)
+            box.arrived.wait_for(lambda: self.lost is not None or number in box.messages, self.timeout_s)
+            self.check(f"channel {channel}")
+            if number not in box.messages:
+                raise DeadlinePassed(
+                    f"rank {source} sent nothing to rank {to} within {self.timeout_s:g} s",
+                    where=f"rank {to}, channel {channel}",
+                    do="let every rank make the same calls in the same order, or raise the time-out",
+                    rank=source,
+                )
+            return box.messages.pop(number)
+
+    def abort(self, rank: int, failure: BaseException) -> None:
+        """`rank` has failed: let everyone who waits or comes later know. The first failure stands."""
+        with self._lock:
+            if self.lost is None:
+                self.failure, self.lost = failure, rank
+            for box in self._boxes.values():
+                box.arrived.notify_all()
+
+    def check(self, where: str) -> None:
+        """Raise PeerLost if a rank has failed."""
+        if self.lost is not None:
+            raise PeerLost(
+                f"rank {self.lost} was lost: {type(self.failure).__name__}",
+                where=where,
+                do=f"read the first error of rank {self.lost}",
+                rank=self.lost,
+            )
+
+    def forget(self, channel: str, to: int) -> None:
+        """Drop a rank's incoming mailboxes of one channel."""
+        with self._lock:
+            for source in range(self.size):
+                self._boxes.pop((channel, source, to), None)
+
+    def _box(self, *key: Any) -> _Mailbox:
+        if key not in self._boxes:
+            self._boxes[key] = _Mailbox(Condition(self._lock))
+        return self._boxes[key]
+
+
+@final
+class ThreadComm(Comm):
+    """One rank of a hub. `ThreadComm()` is alone in its world.
+
+    `send` copies, so its wait returns at once; the wait of `receive` blocks until the message is there.
+    """
+
+    def __init__(self, rank: int = 0, hub: Hub | None = None, name: str = "world") -> None:
+        self.rank = rank
+        self.hub = hub or Hub()
+        self.size = self.hub.size
+        self.name = name
+        self._channels = 0
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Copy `tensor` into the mailbox."""
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self.hub.put(self.name, self.rank, to, copy)
+        return DONE
+
+    def receive(self, tensor: Tensor, source: int) -> Pending:
+        """Take the next message from `source`; the wait copies it into `tensor`."""
+        return _Receive(self, tensor, source, self.hub.post(self.name, source, self.rank))
+
+    def channel(self, name: str) -> ThreadComm:
+        """A new channel, also where the name was given before."""
+        self._channels += 1
+        return ThreadComm(self.rank, self.hub, f"{self.name}/{name}#{self._channels}")
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value; pickled as between processes, so that no two ranks share one object."""
+        parcel, ranks = pickle.dumps(value), range(self.size)
+        for to in ranks:
+            self.hub.put(self.name, self.rank, to, parcel)
+        numbers = [self.hub.post(self.name, source, self.rank) for source in ranks]
+        return [pickle.loads(self.hub.take(self.name, source, self.rank, numbers[source])) for source in ranks]
+
+    def close(self) -> None:
+        """Drop messages that were not fetched."""
+        self.hub.forget(self.name, self.rank)
+
+    def check(self, where: str) -> None:
+        """Raise PeerLost if a rank has failed."""
+        self.hub.check(f"{where}, channel {self.name}")
+
+    def diagnose(self, error: BaseException, where: str) -> BaseException:
+        """The same error, told where it struck; an error of this rank's own is not one of the world's."""
+        if not isinstance(error, WorldError):
+            return error
+        return type(error)(error.what, where=f"{where} ({error.where})", do=error.do, rank=error.rank)
+
+
+class Done:
+    """A send that needs no waiting for."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+DONE = Done()
+
+
+@dataclass(frozen=True)
+class _Receive:
+    comm: ThreadComm
+    tensor: Tensor
+    source: int
+    number: int
+
+    def wait(self) -> None:
+        comm, expected = self.comm, self.tensor.detach().view(-1)
+        got = comm.hub.take(comm.name, self.source, comm.rank, self.number)
+        if not isinstance(got, Tensor) or (got.numel(), got.dtype) != (expected.numel(), expected.dtype):
+            raise RanksDiffer(
+                f"rank {self.source} sent something else than rank {comm.rank} receives",
+                where=f"rank {comm.rank}, channel {comm.name}",
+                got=f"{got.numel()} × {got.dtype}" if isinstance(got, Tensor) else "a Python object",
+                expected=f"{expected.numel()} × {expected.dtype}",
+                do="let every rank make the same calls in the same order",
+                rank=self.source,
+            )
+        expected.copy_(got.view(-1))
+
+
+def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `work(comm)` once a rank, each on a thread with a context of its own.
+
+    Args:
+        ranks: number of ranks.
+        work: what each of them does.
+        timeout_s: how long a receive may wait, and how long the other ranks may take to end after one failed.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        BaseException: the error of the rank that failed first, not those that followed from it.
+
+    Example:
+        >>> run(3, lambda comm: comm.gather_objects(comm.rank))
+        [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    """
+    hub = Hub(ranks, timeout_s)
+    results: dict[int, T] = {}
+    ended: SimpleQueue[int] = SimpleQueue()
+
+    def serve(rank: int) -> None:
+        try:
+            results[rank] = Context().run(work, ThreadComm(rank, hub))
+        except BaseException as error:
+            hub.abort(rank, error)
+        finally:
+            ended.put(rank)
+
+    threads = {rank: Thread(target=serve, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)}
+    for thread in threads.values():
+        thread.start()
+    try:
+        while threads:
+            threads.pop(ended.get(timeout=timeout_s if hub.failure else None)).join()
+    except Empty:
+        assert hub.failure is not None
+        hub.failure.add_note(f"ranks {sorted(threads)} had not ended {timeout_s:g} s later")
+    if hub.failure is not None:
+        hub.failure.add_note(f"on rank {hub.lost} of {ranks}")
+        raise hub.failure
+    return [results[rank] for rank in range(ranks)]

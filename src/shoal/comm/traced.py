@@ -1,0 +1,79 @@
+"""Counts what a rank sends and receives, so that stated bytes can be held against real ones.
+
+Wraps any Comm at no cost but the counting. It keeps the collectives of the base class, which are made of point-to-point
+messages: a collective of the wrapped Comm's own is not used, and nothing crosses uncounted but `gather_objects`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, final
+
+from torch import Tensor
+
+from shoal.core.contracts import Comm, Pending
+
+
+@dataclass
+class Counts:
+    """Bytes and messages of one rank, over all channels; a message counts when its send or receive is posted."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_received: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)  # channels are used by several threads
+
+    def sent(self, nbytes: int) -> None:
+        """Count one message out."""
+        with self._lock:
+            self.bytes_sent += nbytes
+            self.messages_sent += 1
+
+    def received(self, nbytes: int) -> None:
+        """Count one message in."""
+        with self._lock:
+            self.bytes_received += nbytes
+            self.messages_received += 1
+
+
+@final
+class TracedComm(Comm):
+    """`inner`, counted. Channels made from it count into the same `counts`."""
+
+    def __init__(self, inner: Comm, counts: Counts | None = None) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.counts = counts or Counts()
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Count and send."""
+        self.counts.sent(tensor.nbytes)
+        return self.inner.send(tensor, to)
+
+    def receive(self, tensor: Tensor, source: int) -> Pending:
+        """Count and receive."""
+        self.counts.received(tensor.nbytes)
+        return self.inner.receive(tensor, source)
+
+    def channel(self, name: str) -> TracedComm:
+        """A channel of its own, counted together with this one."""
+        return TracedComm(self.inner.channel(name), self.counts)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Not counted: it is for set-up."""
+        return self.inner.gather_objects(value)
+
+    def close(self) -> None:
+        """Close the inner channel."""
+        self.inner.close()
+
+    def check(self, where: str) -> None:
+        """As the inner channel does."""
+        self.inner.check(where)
+
+    def diagnose(self, error: BaseException, where: str) -> BaseException:
+        """As the inner channel says."""
+        return self.inner.diagnose(error, where)

@@ -1,0 +1,55 @@
+"""Why a plan is as it is: plain data that the planner fills and a report prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.core.plan import Choice
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to serve a layer: what it sends, and what the step would take with it."""
+
+    choice: Choice
+    sent_bytes: float  # by the busiest rank
+    link_s: float  # that the link, and the lane's own compute, would take alone
+    step_s: float  # predicted, everything else as planned
+    refusal: str = ""  # why it cannot serve the layer; the numbers are then 0
+
+
+@dataclass(frozen=True)
+class LayerExplanation:
+    """A layer's choice beside its alternatives."""
+
+    layer: str
+    kind: str
+    parameters: int
+    rows: int
+    backward_s: float
+    chosen: Alternative
+    others: tuple[Alternative, ...]
+    reason: str
+    flips: str  # the rows K a rank at which another strategy would send less, or ''
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan's layers, in the order their gradients come, and the predicted step by its parts."""
+
+    ranks: int
+    rate_bytes_per_s: float
+    latency_s: float
+    bucket_bytes: int
+    lanes: int
+    forward_s: float
+    backward_s: float
+    exposed_s: float  # communication that hides under nothing
+    optimizer_s: float
+    sent_bytes: float  # by the busiest rank in one step
+    layers: tuple[LayerExplanation, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.forward_s + self.backward_s + self.exposed_s + self.optimizer_s

@@ -1,0 +1,173 @@
+"""A cluster on one machine: every host a network namespace, every link shaped to the rate of a real one.
+
+      host h0              host h1          …        a namespace each, named shoal-<launcher's pid>-<n>-h0 …
+   eth0 10.0.0.1        eth0 10.0.0.2
+      │ tbf                │ tbf                     1  host -> switch, shaped
+      │ tbf                │ tbf                     2  switch -> host, shaped: many senders share the receiver's link
+   ┌──┴────────────────────┴─────────┐
+   │ bridge   10.0.0.254             │               3  the switch's namespace, where the rendezvous store listens:
+   └─────────────────────────────────┘                  it lives in the launcher, so it outlives every rank
+
+Why here: what Shoal decides depends on the network, and one must be able to see it decide without owning four machines.
+Nothing touches the machine's own network, so labs stand side by side with the same addresses. Hosts share processors,
+disk and host name ($SHOAL_HOST tells them apart); they do not see the outside world.
+
+Cost: about 30 ms a host to build. Root, Linux, iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import nullcontext
+from functools import partial
+from types import TracebackType
+from typing import ClassVar, final
+
+from shoal.core.contracts import Launcher
+from shoal.core.errors import LabError
+from shoal.core.job import Job, Result
+from shoal.launch.namespaces import attempt, claim, execute, inside, name_hosts, sweep, take_down
+from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
+from shoal.launch.rendezvous import new_store, variables
+
+INTERFACE = "eth0"  # of every host
+SWITCH_ADDRESS = "10.0.0.254"
+MAX_HOSTS = 250  # of one /24 network
+QUEUE = "50ms"  # how long a packet may wait at a link before it is dropped, as at a switch with shallow buffers
+UNSHAPED = (None, "none", "unshaped")
+SYNTAX = {
+    "rate": (r"\d+(\.\d+)?[kmg]bit", "a rate such as 200mbit, 1gbit or 2.5gbit, or none"),
+    "burst": (r"\d+kb", "a size such as 128kb"),
+    "delay": (r"\d+(\.\d+)?(us|ms|s)", "a time such as 500us or 5ms"),
+}
+
+
+@final
+class Lab(Launcher):
+    """Hosts as network namespaces with shaped links; rank r of a job runs on host h<r>.
+
+    `launch` builds the lab and takes it down again. Inside `with Lab(...) as lab:` it stays up between launches.
+
+    Arguments:
+        hosts: how many.
+        rate: of each link in each direction, as `tc` writes it (1gbit, 200mbit); None or "none" for no limit.
+        delay: added on the way from any host to any other (5ms); needs a kernel with netem.
+        burst: what a link lets pass at once. 32kb starves a 1gbit link; after a pause, one burst passes for free.
+
+    Raises: LabError for options that no lab can have.
+
+    Example (root):
+        >>> Lab(hosts=2, rate="200mbit").launch(Job(("python", "-c", "pass"), ranks=2)).exit_code
+        0
+    """
+
+    name: ClassVar[str] = "lab"
+
+    def __init__(
+        self, hosts: int = 2, rate: str | None = "1gbit", delay: str | None = None, burst: str = "128kb"
+    ) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise LabError(f"a lab has 1 to {MAX_HOSTS} hosts", got=f"hosts={hosts}", do="ask for another number")
+        self.hosts = hosts
+        self.rate = None if rate in UNSHAPED else rate
+        self.delay = delay
+        self.burst = burst
+        self.namespaces: tuple[str, ...] = ()  # of the hosts in order, then of the switch; empty while it is down
+        for option, value in (("rate", self.rate), ("burst", burst), ("delay", delay)):
+            pattern, expected = SYNTAX[option]
+            if value is not None and (not re.fullmatch(pattern, value) or float(re.split("[a-z]", value)[0]) == 0):
+                raise LabError(f"a lab cannot have this {option}", got=repr(value), expected=expected)
+
+    def missing(self) -> str | None:
+        """What this machine lacks for it, or None."""
+        if lacks := missing_tools("ip", "tc", "unshare", "setpriv"):
+            return f"{lacks} (iproute2 and util-linux have the tools)"
+        if os.geteuid() != 0:
+            return "it needs root, to make network namespaces"
+        if complaint := attempt("unshare", "--net", "--mount", "true"):
+            return f"this machine or container does not let root make namespaces: {complaint}"
+        return None
+
+    def launch(self, job: Job) -> Result:
+        """Run the job to its end, one rank a host.
+
+        Raises: LabError where the lab cannot be built, UsageError for a job that cannot start. KeyboardInterrupt after
+        Ctrl-C, when nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
+        """
+        check(job)
+        if job.ranks != self.hosts:
+            raise LabError("a lab runs one rank a host", got=f"{job.ranks} ranks", expected=f"{self.hosts} hosts")
+        with Interrupts() as interrupts, nullcontext() if self.namespaces else self:
+            store = inside(self.namespaces[-1], partial(new_store, SWITCH_ADDRESS))
+            commands = [self._command(job, rank, store.port) for rank in range(self.hosts)]
+            return run(commands, job.grace_s, interrupts)
+
+    def __enter__(self) -> Lab:
+        if reason := self.missing():
+            raise LabError("a lab cannot be built here", got=reason)
+        self._check_kernel()
+        sweep()
+        prefix = claim("switch")
+        self.namespaces = (*(f"{prefix}-h{rank}" for rank in range(self.hosts)), f"{prefix}-switch")
+        try:
+            self._build()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        names, self.namespaces = self.namespaces, ()
+        take_down(names)
+
+    def _command(self, job: Job, rank: int, port: int) -> Command:
+        meeting = variables(SWITCH_ADDRESS, port, rank, self.hosts, 0, 1)
+        variables_here = environment(job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{rank}", **meeting)
+        return Command(("ip", "netns", "exec", self.namespaces[rank], *job.command), variables_here, f"h{rank}")
+
+    def _check_kernel(self) -> None:
+        """Try each queue on a loopback device that vanishes with the attempt: a kernel without one says so here."""
+        for queue in (self._tbf(), self._netem()):
+            if queue and (complaint := attempt("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *queue)):
+                option = "delay" if queue[0] == "netem" else "rate"
+                raise LabError(
+                    f"this kernel cannot shape links by {option}: it lacks tc's {queue[0]}",
+                    got=complaint,
+                    do=f"leave out the {option}, or load the module: modprobe sch_{queue[0]}",
+                )
+
+    def _tbf(self) -> tuple[str, ...]:
+        return ("tbf", "rate", self.rate, "burst", self.burst, "latency", QUEUE) if self.rate else ()
+
+    def _netem(self) -> tuple[str, ...]:
+        return ("netem", "delay", self.delay, "limit", "10000") if self.delay else ()
+
+    def _build(self) -> None:
+        *hosts, switch = self.namespaces
+        addresses = {f"h{rank}": f"10.0.0.{rank + 1}" for rank in range(self.hosts)} | {"switch": SWITCH_ADDRESS}
+        for namespace in hosts:
+            execute("ip", "netns", "add", namespace)
+        for namespace in self.namespaces:
+            name_hosts(namespace, addresses)
+            _ip(namespace, "link set lo up")
+        _ip(switch, "link add bridge type bridge")
+        _ip(switch, f"address add {SWITCH_ADDRESS}/24 dev bridge")
+        _ip(switch, "link set bridge up")
+        for host, port in zip(hosts, addresses, strict=False):
+            _ip(host, f"link add {INTERFACE} type veth peer name {port} netns {switch}")
+            _ip(host, f"address add {addresses[port]}/24 dev {INTERFACE}")
+            _ip(host, f"link set {INTERFACE} up")
+            _ip(switch, f"link set {port} master bridge up")
+            self._shape(host, INTERFACE, delayed=True)
+            self._shape(switch, port, delayed=False)
+
+    def _shape(self, namespace: str, device: str, delayed: bool) -> None:
+        """Put the queues on one end of a link: its rate on both ends, the delay on the host's only (one way, once)."""
+        queues = [queue for queue in (self._netem() if delayed else (), self._tbf()) if queue]
+        for place, queue in zip((("root", "handle", "1:"), ("parent", "1:1", "handle", "2:")), queues, strict=False):
+            execute("tc", "-n", namespace, "qdisc", "add", "dev", device, *place, *queue)
+
+
+def _ip(namespace: str, command: str) -> None:
+    execute("ip", "-n", namespace, *command.split())

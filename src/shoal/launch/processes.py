@@ -1,0 +1,281 @@
+"""Runs commands side by side, one process group each, and leaves none of their processes behind.
+
+Why here: every launcher needs the same three promises, and each has a trap of its own.
+
+1. The first failure in time is the verdict, so process descriptors (pidfd) wake one loop the moment a rank ends.
+2. Output passes line by line while ranks run, so the same loop reads the pipes; no threads, no locks.
+3. Nothing stays, by whatever way the launcher ends:
+   an end, an error, Ctrl-C, SIGTERM   the loop ends the groups, then kills whatever still carries the job's mark
+   kill -9 of the launcher             the kernel kills the ranks (`setpriv --pdeathsig`)
+
+Cost: one thread that sleeps while nothing is printed. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, TextIO
+
+from shoal.core.errors import UsageError
+from shoal.core.job import Job, Result
+
+DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
+MARK = "SHOAL_JOB"  # an environment variable that every process of a job inherits, whatever session it moves to
+
+
+@dataclass(frozen=True)
+class Command:
+    """What one rank executes; `label` names it in messages and before its lines."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    label: str
+
+
+def missing_tools(*tools: str) -> str | None:
+    """Which of the programs this machine lacks, or None."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    absent = [tool for tool in tools if shutil.which(tool) is None]
+    return f"not on PATH: {', '.join(absent)}" if absent else None
+
+
+def check(job: Job) -> None:
+    """Raise UsageError for a job that cannot start, before anything does."""
+    if job.ranks < 1:
+        raise UsageError("a job needs at least one rank", got=f"ranks={job.ranks}", do="ask for 1 or more")
+    if not job.command:
+        raise UsageError("there is no command to run", do="give one, e.g. python script.py")
+    if shutil.which(job.command[0], path=job.environment.get("PATH")) is None:
+        raise UsageError(
+            f"there is no program {job.command[0]!r} to run",
+            got=" ".join(job.command),
+            do="check the spelling; a script without execute permission starts as: python script.py",
+        )
+
+
+def environment(job: Job, **launcher: str) -> dict[str, str]:
+    """One rank's environment: what the launcher sets, and above it what the job sets.
+
+    Cores are shared out among ranks, and Python's output is unbuffered so that lines come when they are printed; both
+    only where the user has not said otherwise.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // job.ranks)
+    polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    return {**polite, **os.environ, "SHOAL_HOST": socket.gethostname(), **launcher, **job.environment}
+
+
+class Interrupts:
+    """Holds Ctrl-C, SIGTERM and SIGHUP back until all is cleaned up, then lets the signal do what it would have done.
+
+    Off the main thread, where Python takes no signals, it holds nothing. A signal that was being ignored stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                before = signal.getsignal(number)
+                if before is not None and before is not signal.SIG_IGN:
+                    self._before[number] = before
+                    signal.signal(number, lambda number, _: self.received.append(number))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        if self.received:
+            signal.raise_signal(self.received[0])
+
+
+def run(commands: Sequence[Command], grace_s: float, interrupts: Interrupts) -> Result:
+    """Run all commands to their end (see `Job` for the grace). A single command keeps the terminal to itself."""
+    mark = uuid.uuid4().hex
+    ranks = _Ranks(commands, mark, grace_s, interrupts)
+    try:
+        ranks.start()
+        while ranks.alive:
+            ranks.turn()
+    finally:
+        ranks.kill()
+        kill_all(lambda: _marked(mark))
+        ranks.close()
+    return Result(tuple(ranks.exit_codes), ranks.first_failure)
+
+
+class _Ranks:
+    """The processes of one `run`, and the one loop that watches them."""
+
+    def __init__(self, commands: Sequence[Command], mark: str, grace_s: float, interrupts: Interrupts) -> None:
+        self.exit_codes = [0] * len(commands)
+        self.first_failure: int | None = None
+        self.alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._commands = commands
+        self._mark = mark
+        self._grace_s = grace_s
+        self._interrupts = interrupts
+        self._obeyed = 0  # how many interrupts have been acted on
+        self._ending: list[tuple[float, int]] = []  # what is still to be sent to all groups: (when, signal)
+        self._selector = selectors.DefaultSelector()
+        self._lines: list[tuple[IO[bytes], Lines]] = []
+
+    def start(self) -> None:
+        for rank, command in enumerate(self._commands):
+            alone = len(self._commands) == 1
+            process = subprocess.Popen(
+                (*DIE_WITH_PARENT, *command.argv),
+                env={**command.environment, MARK: self._mark},
+                stdin=None if alone else subprocess.DEVNULL,
+                stdout=None if alone else subprocess.PIPE,
+                stderr=None if alone else subprocess.PIPE,
+                start_new_session=True,
+            )
+            self.alive[rank] = process
+            descriptor = os.pidfd_open(process.pid)
+            self._selector.register(descriptor, selectors.EVENT_READ, (self._ended, rank, descriptor))
+            for pipe, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                if pipe is not None:
+                    lines = Lines(f"[{command.label}] ", sink)
+                    self._lines.append((pipe, lines))
+                    self._selector.register(pipe, selectors.EVENT_READ, (self._printed, pipe, lines))
+
+    def turn(self) -> None:
+        """Wait for something to happen, a tenth of a second at most, and act on it."""
+        for key, _ in self._selector.select(timeout=0.1):
+            act, *what = key.data
+            act(*what)
+        if len(self._interrupts.received) > self._obeyed:  # the first is passed on, a second one means now
+            again, number = self._obeyed > 0, self._interrupts.received[-1]
+            self._obeyed = len(self._interrupts.received)
+            self._end_after(0.0, signal.SIGKILL if again else number)
+        while self._ending and self._ending[0][0] <= time.monotonic():
+            _, number = self._ending.pop(0)
+            _say(f"sending {signal.Signals(number).name} to {', '.join(self._commands[r].label for r in self.alive)}")
+            self._send(number)
+
+    def kill(self) -> None:
+        """End whatever has not ended, now."""
+        self._send(signal.SIGKILL)
+        for process in self.alive.values():
+            process.wait()
+
+    def close(self) -> None:
+        """Pass on what is still in the pipes; their writers are dead, so the end of each is near."""
+        for pipe, lines in self._lines:
+            os.set_blocking(pipe.fileno(), False)
+            with suppress(BlockingIOError):  # a stranger that we could not kill holds the other end
+                while data := os.read(pipe.fileno(), 1 << 16):
+                    lines.feed(data)
+            lines.end()
+            pipe.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, int):
+                os.close(key.fileobj)
+        self._selector.close()
+
+    def _printed(self, pipe: IO[bytes], lines: Lines) -> None:
+        data = os.read(pipe.fileno(), 1 << 16)
+        if data:
+            lines.feed(data)
+        else:
+            self._selector.unregister(pipe)
+
+    def _ended(self, rank: int, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        code = self.alive.pop(rank).wait()
+        self.exit_codes[rank] = code if code >= 0 else 128 - code  # the shell's way to say "by signal N"
+        if code == 0 or self.first_failure is not None:
+            return
+        self.first_failure = rank
+        if self.alive and not self._ending:
+            how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+            _say(f"{self._commands[rank].label} failed first ({how}); the others have {self._grace_s:g} s to end")
+            self._end_after(self._grace_s, signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        for process in self.alive.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
+    def _end_after(self, delay_s: float, number: int) -> None:
+        at = time.monotonic() + delay_s
+        self._ending = [(at, number), (at + KILL_AFTER_S, signal.SIGKILL)]
+
+
+class Lines:
+    """One rank's output stream: whole lines pass, each with a prefix.
+
+    A progress bar rewrites its line with carriage returns. On a terminal each state of it passes; in a file only the
+    last, as a terminal would show it.
+    """
+
+    def __init__(self, prefix: str, sink: TextIO) -> None:
+        self._prefix = prefix
+        self._sink = sink
+        self._rest = b""
+        self._clear = "\x1b[K" if sink.isatty() else ""  # wipes what a longer state of a bar left behind
+
+    def feed(self, data: bytes) -> None:
+        """Take what the rank wrote, in pieces of any size."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            *passing, last = line.rstrip(b"\r").split(b"\r")
+            self._write(passing, "\r")
+            self._write([last], "\n")
+        *passing, _ = rest.rstrip(b"\r").split(b"\r")
+        self._write(passing, "\r")
+        self._rest = rest[sum(len(state) + 1 for state in passing) :]
+        self._sink.flush()
+
+    def end(self) -> None:
+        """Pass on a last line that has no end."""
+        if self._rest:
+            self.feed(b"\n")
+
+    def _write(self, states: Sequence[bytes], end: str) -> None:
+        for state in states:
+            if end == "\n" or (state and self._clear):
+                self._sink.write(f"{self._prefix}{state.decode(errors='replace')}{self._clear}{end}")
+
+
+def kill_all(find: Callable[[], list[int]]) -> None:
+    """Kill the processes that `find` lists until it lists none: one may be forking while it is killed."""
+    give_up = time.monotonic() + KILL_AFTER_S
+    while (found := find()) and time.monotonic() < give_up:
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: str) -> list[int]:
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it ended, or it is another user's
+            if wanted in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+def _say(message: str) -> None:
+    print(f"shoal: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,101 @@
+"""Explains a plan: for each layer what it costs, what every alternative would cost, why, and where that would flip."""
+
+from __future__ import annotations
+
+from shoal import exchange as exchanges
+from shoal import strategies
+from shoal.core.contracts import Exchange, Strategy
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.facts import Cluster, LayerProfile, ModelProfile
+from shoal.core.plan import Choice, Plan
+from shoal.core.registry import found
+from shoal.planner.timeline import Predictor
+
+
+def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
+    """The plan with its reasons.
+
+    Args:
+        plan: for this model and this number of ranks.
+        profile: the model, as profiled.
+        cluster: the ranks and their links.
+
+    Returns:
+        One row a layer, and the predicted step by its parts.
+    """
+    predictor = Predictor(profile, cluster)
+    timeline = predictor.predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    return Explanation(
+        ranks=plan.ranks,
+        rate_bytes_per_s=cluster.link.bytes_per_s,
+        latency_s=cluster.link.latency_s,
+        bucket_bytes=plan.bucket_bytes,
+        lanes=plan.lanes,
+        forward_s=timeline.forward_s,
+        backward_s=timeline.backward_s,
+        exposed_s=timeline.end_s - timeline.backward_s,
+        optimizer_s=timeline.optimizer_s,
+        sent_bytes=timeline.sent_bytes,
+        layers=tuple(_layer(plan, choice, predictor, timeline.step_s) for choice in plan.choices),
+    )
+
+
+def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float) -> LayerExplanation:
+    layer = predictor.profile.layer(choice.layer)
+    chosen = _alternative(plan, choice, predictor, step_s)
+    others = tuple(
+        Alternative(other, 0.0, 0.0, 0.0, refusal)
+        if (refusal := predictor.refusal(layer, other.strategy))
+        else _alternative(plan, other, predictor, None)
+        for other in _choices(choice.layer, predictor)
+        if other != choice
+    )
+    return LayerExplanation(
+        layer=layer.name,
+        kind=layer.kind,
+        parameters=sum(p.numel for p in layer.parameters),
+        rows=layer.rows,
+        backward_s=layer.backward_s,
+        chosen=chosen,
+        others=others,
+        reason=_reason(chosen, [other for other in others if not other.refusal]),
+        flips=_flips(layer, predictor),
+    )
+
+
+def _choices(name: str, predictor: Predictor) -> list[Choice]:
+    carriers = [e for e, kind in found(exchanges, Exchange).items() if kind.exact]
+    return [
+        Choice(name, strategy, exchange)
+        for strategy in found(strategies, Strategy)
+        for exchange in (carriers if predictor.bucketed(strategy) else [""])
+    ]
+
+
+def _alternative(plan: Plan, choice: Choice, predictor: Predictor, step_s: float | None) -> Alternative:
+    sent, alone_s = predictor.alone_s(choice)
+    if step_s is None:
+        step_s = predictor.predict(plan.with_choice(choice).choices, plan.bucket_bytes, plan.lanes).step_s
+    return Alternative(choice, sent, alone_s, step_s)
+
+
+def _reason(chosen: Alternative, others: list[Alternative]) -> str:
+    rivals = [other for other in others if other.choice.strategy != chosen.choice.strategy]
+    if not rivals:
+        return "nothing else serves it"
+    rival = min(rivals, key=lambda other: other.step_s)
+    name, gain_s = rival.choice.strategy, rival.step_s - chosen.step_s
+    sends = f"sends {chosen.sent_bytes / 1e6:.2f} MB instead of {rival.sent_bytes / 1e6:.2f} MB"
+    if abs(gain_s) < 0.005 * chosen.step_s:
+        return f"{sends}; {name} would take as long: it hides either way"
+    if gain_s < 0:
+        return f"{sends}; pinned or edited: {name} would save {-gain_s * 1e3:.1f} ms a step"
+    return f"{sends}; {name} would add {gain_s * 1e3:.1f} ms a step"
+
+
+def _flips(layer: LayerProfile, predictor: Predictor) -> str:
+    for name in found(strategies, Strategy):
+        rows = predictor.strategy(name).flips_at(layer, predictor.cluster.size)
+        if rows is not None and predictor.refusal(layer, name) is None:
+            return f"{name} sends less while K < {rows:.0f}"
+    return ""

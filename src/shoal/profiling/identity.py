@@ -1,0 +1,96 @@
+"""What a model is made of: its layers, who owns which parameter, and a digest that tells two models apart.
+
+A *layer* is a module that directly owns a trainable parameter. A parameter that several modules share belongs to the
+first of them in `named_parameters()` order. Every rank must see the same layers, so this is also where two ranks'
+models are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shoal.core.contracts import Comm
+from shoal.core.errors import RanksDiffer
+
+ROOT = "(model)"  # the name of the layer that the root module's own parameters make
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module and the trainable parameters it owns, by their dotted names in the model."""
+
+    name: str
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]
+
+
+def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:
+    """The model's layers in registration order; those without a trainable parameter are left out."""
+    layers: list[Layer] = []
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        own: dict[str, nn.Parameter] = {}
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                own[f"{prefix}.{leaf}" if prefix else leaf] = parameter
+            seen.add(id(parameter))
+        if own:
+            layers.append(Layer(prefix or ROOT, module, own))
+    return tuple(layers)
+
+
+def layer_signatures(model: nn.Module) -> dict[str, str]:
+    """What each module that owns parameters or buffers is: its type, and their names, shapes and types.
+
+    Two ranks whose signatures are equal have the same model as far as a plan can tell.
+    """
+    signatures: dict[str, str] = {}
+    seen: dict[int, str] = {}
+    for prefix, module in model.named_modules():
+        parts: list[str] = []
+        for leaf, parameter in module.named_parameters(recurse=False):
+            first = seen.setdefault(id(parameter), f"{prefix}.{leaf}")
+            frozen = "" if parameter.requires_grad else " frozen"
+            tied = "" if first == f"{prefix}.{leaf}" else f" tied to {first}"
+            parts.append(f"{leaf} {_form(parameter)}{frozen}{tied}")
+        parts += [f"{leaf} {_form(buffer)} buffer" for leaf, buffer in module.named_buffers(recurse=False)]
+        if parts:
+            signatures[prefix or ROOT] = f"{type(module).__name__}: " + ", ".join(parts)
+    return signatures
+
+
+def model_digest(model: nn.Module) -> str:
+    """A digest of the signatures, in hex: the same in every process and on every machine."""
+    return hashlib.sha256(json.dumps(sorted(layer_signatures(model).items())).encode()).hexdigest()
+
+
+def require_same_model(model: nn.Module, comm: Comm) -> None:
+    """Compare the ranks' models layer by layer.
+
+    Raises:
+        RanksDiffer: on every rank, naming the first layer that differs and the rank where it does.
+    """
+    signatures = layer_signatures(model)
+    if len(set(comm.gather_objects(model_digest(model)))) == 1:
+        return
+    first, *others = comm.gather_objects(signatures)
+    for rank, other in enumerate(others, start=1):
+        for name in [*first, *(name for name in other if name not in first)]:
+            if first.get(name) != other.get(name):
+                raise RanksDiffer(
+                    f"rank {rank} has another model than rank 0: layer {name} differs",
+                    where=f"rank {rank}, layer {name}",
+                    got=other.get(name, "no such layer"),
+                    expected=first.get(name, "no such layer"),
+                    do="build the same model on every rank; if its shape depends on data, broadcast that first",
+                    rank=rank,
+                )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

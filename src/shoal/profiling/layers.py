@@ -1,0 +1,224 @@
+"""Measures a model on a sample: for each layer its size as a product, its times, and when its gradients come.
+
+Every rank measures at the same time, so that cores which several ranks share are priced as training will find them;
+the profile is the maximum over ranks, the same on every rank. Costs a few training steps, at most about 20 seconds
+more than two of them, and leaves no trace (see untraced.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+
+from shoal.core.contracts import Comm
+from shoal.core.errors import SampleError
+from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
+from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
+from shoal.profiling.optimizer import optimizer_seconds
+from shoal.profiling.products import Product, measure_products
+from shoal.profiling.sample import LossFn, Sample
+from shoal.profiling.timeline import Clock, Step, Watched, watch_step
+from shoal.profiling.untraced import drop_gradients, untraced
+from shoal.profiling.usage import Readers, outside_use
+
+T = TypeVar("T")
+_BUDGET_S = 20.0  # for the measured steps of a slow model
+
+
+def profile_model(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    optimizers: Sequence[Optimizer],
+    sample: Any,
+    comm: Comm,
+    *,
+    repeats: int = 3,
+) -> ModelProfile:
+    """Measure a training step of the model on one batch, on all ranks at once.
+
+    Args:
+        model: any module; it is run in training mode and left as it was.
+        loss_fn: takes (output, y) and returns a scalar; None where the model returns its own loss.
+        optimizers: those of the model; their step is measured on copies.
+        sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of keyword arguments.
+        comm: the ranks that measure together; with one rank nothing is exchanged.
+        repeats: steps to measure after one to warm up; fewer where they would take more than 20 seconds.
+
+    Returns:
+        The profile, equal on all ranks, its layers in the order in which backward finishes them.
+
+    Raises:
+        SampleError: the model or the loss does not take the sample (on every rank, if it is so on any).
+        RanksDiffer: the ranks have different models.
+    """
+    checked = _agreed(lambda: Sample.of(model, loss_fn, sample), comm)
+    require_same_model(model, comm)
+    layers = trainable_layers(model)
+    clock = Clock(_device(layers))
+    with untraced(checked):
+        _meet(comm)  # every rank has noted the random state, which threads share
+        borrowed, step = _measured_step(checked, layers, clock, comm, repeats)
+        rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
+        kinds = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
+        _meet(comm)
+        products = measure_products([kind for kind in kinds.values() if kind], comm.size)
+        _meet(comm)
+        optimizer_s = optimizer_seconds(optimizers)
+        mine = ModelProfile(
+            layers=tuple(
+                _layer_profile(
+                    layer,
+                    step,
+                    rows[layer.name],
+                    products.get(kinds[layer.name], (0.0, 0.0)),  # type: ignore[arg-type]
+                    outside_use(model, layer, borrowed.get(layer.name, "")),
+                )
+                for layer in layers
+            ),
+            forward_s=step.forward_s,
+            backward_s=step.backward_s,
+            optimizer_s=optimizer_s,
+            digest=model_digest(model),
+        )
+        return _in_backward_order(_maximum(comm.gather_objects(mine)))
+
+
+def _meet(comm: Comm) -> None:
+    """Go on when every rank is here, so that all measure the same thing at the same time."""
+    comm.gather_objects(None)
+
+
+def _agreed(work: Callable[[], T], comm: Comm) -> T:
+    """Do something that a bad sample makes fail; if it fails on any rank, raise on all of them."""
+    try:
+        result = work()
+    except SampleError as error:
+        comm.gather_objects(str(error))
+        raise
+    for rank, failure in enumerate(comm.gather_objects(None)):
+        if failure is not None:
+            raise SampleError(f"rank {rank} cannot use its sample: {failure}", rank=rank)
+    return result
+
+
+def _measured_step(
+    sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm, repeats: int
+) -> tuple[dict[str, str], Step]:
+    """Warm up, finding borrowed weights, then measure: those weights, and the step of median duration, whole."""
+    parameters = list(sample.model.parameters())
+
+    def warm_up() -> tuple[dict[str, str], Step]:
+        with Readers(sample.model, layers).watching() as readers:
+            sample.loss()
+        return readers.borrowed, watch_step(sample, layers, clock)
+
+    def measure() -> Step:
+        drop_gradients(parameters)
+        _meet(comm)  # the ranks' forwards run side by side, and so do their backwards
+        return watch_step(sample, layers, clock)
+
+    borrowed, first = _agreed(warm_up, comm)
+    slowest_s = max(comm.gather_objects(first.total_s))
+    count = max(1, min(repeats, int(_BUDGET_S / max(slowest_s, 1e-6))))
+    steps = sorted((measure() for _ in range(count)), key=lambda step: step.total_s)
+    drop_gradients(parameters)
+    return borrowed, steps[len(steps) // 2]
+
+
+def _layer_profile(layer: Layer, step: Step, rows: int, product: tuple[float, float], outside: str) -> LayerProfile:
+    watched = step.layers[layer.name]
+    used = layer.parameters.keys() & step.ready_s.keys()
+    if used and not watched.calls and not outside:
+        outside = "its gradient comes without a call of the layer"
+    inputs, outputs = _shape(layer.module)
+    return LayerProfile(
+        name=layer.name,
+        kind=type(layer.module).__name__,
+        parameters=tuple(
+            ParameterProfile(
+                name=name,
+                shape=tuple(parameter.shape),
+                numel=parameter.numel(),
+                itemsize=parameter.element_size(),
+                used=name in used,
+                ready_s=step.ready_s.get(name, step.backward_s),
+            )
+            for name, parameter in layer.parameters.items()
+        ),
+        rows=rows,
+        inputs=inputs,
+        outputs=outputs,
+        calls=watched.calls,
+        forward_s=watched.forward_s,
+        backward_s=watched.backward_s,
+        activation_bytes=watched.activation_bytes,
+        product_fixed_s=product[0],
+        product_s_per_row=product[1],
+        outside_use=outside,
+    )
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """M and N of the layer as a product, (0, 0) where it is none."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if isinstance(module, _ConvNd):
+        return module.weight.numel() // module.out_channels, module.out_channels
+    return 0, 0
+
+
+def _rows(module: nn.Module, watched: Watched) -> int:
+    """K: what the layer puts out, counted in rows of N."""
+    outputs = _shape(module)[1]
+    return watched.elements // outputs if outputs else 0
+
+
+def _device(layers: Sequence[Layer]) -> torch.device:
+    return next((p.device for layer in layers for p in layer.parameters.values()), torch.device("cpu"))
+
+
+def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """The ranks' profiles in one: the most of every number."""
+    return ModelProfile(
+        layers=tuple(_maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)),
+        forward_s=max(p.forward_s for p in profiles),
+        backward_s=max(p.backward_s for p in profiles),
+        optimizer_s=max(p.optimizer_s for p in profiles),
+        digest=profiles[0].digest,
+    )
+
+
+def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
+    return replace(
+        layers[0],
+        parameters=tuple(
+            replace(same[0], used=any(p.used for p in same), ready_s=max(p.ready_s for p in same))
+            for same in zip(*(layer.parameters for layer in layers), strict=True)
+        ),
+        outside_use=next((layer.outside_use for layer in layers if layer.outside_use), ""),
+        rows=max(layer.rows for layer in layers),
+        calls=max(layer.calls for layer in layers),
+        forward_s=max(layer.forward_s for layer in layers),
+        backward_s=max(layer.backward_s for layer in layers),
+        activation_bytes=max(layer.activation_bytes for layer in layers),
+        product_fixed_s=max(layer.product_fixed_s for layer in layers),
+        product_s_per_row=max(layer.product_s_per_row for layer in layers),
+    )
+
+
+def _in_backward_order(profile: ModelProfile) -> ModelProfile:
+    """Layers by the moment of their last gradient, unused ones last; what registers later comes sooner among equals.
+
+    Each rank's times come from one step, so an order that all ranks saw is also the order of their maxima.
+    """
+    registered = enumerate(profile.layers)
+    order = sorted(registered, key=lambda entry: (entry[1].ready_s, -entry[0]))
+    return replace(profile, layers=tuple(layer for _, layer in order))

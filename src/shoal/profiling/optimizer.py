@@ -1,0 +1,85 @@
+"""What the optimizers' step costs, measured on scratch copies: neither the real one nor its parameters are touched.
+
+A step is almost all memory traffic, so its time grows with the number of elements: what does not fit under the cap is
+scaled up from what does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.profiling.timeline import Clock
+
+_MOST_ELEMENTS = 16_000_000  # 64 MB of float32: beyond every cache, and still small beside a model's own memory
+_REPEATS = 3
+_PASSES = 5  # over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
+
+
+def optimizer_seconds(optimizers: Iterable[Optimizer]) -> float:
+    """Seconds that one step of all of them takes. All ranks call this at the same time."""
+    return sum(_seconds(optimizer) for optimizer in optimizers)
+
+
+def _seconds(optimizer: Optimizer) -> float:
+    groups, share = _scratch(optimizer)
+    tensors = [parameter for group in groups for parameter in group["params"]]
+    if not tensors:
+        return 0.0
+    clock = Clock(tensors[0].device)
+    try:
+        copy = type(optimizer)(groups, **_options(optimizer))
+        copy.step()
+        measured = median(clock.time(copy.step) for _ in range(_REPEATS))
+    except Exception:  # it needs a closure, other arguments, sparse gradients … : whatever it is, its cost is memory
+        measured = _PASSES * _copy_seconds(tensors, clock)
+    return measured / share
+
+
+def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
+    """Its groups with copies for parameters, up to the cap, and the share of its elements that they make."""
+    left, taken, total = _MOST_ELEMENTS, 0, 0
+    groups = []
+    for group in optimizer.param_groups:
+        copies = []
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            total += parameter.numel()
+            if left > 0 and parameter.numel() > 0:
+                copies.append(_copy(parameter, left))
+                taken += copies[-1].numel()
+                left -= copies[-1].numel()
+        if copies:
+            groups.append({**group, "params": copies})
+    return groups, taken / max(total, 1)
+
+
+def _copy(parameter: Tensor, most: int) -> Tensor:
+    """A leaf like the parameter, cut in its first dimension to about `most` elements, with a gradient."""
+    part = parameter.detach()
+    if part.numel() > most:
+        part = part[: max(1, most * part.shape[0] // part.numel())]
+    copy = part.clone().requires_grad_()
+    copy.grad = torch.rand_like(copy)
+    return copy
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """Those of its defaults that its constructor takes."""
+    taken = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in taken}
+
+
+def _copy_seconds(tensors: list[Tensor], clock: Clock) -> float:
+    """Seconds to pass over these tensors' bytes once, at the rate at which memory is copied here."""
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    source = torch.zeros(max(nbytes, 1 << 20), dtype=torch.uint8, device=tensors[0].device)
+    target = torch.zeros_like(source)
+    return median(clock.time(lambda: target.copy_(source)) for _ in range(_REPEATS)) * nbytes / source.numel()

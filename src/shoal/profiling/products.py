@@ -1,0 +1,79 @@
+"""What the gradient of one weight costs to compute over k rows, as fixed seconds and seconds a row.
+
+A strategy that rebuilds gradients (factor) computes them over the rows of all P ranks instead of its own K, so the
+cost is measured at two sizes P apart and a line laid through them. nn.Linear: the product dyᵀ·x into a buffer that is
+there already. nn.Embedding: k rows added into a table of zeros, where zeroing the table is the fixed part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from shoal.profiling.fit import fit_line
+from shoal.profiling.timeline import Clock
+
+_MOST_WORK = 2e9  # multiplications in one measurement: larger ones only take longer to say the same
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of product; equal layers share one measurement."""
+
+    embedding: bool
+    rows: int  # K
+    inputs: int  # M, or the rows of the table
+    outputs: int  # N
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, module: nn.Module, rows: int) -> Product | None:
+        """The product that a module's weight gradient is, or None if it is of another kind or was not run."""
+        if rows == 0 or not isinstance(module, nn.Linear | nn.Embedding):
+            return None
+        if isinstance(module, nn.Linear):
+            shape = module.in_features, module.out_features
+        else:
+            shape = module.num_embeddings, module.embedding_dim
+        return cls(isinstance(module, nn.Embedding), rows, *shape, module.weight.dtype, module.weight.device)
+
+    def sizes(self, ranks: int) -> tuple[int, int]:
+        """Two numbers of rows to measure at: K and P·K, both scaled down where that would be too much work."""
+        factor = ranks if ranks > 1 else 4
+        per_row = self.outputs * (1 if self.embedding else self.inputs)
+        high = min(self.rows * factor, max(int(_MOST_WORK / per_row), factor))
+        return max(1, high // factor), high
+
+    def work(self, rows: int) -> Callable[[], object]:
+        """The product over that many rows, its operands and its buffer made beforehand."""
+        place = {"dtype": self.dtype, "device": self.device}
+        dy = torch.rand(rows, self.outputs, **place)  # type: ignore[call-overload]
+        if self.embedding:
+            table: Tensor = torch.empty(self.inputs, self.outputs, **place)  # type: ignore[call-overload]
+            ids = torch.randint(self.inputs, (rows,), device=self.device)
+            return lambda: table.zero_().index_add_(0, ids, dy)
+        x = torch.rand(rows, self.inputs, **place)  # type: ignore[call-overload]
+        buffer: Tensor = torch.empty(self.outputs, self.inputs, **place)  # type: ignore[call-overload]
+        return lambda: torch.mm(dy.T, x, out=buffer)
+
+
+def measure_products(products: Iterable[Product], ranks: int) -> dict[Product, tuple[float, float]]:
+    """(fixed seconds, seconds per row) of each product, each measured once. All ranks call this at the same time."""
+    return {product: _measure(product, ranks) for product in dict.fromkeys(products)}
+
+
+@torch.no_grad()
+def _measure(product: Product, ranks: int) -> tuple[float, float]:
+    clock = Clock(product.device)
+    seconds = {}
+    for rows in product.sizes(ranks):
+        work = product.work(rows)
+        work()
+        seconds[rows] = median(clock.time(work) for _ in range(_REPEATS))
+    return fit_line(seconds)

@@ -1,0 +1,152 @@
+"""One training step's forward on the user's sample, in all the forms that a sample may take.
+
+`x` is a tensor, a tuple of positional or a mapping of keyword arguments of the model. The loss is `loss_fn(output, y)`,
+or, without a `loss_fn`, what the model returns itself: a scalar, or an output with `.loss` or `["loss"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shoal.core.errors import SampleError
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model, its loss and one batch, checked; `loss()` runs them."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    x: Any
+    y: Any
+
+    @classmethod
+    def of(cls, model: nn.Module, loss_fn: LossFn | None, sample: Any) -> Sample:
+        """Check the pair's form (SampleError that says what is wrong with it); nothing runs yet."""
+        lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+        if lazy:
+            raise SampleError(
+                "the model has parameters without a shape yet (lazy modules)",
+                got=", ".join(lazy[:5]),
+                do="run the model once on a batch first",
+            )
+        if not isinstance(sample, tuple | list) or len(sample) != 2:
+            raise SampleError(
+                "there is no sample" if sample is None else "the sample is not a pair",
+                got=describe(sample),
+                expected="sample=(x, y): the model's input and the loss's target",
+                do="give one batch of the kind the training loop will see",
+            )
+        x, y = sample
+        if loss_fn is None and y is not None:
+            raise SampleError(
+                "the sample has a target, but there is no loss_fn to take it",
+                got=f"y = {describe(y)}",
+                do="give a loss_fn; or, where the model returns its own loss, put the target into x and None for y",
+            )
+        return cls(model, loss_fn, x, y)
+
+    def loss(self) -> Tensor:
+        """Run the model and the loss.
+
+        Raises:
+            SampleError: either of them raised, or what came out cannot be trained on.
+        """
+        try:
+            output = self._output()
+        except Exception as error:
+            raise self._refused("the model does not take the sample", error) from error
+        if self.loss_fn is None:
+            return self._checked(_own_loss(output), output)
+        try:
+            loss = self.loss_fn(output, self.y)
+        except Exception as error:
+            raise self._refused(f"loss_fn does not take the model's output ({describe(output)})", error) from error
+        return self._checked(loss, output)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward (SampleError if it raises)."""
+        try:
+            loss.backward()
+        except Exception as error:
+            raise self._refused("backward fails on the sample", error) from error
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor of the sample."""
+        return tensors_in((self.x, self.y))
+
+    def _output(self) -> Any:
+        if isinstance(self.x, tuple):
+            return self.model(*self.x)
+        if isinstance(self.x, Mapping):
+            return self.model(**self.x)
+        return self.model(self.x)
+
+    def _given(self) -> str:
+        return f"x = {describe(self.x)}, y = {describe(self.y)}"
+
+    def _refused(self, what: str, error: Exception) -> SampleError:
+        return SampleError(
+            f"{what}: {type(error).__name__}: {error}",
+            got=self._given(),
+            expected="x is a tensor, a tuple of positional or a dict of keyword arguments of the model",
+            do="try loss_fn(model(x), y) on the same batch first",
+        )
+
+    def _checked(self, loss: Any, output: Any) -> Tensor:
+        source = "loss_fn" if self.loss_fn else "the model (there is no loss_fn)"
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return loss
+        if not isinstance(loss, Tensor):
+            what = f"{source} returned no loss"
+        elif loss.numel() != 1:
+            what = f"{source} returned a loss of shape {tuple(loss.shape)}, which is not a scalar"
+        else:
+            what = f"{source} returned a loss that does not depend on any trainable parameter"
+        raise SampleError(
+            what,
+            got=f"{describe(loss if self.loss_fn else output)}, from {self._given()}",
+            expected="a scalar tensor that requires grad"
+            + ("" if self.loss_fn else ", or an output that has one as .loss or ['loss']"),
+            do="reduce it, for example with .mean(), and give a loss_fn where the model has no loss of its own",
+        )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def describe(value: Any) -> str:
+    """A value as messages show it: tensors by shape and type, containers by what is in them, the rest by type."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, tuple | list):
+        shown = ", ".join(describe(each) for each in value[:4]) + (", …" if len(value) > 4 else "")
+        return f"({shown})" if isinstance(value, tuple) else f"[{shown}]"
+    return repr(value) if value is None or isinstance(value, int | float | bool) else type(value).__name__
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return getattr(output, "loss", None)

@@ -1,0 +1,172 @@
+"""One training step, watched: when each gradient is there, and what each layer's forward and backward take.
+
+              enter A  leave A      enter B   leave B    loss     dB arrives    dA arrives        end
+    forward  ────┤ A's    ├────────────┤ B's     ├────────┼──────────┤ B's          ├ A's          ┤  backward
+
+Forward time is a layer's own, without the layers inside it. In backward a layer's time begins where the gradient of
+its output arrives and ends where the next layer's does: what stands between two layers (an activation, a pooling) is
+billed to the one before it. Everything is read from one step, so that order and times agree with each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shoal.profiling.identity import Layer
+from shoal.profiling.sample import Sample, tensors_in
+
+Mark = Any  # a moment: seconds on a CPU, an event on CUDA
+NOBODY = ""
+
+
+class Clock:
+    """Takes moments without waiting for the device, and tells afterwards the seconds between two of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+
+    def mark(self) -> Mark:
+        """This moment in the device's work."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Seconds from one moment to another."""
+        if not self._cuda:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+    def time(self, work: Callable[[], object]) -> float:
+        """Seconds that `work` takes."""
+        start = self.mark()
+        work()
+        return self.seconds(start, self.mark())
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One layer in one step."""
+
+    calls: int
+    elements: int  # of its outputs, over all calls
+    activation_bytes: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: layers by name, and for each parameter that got a gradient the seconds into backward until it did."""
+
+    layers: dict[str, Watched]
+    ready_s: dict[str, float]
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of forward, loss and backward."""
+        return self.forward_s + self.backward_s
+
+
+def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
+    """Run one forward and backward and watch it; gradients are left in `.grad`, every hook is taken away."""
+    watch = _Watch(clock)
+    with ExitStack() as hooks:
+        for layer in layers:
+            watch.attach(layer, hooks)
+        start = clock.mark()
+        loss = sample.loss()
+        watch.in_backward = True
+        middle = clock.mark()
+        sample.backward(loss)
+        end = clock.mark()
+    forward_s = _billed(watch.forward_log, middle, clock)
+    backward_s = _billed(watch.backward_log, end, clock)
+    return Step(
+        layers={
+            layer.name: Watched(
+                calls=watch.calls[layer.name],
+                elements=watch.elements[layer.name],
+                activation_bytes=watch.activation_bytes[layer.name],
+                forward_s=forward_s[layer.name],
+                backward_s=backward_s[layer.name],
+            )
+            for layer in layers
+        },
+        ready_s={name: clock.seconds(middle, mark) for name, mark in watch.ready.items()},
+        forward_s=clock.seconds(start, middle),
+        backward_s=clock.seconds(middle, end),
+    )
+
+
+class _Watch:
+    """The hooks' notebook. Each log entry is a moment and the layer whose time begins then."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.in_backward = False  # forward hooks fire there too, when activation checkpointing runs forward again
+        self.running = [NOBODY]
+        self.hooked = WeakTensorKeyDictionary()  # outputs whose gradient is awaited, by the innermost layer's name
+        self.forward_log: list[tuple[Mark, str]] = []
+        self.backward_log: list[tuple[Mark, str]] = []
+        self.ready: dict[str, Mark] = {}
+        self.calls: dict[str, int] = defaultdict(int)
+        self.elements: dict[str, int] = defaultdict(int)
+        self.activation_bytes: dict[str, int] = defaultdict(int)
+
+    def attach(self, layer: Layer, hooks: ExitStack) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            if not self.in_backward:
+                self.running.append(layer.name)
+                self.forward_log.append((self.clock.mark(), layer.name))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            outputs = list(tensors_in(output))
+            for tensor in outputs:
+                if tensor.requires_grad and tensor not in self.hooked:
+                    self.hooked[tensor] = layer.name
+                    tensor.register_hook(arrive)
+            if not self.in_backward:
+                self.calls[layer.name] += 1
+                self.elements[layer.name] += sum(tensor.numel() for tensor in outputs)
+                self.activation_bytes[layer.name] += sum(tensor.nbytes for tensor in outputs)
+                self.running.pop()
+                self.forward_log.append((self.clock.mark(), self.running[-1]))
+
+        def arrive(gradient: Tensor) -> None:
+            self.backward_log.append((self.clock.mark(), layer.name))
+
+        hooks.callback(layer.module.register_forward_pre_hook(enter).remove)
+        hooks.callback(layer.module.register_forward_hook(leave).remove)
+        for name, parameter in layer.parameters.items():
+            hooks.callback(parameter.register_post_accumulate_grad_hook(self._note_ready(name)).remove)
+
+    def _note_ready(self, name: str) -> Callable[[Tensor], None]:
+        def note(parameter: Tensor) -> None:
+            self.ready.pop(name, None)  # the last one counts, where a gradient comes in several parts
+            self.ready[name] = self.clock.mark()
+
+        return note
+
+
+def _billed(log: Sequence[tuple[Mark, str]], end: Mark, clock: Clock) -> dict[str, float]:
+    """Give each entry's layer the seconds until the next entry."""
+    seconds: dict[str, float] = defaultdict(float)
+    for (start, name), (stop, _) in pairwise([*log, (end, NOBODY)]):
+        seconds[name] += clock.seconds(start, stop)
+    return seconds

@@ -1,0 +1,67 @@
+"""Runs training steps on a model and leaves no trace of them: the state before is the state after, bit for bit.
+
+Held: parameters and buffers (values and objects), `.grad` (the same objects), modules' plain attributes and training
+mode, and the random state of torch, `random` and numpy. Not held: what a module changes inside its own lists and dicts.
+Costs one copy of the parameters and buffers for as long as it lasts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.profiling.sample import Sample
+
+
+@contextmanager
+def untraced(sample: Sample) -> Iterator[None]:
+    """Put the sample's model (and loss, if that is a module) into training, without gradients; put all back at the end.
+
+    Threads that are ranks share the random state: let all of them enter before one draws, and all finish before one
+    leaves.
+    """
+    modules = list(sample.model.modules())
+    if isinstance(sample.loss_fn, nn.Module):
+        modules += sample.loss_fn.modules()
+    attributes = [(module, dict(vars(module))) for module in modules]
+    tables: list[dict[str, Any]] = [table for m in modules for table in (m._parameters, m._buffers)]
+    members = [(table, dict(table)) for table in tables]
+    tensors = {id(t): t for _, table in members for t in table.values() if t is not None}
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
+    leaves = [tensor for tensor in [*tensors.values(), *sample.tensors()] if tensor.is_leaf]
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            drop_gradients(leaves)
+            if not sample.model.training:  # a model in training may have single modules in eval on purpose
+                sample.model.train()
+            yield
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for table, entries in members:
+            table.clear()
+            table.update(entries)
+        with torch.no_grad():
+            for tensor, value in values:
+                if not torch.equal(tensor, value):  # an expanded buffer cannot be written, and never was
+                    tensor.copy_(value)
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def drop_gradients(leaves: Iterable[Tensor]) -> None:
+    """Set every gradient to None, as `zero_grad` does."""
+    for leaf in leaves:
+        leaf.grad = None

@@ -1,0 +1,114 @@
+"""Finds layers whose weight is used otherwise than by calling the layer, and says how.
+
+A strategy that rebuilds a weight's gradient from its layer's inputs and outputs (factor), or keeps a part of it
+(column, embedding), sees only what goes through the layer's own forward. nn.MultiheadAttention, for one, reads
+`out_proj.weight` and never calls `out_proj`. Found by watching every torch function of one forward for parameters
+among its arguments while another module runs. A view of a weight that was taken before forward escapes this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from shoal.profiling.identity import ROOT, Layer
+from shoal.profiling.sample import tensors_in
+
+_OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: F.linear, nn.Embedding: F.embedding}
+
+
+class Readers(TorchFunctionMode):
+    """While active, notes for each layer the first use of its parameters other than by its own forward."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+        super().__init__()
+        self.borrowed: dict[str, str] = {}
+        self._model = model
+        self._owners = {id(p): (layer, name) for layer in layers for name, p in layer.parameters.items()}
+        self._running: list[tuple[str, nn.Module]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if next(tensors_in(result), None) is not None:  # asking for a shape or a type is no use of the weight
+            for tensor in tensors_in((args, kwargs or {})):
+                if id(tensor) in self._owners:
+                    self._note(func, *self._owners[id(tensor)])
+        return result
+
+    def _note(self, func: Callable[..., Any], layer: Layer, parameter: str) -> None:
+        leaf = parameter.rpartition(".")[2]
+        reader, module = self._running[-1] if self._running else ("the loss", None)
+        if module is None:
+            self.borrowed.setdefault(layer.name, f"its {leaf} is read by {reader}")
+        elif module is not layer.module:
+            kind = type(module).__name__
+            self.borrowed.setdefault(layer.name, f"its {leaf} is read by {reader} ({kind}) without calling it")
+        elif _is_product(module) and func not in _OWN_FUNCTION.values():
+            self.borrowed.setdefault(layer.name, f"its {leaf} is read by {getattr(func, '__name__', func)}")
+
+    @contextmanager
+    def watching(self) -> Iterator[Readers]:
+        """Watch what runs inside; the hooks that follow which module is running are taken away at the end."""
+
+        def enter(name: str) -> Callable[[nn.Module, Any], None]:
+            return lambda module, args: self._running.append((name, module))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._running.pop()
+
+        with ExitStack() as hooks:
+            for name, module in self._model.named_modules():
+                hooks.callback(module.register_forward_pre_hook(enter(name or ROOT), prepend=True).remove)
+                hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            with self:
+                yield self
+
+
+def outside_use(model: nn.Module, layer: Layer, borrowed: str) -> str:
+    """Why the layer's weight cannot be served through its own forward, or ''; `borrowed` is what `Readers` noted."""
+    module = layer.module
+    return _tied(model, layer) or borrowed or (_unlike_torch(module) if _is_product(module) else "")
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether it would be taken for one of torch's own products: a subclass, or a class of the same name."""
+    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ in ("Linear", "Embedding")
+
+
+def _tied(model: nn.Module, layer: Layer) -> str:
+    """A parameter that another module holds too."""
+    own = {id(p): leaf for leaf, p in layer.module.named_parameters(recurse=False)}
+    for name, module in model.named_modules():
+        for _, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in own and module is not layer.module:
+                return f"its {own[id(parameter)]} is tied to {name or ROOT}"
+    return ""
+
+
+def _unlike_torch(module: nn.Module) -> str:
+    """Where a Linear or Embedding does not do what torch's own does."""
+    if type(module) not in _OWN_FUNCTION:
+        kind = type(module)
+        return f"it is a {kind.__module__}.{kind.__qualname__}, not exactly a torch.nn.Linear or torch.nn.Embedding"
+    if "forward" in vars(module):
+        return "its forward has been replaced"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is computed from other parameters"
+    if not weight.requires_grad:
+        return "its weight is frozen"
+    if isinstance(module, nn.Embedding):
+        if module.sparse:
+            return "sparse=True: its gradient is a sparse tensor"
+        if module.max_norm is not None:
+            return "max_norm: its forward changes its weight"
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq: its gradient depends on how often an id comes in the whole batch"
+    return ""

@@ -1,0 +1,143 @@
+"""Puts a plan into a model, in place: the same objects, names and parameters afterwards, and checks that it is so.
+
+1  agree     the plan fits this model and this many ranks, every layer once                       (check)
+2  align     every rank gets rank 0's parameters and buffers, but only those that differ are sent  (align)
+3  rewrite   site by site, in the plan's order, each strategy changes its layers and names its transfers
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal import exchange as exchanges
+from shoal import strategies
+from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
+from shoal.core.errors import PlanError
+from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.plan import Plan, Site
+from shoal.core.registry import found, named
+from shoal.profiling.identity import Layer, model_digest, trainable_layers
+
+
+def apply(model: nn.Module, plan: Plan, comm: Comm) -> list[Transfer]:
+    """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
+
+    Raises:
+        PlanError: the plan does not fit the model or the number of ranks.
+    """
+    layers = {layer.name: layer for layer in trainable_layers(model)}
+    check(plan, model, comm.size)
+    align(model, comm)
+    before = _identity(model)
+    transfers: list[Transfer] = []
+    for number, site in enumerate(sites(plan, layers)):
+        place = Place(
+            layers={name: layers[name].module for name in site.layers},
+            parameters={p: value for name in site.layers for p, value in layers[name].parameters.items()},
+            ranks=comm.size,
+        )
+        carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
+        transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, _label(number, site))
+    assert _identity(model) == before, "a strategy changed the model's names or parameters"
+    return transfers
+
+
+def check(plan: Plan, model: nn.Module, ranks: int) -> None:
+    """Refuse a plan that was made for something else, or that does not say what happens to every layer once."""
+    layers = [layer.name for layer in trainable_layers(model)]
+    if plan.ranks != ranks:
+        raise PlanError(
+            "the plan is for another number of ranks", got=f"{ranks} ranks", expected=str(plan.ranks), do=_REPLAN
+        )
+    names = [choice.layer for choice in plan.choices]
+    for name in names:
+        if name not in layers:
+            near = difflib.get_close_matches(name, layers, n=3) or layers[:3]
+            raise PlanError(
+                f"the plan names a layer {name!r} that the model lacks", expected=", ".join(near), do=_REPLAN
+            )
+    missing = [name for name in layers if name not in names]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if missing or twice:
+        what = f"leaves out {', '.join(missing[:3])}" if missing else f"names {', '.join(twice[:3])} more than once"
+        raise PlanError(f"the plan {what}", expected="every layer with trainable parameters, once", do=_REPLAN)
+    if plan.model != model_digest(model):
+        raise PlanError(
+            "the plan was made for another model: the layers' names agree, but not their shapes or types",
+            got=f"model {model_digest(model)[:12]}",
+            expected=plan.model[:12],
+            do=_REPLAN,
+        )
+
+
+def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
+    """Refuse a plan in which a strategy is given a layer that it cannot serve, or a name that does not exist."""
+    for choice in plan.choices:
+        strategy = named(strategies, Strategy, choice.strategy)
+        if strategy.bucketed:
+            named(exchanges, Exchange, choice.exchange)
+        elif choice.exchange:
+            raise PlanError(
+                f"{choice.strategy} takes no exchange",
+                where=f"layer {choice.layer}",
+                got=choice.exchange,
+                do='leave its "exchange" empty',
+            )
+        reason = strategy.refuses(profile.layer(choice.layer), cluster)
+        if reason is not None:
+            raise PlanError(
+                f"{choice.strategy} cannot serve layer {choice.layer}: {reason}",
+                do='give the layer "replicate", which serves everything',
+            )
+
+
+def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
+    """The plan's sites for this model's layers."""
+    nbytes = {
+        name: sum(p.numel() * p.element_size() for p in layer.parameters.values()) for name, layer in layers.items()
+    }
+    return list(plan.sites(nbytes, bucketed_strategies()))
+
+
+def bucketed_strategies() -> frozenset[str]:
+    """Names of the strategies that take several layers as one site."""
+    return frozenset(name for name, strategy in found(strategies, Strategy).items() if strategy.bucketed)
+
+
+def align(model: nn.Module, comm: Comm) -> None:
+    """Give every rank rank 0's parameters and buffers; those that have the same bits everywhere are not sent."""
+    tensors = dict(_tensors(model))
+    digests = comm.gather_objects({name: _digest(tensor) for name, tensor in tensors.items()})
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if any(other[name] != digests[0][name] for other in digests):
+                received = tensor.detach().contiguous()
+                comm.broadcast(received, root=0)
+                tensor.copy_(received)
+
+
+_REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'
+
+
+def _label(number: int, site: Site) -> str:
+    names = ", ".join(site.layers[:2]) + (f" and {len(site.layers) - 2} more" if len(site.layers) > 2 else "")
+    return f"site {number} ({site.strategy}{' ' + site.exchange if site.exchange else ''}: {names})"
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.blake2b(data.view(torch.uint8).numpy().data if data.numel() else b"", digest_size=16).hexdigest()
+
+
+def _identity(model: nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]

@@ -1,0 +1,87 @@
+"""The engine: gradients travel while backward still runs.
+
+It owns order, threads and errors; what it runs (`Transfer.run`) is straight-line and blocking. One backward:
+
+    1  begin    the first gradient to come opens a round and asks autograd to be called at the end
+    2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
+    3  lanes    transfer i runs on lane i mod L, each lane a thread with a channel of its own, so the order of messages
+                in a channel is the same on every rank, whatever the threads do
+    4  finish   backward is over: what never got ready is packed as it is, all lanes are waited for, gradients published
+
+After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more.
+Guarded by tests/runtime/test_engine.py: order under random delays, errors, no thread left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch.autograd import Variable
+
+from shoal.core.contracts import Comm, Transfer
+from shoal.core.errors import WorldError
+from shoal.runtime.lanes import Errand, Lane
+
+
+@final
+class Engine:
+    """Runs the transfers of one parallelised model, once in every backward."""
+
+    def __init__(self, transfers: Sequence[Transfer], lanes: Sequence[Comm]) -> None:
+        self.steps = 0  # rounds finished
+        self._transfers = tuple(transfers)
+        self._lanes = [Lane(comm) for comm in lanes]
+        self._ready: set[Transfer] = set()
+        self._sent: list[Errand] = []
+        self._task: int | None = None  # autograd's number of the backward whose round is open
+        for transfer in self._transfers:
+            transfer.ready = self._announce
+
+    def begin(self) -> None:
+        """Open a round for the backward that is running. Called as it enters the model, once for each output.
+
+        Raises:
+            WorldError: the backward before this one ended half-way, so the ranks no longer agree on what was sent.
+        """
+        task = torch._C._current_graph_task_id()
+        if self._task is None:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._finish)
+        elif self._task != task:
+            raise WorldError(
+                "the backward before this one ended with an error after a part of its gradients was sent",
+                do="end the job and start again from a checkpoint",
+            )
+
+    def close(self) -> None:
+        """End the lanes' threads and give back their channels."""
+        for lane in self._lanes:
+            lane.close()
+
+    def _announce(self, transfer: Transfer) -> None:
+        if self._task is None:  # backward came in by another way than the model's output
+            self.begin()
+        self._ready.add(transfer)
+        self._send_in_order()
+
+    def _send_in_order(self, everything: bool = False) -> None:
+        while len(self._sent) < len(self._transfers):
+            index = len(self._sent)
+            transfer = self._transfers[index]
+            if not (everything or transfer in self._ready):
+                return
+            transfer.pack()
+            self._sent.append(self._lanes[index % len(self._lanes)].run(transfer.run))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        self._send_in_order(everything=True)
+        for errand, transfer in zip(self._sent, self._transfers, strict=True):
+            errand.wait(f"step {self.steps}, {transfer.label}")
+            transfer.publish()
+        self._sent.clear()
+        self._ready.clear()
+        self._task = None
+        self.steps += 1

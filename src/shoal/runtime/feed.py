@@ -1,0 +1,201 @@
+"""Gives each rank its own rows of a DataLoader: none twice, none lost, and the same number of batches on every rank.
+
+Ranks that count different batches wait for one another for ever, and padding with repeated rows (as DistributedSampler
+does) is not the mathematics of one process. So the loader's own sampler is asked for the global order, the same on all
+ranks, and each global batch of `size · batch_size` rows, as one process would take it, is cut into one part a rank:
+
+    global order   0 1 2 3 4 5 6 7 | 8 9 10 11 12       size 2, batch_size 4
+    rank 0         0 1 2 3         | 8 9 10
+    rank 1                 4 5 6 7 |        11 12
+
+Rows per rank differ by one at most. Costs the list of the epoch's row numbers on every rank, and no communication.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+
+from shoal.core.contracts import cut_sizes
+from shoal.core.errors import UsageError
+
+T = TypeVar("T")
+_BY_HAND = "shoal.world() gives rank and size: give each rank rows of its own by hand, as many batches on each"
+_RANDOM_STATE = threading.Lock()  # the process has one random state, and ranks may be its threads
+
+
+def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[T]:
+    """A copy of the loader that gives rank `rank` of `size` its own rows, in an order that all ranks share.
+
+    Args:
+        loader: batches the rows of a dataset with any sampler; `batch_size` is the number of rows on one rank. All its
+            other options are kept.
+        rank: which share.
+        size: number of ranks; 1 gives the loader back as it is.
+        seed: the same on every rank. Seed and epoch give the order; the epoch advances with every pass over the loader,
+            so every rank makes the same passes, or calls `loader.sampler.set_epoch(epoch)` before one.
+
+    Raises:
+        UsageError: not a DataLoader, one that does not say which rows make a batch, or too few rows for the ranks.
+
+    >>> rows = DataLoader(list(range(10)), batch_size=2)
+    >>> [batch.tolist() for batch in shard(rows, rank=1, size=2, seed=0)]
+    [[2, 3], [6, 7], [9]]
+    """
+    if not isinstance(loader, DataLoader):
+        do = "pass the torch.utils.data.DataLoader itself; for anything else " + _BY_HAND
+        raise UsageError("shard takes a DataLoader", got=type(loader).__name__, do=do)
+    if size == 1:
+        return loader
+    batches = _batches(loader)
+    order = SharedOrder(batches.sampler, seed)
+    mine = RankBatches(order, batches.batch_size, batches.drop_last, rank, size)
+    len(mine)  # too few rows are refused here, not in the first epoch
+
+    # A copy keeps every option, also those of newer versions and of subclasses. Assigning batch_sampler is refused by
+    # DataLoader because batch_size would no longer describe it; RankBatches keeps to the same batch_size.
+    sharded = copy.copy(loader)
+    vars(sharded).update(
+        sampler=order, batch_sampler=mine, batch_size=mine.batch_size, drop_last=mine.drop_last, _iterator=None
+    )
+    return sharded
+
+
+def proposed_seed(loader: DataLoader[Any]) -> int:
+    """The seed to offer the other ranks: that of the sampler's generator or of torch, so a seeded script stays so."""
+    generator = getattr(getattr(loader, "sampler", None), "generator", None)
+    return generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
+
+
+class SharedOrder(Sampler[Any]):
+    """The rows of a sampler in an order that depends on seed and epoch alone, so that all ranks see the same one.
+
+    A sampler that draws from a random source of its own (not its `generator` attribute, torch, random or numpy) must be
+    given the same seed on every rank by whoever made it.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of this epoch; the passes after it go on from there."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        with _drawing_from(self.seed + self.epoch, getattr(self.sampler, "generator", None)):
+            rows = list(self.sampler)
+        self.epoch += 1
+        return iter(rows)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # checked by shard
+
+
+class RankBatches(Sampler[list[Any]]):
+    """One rank's share of each global batch."""
+
+    def __init__(self, order: SharedOrder, batch_size: int, drop_last: bool, rank: int, size: int) -> None:
+        self.order = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.rank = rank
+        self.size = size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of this epoch."""
+        self.order.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        rows = list(self.order)
+        ends = accumulate(global_batches(len(rows), self.size, self.batch_size, self.drop_last), initial=0)
+        return iter([self._mine(rows[start:end]) for start, end in pairwise(ends)])
+
+    def __len__(self) -> int:
+        return len(global_batches(len(self.order), self.size, self.batch_size, self.drop_last))
+
+    def _mine(self, rows: list[Any]) -> list[Any]:
+        sizes = cut_sizes(len(rows), self.size)
+        start = sum(sizes[: self.rank])
+        return rows[start : start + sizes[self.rank]]
+
+
+def global_batches(num_rows: int, size: int, batch_size: int, drop_last: bool) -> list[int]:
+    """Rows that all ranks together take in each step: those of one process, but never fewer than one a rank.
+
+    Raises:
+        UsageError: there are not enough rows for a single step.
+    """
+    full, rest = divmod(num_rows, size * batch_size)
+    batches = [size * batch_size] * full
+    if rest and not drop_last:
+        batches.append(rest)
+    if not batches or num_rows < size:
+        needed = f"{size * batch_size} for one whole batch a rank (drop_last)" if drop_last else f"{size}, one a rank"
+        raise UsageError(
+            "the loader has too few rows for its ranks",
+            got=f"{num_rows} rows, {size} ranks, batch_size {batch_size}",
+            expected=f"at least {needed}",
+            do="train on fewer ranks" + (", with a smaller batch_size or drop_last=False" if drop_last else ""),
+        )
+    if batches[-1] < size:  # some ranks would have no row in the last step: take some from the step before
+        short = batches.pop()
+        batches[-1] += short
+        if batch_size > 1:
+            batches[-1:] = [batches[-1] - size, size]
+    return batches
+
+
+def _batches(loader: DataLoader[Any]) -> BatchSampler:
+    """How the loader makes batches out of single rows, or why that cannot be cut."""
+    if isinstance(loader.dataset, IterableDataset):
+        do = f"use a dataset with __len__ and __getitem__; or {_BY_HAND}, inside the dataset"
+        raise UsageError("an IterableDataset has no rows that could be cut", got=type(loader.dataset).__name__, do=do)
+    batches = loader.batch_sampler
+    if batches is None:
+        do = f"give the DataLoader a batch_size; or {_BY_HAND}"
+        raise UsageError("a DataLoader with batch_size=None does not say which rows make a batch", do=do)
+    if type(batches) is not BatchSampler:
+        if isinstance(batches, RankBatches):
+            raise UsageError("the loader is sharded already", do="call shoal.shard once")
+        do = f"pass batch_size and a sampler of single rows in its place; or {_BY_HAND}"
+        raise UsageError("a batch_sampler of one's own cannot be cut", got=type(batches).__name__, do=do)
+    if isinstance(batches.sampler, DistributedSampler):
+        do = "drop the DistributedSampler: shoal.shard takes its place, and shuffle=True shuffles alike on every rank"
+        raise UsageError("the loader's rows are cut already, by a DistributedSampler", do=do)
+    if not hasattr(batches.sampler, "__len__"):
+        do = "give the sampler a __len__: the number of rows in an epoch"
+        raise UsageError("the loader's sampler has no length", got=type(batches.sampler).__name__, do=do)
+    return batches
+
+
+@contextmanager
+def _drawing_from(seed: int, generator: Any) -> Iterator[None]:
+    """Let all that a sampler may draw from start from `seed`; afterwards it is as if nothing had been drawn."""
+    generators = [torch.default_generator, *([generator] if isinstance(generator, torch.Generator) else [])]
+    with _RANDOM_STATE:
+        states = [each.get_state() for each in generators]
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        try:
+            for each in generators:
+                each.manual_seed(seed % 2**63)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            yield
+        finally:
+            for each, state in zip(generators, states, strict=True):
+                each.set_state(state)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,73 @@
+"""Lanes: threads that run blocking exchanges in order, each over a channel of its own.
+
+The order of messages within a channel is the order of `run` calls, the same on every rank whatever the threads do.
+Costs one queue hop and one event an errand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import final
+
+import torch
+
+from shoal.core.contracts import Comm
+
+_POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
+
+
+@final
+class Errand:
+    """One exchange under way."""
+
+    def __init__(self, work: Callable[[Comm], None], comm: Comm) -> None:
+        self._work = work
+        self._comm = comm
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it, on the lane's thread; an error is kept for whoever waits."""
+        try:
+            self._work(self._comm)
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self, where: str) -> None:
+        """Block until it is done; raise its error as one that names the peer and `where` it happened."""
+        while not self._done.wait(_POLL_S):
+            self._comm.check(where)
+        if self._error is not None:
+            raise self._comm.diagnose(self._error, where) from self._error
+
+
+@final
+class Lane:
+    """A thread and its channel. A daemon: a peer that hangs cannot hold up the exit."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._queue: SimpleQueue[Errand | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Callable[[Comm], None]) -> Errand:
+        """Queue `work(comm)` behind what the lane has."""
+        errand = Errand(work, self._comm)
+        self._queue.put(errand)
+        return errand
+
+    def close(self) -> None:
+        """End the thread after what is queued, and give back the channel."""
+        self._queue.put(None)
+        self._thread.join(timeout=1.0)
+        self._comm.close()
+
+    @torch.no_grad()  # the mode is each thread's own
+    def _serve(self) -> None:
+        while (errand := self._queue.get()) is not None:
+            errand.run()
+            del errand  # do not hold its tensors while waiting for the next

@@ -1,0 +1,281 @@
+"""`parallelize` and `plan`: from a model on one device to the same model on every rank.
+
+    1  compare   every rank gave the same model, plan, pins and strategies, or all of them hear who did not
+    2  measure   one sample through the model on all ranks at once; the links, once a session
+    3  plan      rank 0 chooses, all take its plan
+    4  rewrite   the model's layers change in place; transfers come out
+    5  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
+
+A lone process stops after checking what it was given.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal import exchange as exchanges
+from shoal.core.contracts import Comm, Exchange
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.facts import Cluster, Link, ModelProfile, Topology
+from shoal.core.plan import Plan
+from shoal.core.registry import found
+from shoal.planner.search import repredicted, search
+from shoal.profiling.layers import profile_model
+from shoal.profiling.links import probe_link, probe_shares
+from shoal.rewrite.apply import apply, check, check_served
+from shoal.runtime.engine import Engine
+from shoal.runtime.session import Attached, Session, current
+from shoal.runtime.watch import watch
+from shoal.runtime.weights import Weigher
+
+T = TypeVar("T")
+_PROBE_LANES = 2
+
+
+def parallelize(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    *,
+    sample: Any = None,
+    plan: Plan | str | Path = "auto",
+    pins: Mapping[str, str] | None = None,
+    strategies: Iterable[str] | None = None,
+    count: Callable[[Any, Any], float | Tensor] | None = None,
+) -> tuple[Any, Any, Any]:
+    """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all ranks as one.
+
+    After `loss.backward()` every `.grad` is the mean over the global batch, the same on every rank.
+
+    Args:
+        model: any module; names, state_dict keys and parameter objects stay as they are. Compile blocks afterwards.
+        loss_fn: a module or function of (output, target) that gives a mean over local rows; None where the model
+            returns its own loss.
+        optimizer: one optimizer, or a list of them.
+        sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or a dict of keyword
+            arguments of the model; y the target, None without a loss_fn.
+        plan: "auto", a `Plan`, or the path of a saved one.
+        pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange ("replicate:ring").
+        strategies: names of the strategies that the planner may use; all by default.
+        count: a function of (output, target) that gives how many terms the local mean is over, where that is not the
+            number of rows (ignore_index, token losses). Without a loss_fn its target is what the model was called with.
+
+    Returns:
+        `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
+
+    Raises:
+        UsageError: what was given does not fit: sample, plan, pins, an already compiled model, or ranks that differ.
+        WorldError: a rank was lost while they prepared.
+    """
+    session = current()
+    comm = session.comm
+    optimizers = _listed(optimizer)
+    given = _agreed(comm, lambda: _checked(model, loss_fn, optimizers, plan, pins))
+    _require_same_request(comm, given, pins, strategies, count)
+    if comm.size == 1:
+        if isinstance(given, Plan):
+            check(given, model, 1)
+        return model, loss_fn, optimizer
+    profile = profile_model(model, loss_fn, optimizers, sample, comm)
+    cluster = measured_cluster(session)
+    chosen = _from_first(comm, lambda: _chosen(model, given, profile, cluster, pins, strategies))
+    transfers = apply(model, chosen, comm)
+    prefix = f"model{len(session.attached)}"
+    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
+    weigher = Weigher(comm.channel(f"{prefix}-counts"))
+    engine = Engine(transfers, lanes)
+    session.attached[model] = Attached(engine, weigher, chosen, profile, cluster)
+    return model, watch(model, loss_fn, count, engine, weigher), optimizer
+
+
+def plan(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    *,
+    sample: Any,
+    cluster: Cluster | None = None,
+    pins: Mapping[str, str] | None = None,
+    strategies: Iterable[str] | None = None,
+) -> Plan:
+    """Plan without changing anything. With a `cluster` it needs no network; without, it measures the session's.
+
+    Args:
+        model, loss_fn, optimizer, sample, pins, strategies: as for `parallelize`.
+        cluster: the ranks and links to plan for.
+
+    Raises:
+        UsageError: as for `parallelize`; or no cluster and no session.
+    """
+    session = current()
+    profile = profile_model(model, loss_fn, _listed(optimizer), sample, session.comm)
+    where = cluster or measured_cluster(session)
+    return _from_first(session.comm, lambda: search(profile, where, pins=pins, strategies=strategies))
+
+
+def measured_cluster(session: Session) -> Cluster:
+    """The session's ranks and links, measured at the first call (a collective)."""
+    if session.cluster is None:
+        comm = session.comm
+        seats = comm.gather_objects((session.host, _machine(), len(os.sched_getaffinity(0))))
+        topology = Topology(tuple(host for host, _, _ in seats))
+        sharing = Counter(machine for _, machine, _ in seats)
+        cores = min(cores / sharing[machine] for _, machine, cores in seats)
+        if comm.size == 1:
+            session.cluster = Cluster(topology, Link(0.0, math.inf), cores)
+        else:
+            link = probe_link(comm)
+            lanes = [comm.channel(f"probe{i}") for i in range(_PROBE_LANES)]
+            exact = {name: kind() for name, kind in found(exchanges, Exchange).items() if kind.exact}
+            shares = probe_shares(comm, link, exact, lanes=lanes, topology=topology)
+            for lane in lanes:
+                lane.close()
+            session.cluster = Cluster(topology, link, cores, shares)
+    return session.cluster
+
+
+def _machine() -> str:
+    """A name for the machine under all its containers and network namespaces: ranks with one name share its cores."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
+
+
+def _chosen(
+    model: nn.Module,
+    given: Plan | None,
+    profile: ModelProfile,
+    cluster: Cluster,
+    pins: Mapping[str, str] | None,
+    strategies: Iterable[str] | None,
+) -> Plan:
+    if given is None:
+        return search(profile, cluster, pins=pins, strategies=strategies)
+    check(given, model, cluster.size)
+    check_served(given, profile, cluster)
+    return repredicted(given, profile, cluster)
+
+
+def _checked(
+    model: Any, loss_fn: Any, optimizers: list[Optimizer], plan: Any, pins: Mapping[str, str] | None
+) -> Plan | None:
+    """Refuse what cannot be parallelised; the given plan, None for "auto"."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
+    if model in current().attached:
+        raise UsageError("the model is parallelised already", do="call parallelize once a model")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                "the model is compiled already, so a rewrite of its layers would not be seen",
+                where=f"module {name or '(model)'}",
+                do="parallelise first, then compile block by block: for block in model.blocks: block.compile()",
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise UsageError(
+                f"the model is wrapped in {type(module).__name__}", where=f"module {name}", do="give the bare model"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                "sparse gradients are not exchanged", where=f"module {name}", do="build it with sparse=False"
+            )
+    parameters = {id(p) for p in model.parameters() if p.requires_grad}
+    if not parameters:
+        raise UsageError("the model has no trainable parameter", do="unfreeze a layer before parallelize")
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS steers by the loss's value, which differs between ranks", do="use another optimizer"
+            )
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in parameters for p in held):
+            raise UsageError(
+                f"the optimizer {type(optimizer).__name__} holds none of the model's parameters",
+                do="build it from model.parameters() of the model you give",
+            )
+    if plan == "auto":
+        return None
+    if pins:
+        raise PlanError("there are both a plan and pins", do='edit the plan, or use pins with plan="auto"')
+    if isinstance(plan, Plan):
+        return plan
+    if isinstance(plan, str | Path):
+        return Plan.load(plan)
+    raise PlanError("the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path')
+
+
+_ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
+
+
+def _listed(optimizer: Any) -> list[Optimizer]:
+    listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in listed:
+        if not isinstance(each, Optimizer):
+            raise UsageError("the optimizer is not a torch optimizer", got=type(each).__name__, do=_ORDER)
+    return listed
+
+
+def _require_same_request(
+    comm: Comm, plan: Plan | None, pins: Any, strategies: Any, count: Callable[..., Any] | None
+) -> None:
+    """Compare what the ranks asked for; the models themselves are compared when they are profiled."""
+    mine = {
+        "plan": plan.to_json() if plan else "auto",
+        "pins": sorted((pins or {}).items()),
+        "strategies": None if strategies is None else sorted(strategies),
+        "count": count is not None,
+    }
+    first, *others = comm.gather_objects(mine)
+    for rank, other in enumerate(others, start=1):
+        for what, value in first.items():
+            if other[what] != value:
+                raise RanksDiffer(
+                    f"rank {rank} calls parallelize with another {what} than rank 0",
+                    got=str(other[what])[:200],
+                    expected=str(value)[:200],
+                    do=f"give the same {what} on every rank",
+                    rank=rank,
+                )
+
+
+def _agreed(comm: Comm, work: Callable[[], T]) -> T:
+    """Do something that a mistake makes fail; if it fails on any rank, raise on all of them."""
+    result, failure = None, None
+    try:
+        result = work()
+    except UsageError as error:
+        failure = error
+    failures = comm.gather_objects(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise RanksDiffer(f"rank {rank} cannot go on: {text}", rank=rank, do="see that rank's own message")
+    return result  # type: ignore[return-value]
+
+
+def _from_first(comm: Comm, work: Callable[[], T]) -> T:
+    """Do something on rank 0 and give every rank its result, or its error."""
+    mine: T | UsageError | None = None
+    if comm.rank == 0:
+        try:
+            mine = work()
+        except UsageError as error:
+            mine = error
+    first = comm.gather_objects(mine)[0]
+    if isinstance(first, UsageError):
+        raise first
+    return first  # type: ignore[no-any-return]

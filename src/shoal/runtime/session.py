@@ -1,0 +1,118 @@
+"""The session: this process's place among the ranks, and what it measured of the links.
+
+One context variable holds it, so that ranks run as threads each have their own. The environment is read here only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from shoal.comm.process_group import join
+from shoal.comm.threads import ThreadComm
+from shoal.core.contracts import Comm
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.plan import Plan
+from shoal.runtime.engine import Engine
+from shoal.runtime.weights import Weigher
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `rank` of `size` ranks, on `host`."""
+
+    rank: int
+    size: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What runs a parallelised model, and the plan it follows."""
+
+    engine: Engine
+    weigher: Weigher
+    plan: Plan
+    profile: ModelProfile
+    cluster: Cluster
+
+
+@dataclass
+class Session:
+    """The ranks, and what is kept between two `parallelize` calls."""
+
+    comm: Comm
+    host: str
+    cluster: Cluster | None = None
+    attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
+
+    @property
+    def world(self) -> World:
+        """This process's place among the ranks."""
+        return World(self.comm.rank, self.comm.size, self.host)
+
+
+_session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
+
+
+def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
+    """Join the other ranks, as torchrun's environment variables say; without them this process is alone.
+
+    Args:
+        timeout_s: seconds after which an exchange that a rank does not take part in is an error. A rank that dies is
+            noticed within seconds, whatever this says.
+        start_timeout_s: seconds to wait for every rank to start.
+
+    Returns:
+        This process's place. A second call gives the same.
+
+    Raises:
+        MissingRank: a rank did not start in time; it is named.
+        UsageError: torchrun's variables are incomplete.
+
+    Example:
+        >>> import shoal
+        >>> shoal.init().size
+        1
+    """
+    session = _session.get()
+    if session is None:
+        if min(timeout_s, start_timeout_s) <= 0:
+            raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
+        host = os.environ.get("SHOAL_HOST") or socket.gethostname()
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        comm: Comm = ThreadComm() if alone else join(timeout_s, start_timeout_s, host)
+        session = Session(comm, host)
+        _session.set(session)
+    return session.world
+
+
+def world() -> World:
+    """This process's rank, the number of ranks, and its host's name (UsageError before `init`)."""
+    return current().world
+
+
+def current() -> Session:
+    """The session (UsageError before `init`)."""
+    session = _session.get()
+    if session is None:
+        raise UsageError("there is no session yet", do="call shoal.init() first, on every rank")
+    return session
+
+
+@contextmanager
+def using(comm: Comm, host: str = "") -> Iterator[Session]:
+    """Be a rank of `comm` for a while: how threads are ranks in tests and in `check`."""
+    token = _session.set(Session(comm, host or f"thread{comm.rank}"))
+    try:
+        yield current()
+    finally:
+        _session.reset(token)

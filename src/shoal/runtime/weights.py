@@ -1,0 +1,124 @@
+"""Uneven rows: how much each rank's loss weighs in the global mean.
+
+The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of ΣK weighs K·P/ΣK. The
+counts cross the network (24 bytes to each peer) while forward runs; the weight multiplies the gradient where backward
+enters the model, so that accumulating several backwards stays exact. With equal counts nothing is multiplied. The first
+message carries a digest of the batch too: ranks that all feed the same rows are a mistake that nothing else would show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.core.contracts import Comm
+from shoal.core.errors import RanksDiffer
+from shoal.runtime.lanes import Errand, Lane
+
+
+@final
+class Weigher:
+    """Exchanges row counts over a channel of its own."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._size, self._rank = comm.size, comm.rank
+        self._lane = Lane(comm)
+        self._asked = 0
+
+    def ask(self, count: float, batch: Any = None) -> Weight:
+        """Start the exchange of this rank's count; with the first also that the batches (anything with tensors) differ.
+
+        Raises:
+            RanksDiffer: every rank was fed the same batch.
+        """
+        first = self._asked == 0 and batch is not None
+        mine = torch.tensor([count, *(_digest(batch) if first else (0, 0))], dtype=torch.float64)
+        counts = [torch.empty_like(mine) for _ in range(self._size)]
+        errand = self._lane.run(lambda comm: comm.all_gather(counts, mine))
+        weight = Weight(errand, counts, self._rank, f"forward {self._asked}, row counts")
+        self._asked += 1
+        if first and weight.same_batch():
+            raise RanksDiffer(
+                f"all {self._size} ranks were fed the same batch, so every rank would compute the same gradients",
+                where="the first forward",
+                do="wrap the loader on every rank: loader = shoal.shard(loader)",
+            )
+        return weight
+
+    def close(self) -> None:
+        """End the lane."""
+        self._lane.close()
+
+
+@final
+class Weight:
+    """This rank's weight in the global mean, known once every rank's count has come."""
+
+    def __init__(self, errand: Errand, counts: list[Tensor], rank: int, where: str) -> None:
+        self._errand, self._counts, self._rank, self._where = errand, counts, rank, where
+
+    def value(self) -> float | None:
+        """K·P/ΣK, or None where every rank counts the same. Waits for the counts."""
+        counts = self._arrived(0)
+        if len(set(counts)) == 1:
+            return None
+        return counts[self._rank] * len(counts) / sum(counts)
+
+    def same_batch(self) -> bool:
+        """Whether every rank's digest is the same. Waits for the counts."""
+        return len(set(zip(self._arrived(1), self._arrived(2), strict=True))) == 1
+
+    def _arrived(self, column: int) -> list[float]:
+        self._errand.wait(self._where)
+        return [float(count[column]) for count in self._counts]
+
+
+def rows(batch: Any) -> int:
+    """Rows of a batch: the first dimension of its first tensor that has one (1 where there is none)."""
+    return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
+
+
+class _Scaled(torch.autograd.Function):
+    """The identity whose gradient is multiplied by what `enter` returns as backward comes through."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, enter: Callable[[], float | None]) -> Tensor:
+        ctx.enter = enter
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        weight = ctx.enter()
+        return (grad if weight is None else grad * weight), None
+
+
+def scaled(output: Any, enter: Callable[[], float | None]) -> Any:
+    """The same output (tensors in tuples, lists, dicts, dataclasses …) through `_Scaled`, where it needs a gradient."""
+
+    def through(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return _Scaled.apply(leaf, enter)  # type: ignore[no-untyped-call]
+        if hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):  # an output class unknown to pytree
+            for name in leaf.__dataclass_fields__:
+                object.__setattr__(leaf, name, scaled(getattr(leaf, name), enter))
+        return leaf
+
+    return pytree.tree_map(through, output)
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def _digest(batch: Any) -> tuple[int, int]:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in _tensors(batch):
+        data = tensor.detach().cpu().contiguous().view(-1)
+        digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    high, low = digest.digest()[:4], digest.digest()[4:]
+    return int.from_bytes(high, "big"), int.from_bytes(low, "big")

@@ -1,0 +1,175 @@
+"""What every exchange promises, held against each one that the registry finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import shoal.exchange
+from shoal.comm.faulty import Fault, FaultyComm, RandomDelay
+from shoal.comm.threads import ThreadComm, run
+from shoal.comm.traced import Counts, TracedComm
+from shoal.core.contracts import Bucket, Comm, Exchange, cut
+from shoal.core.errors import UsageError
+from shoal.core.facts import Topology
+from shoal.core.registry import found
+from shoal.exchange.direct import Direct
+from shoal.exchange.ring import Ring
+from shoal.exchange.tree import Tree
+
+RANKS = [1, 2, 3, 4, 5, 8]
+SIZES = [0, 1, 3, 7, 1000, 4097]
+EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]  # type: ignore[type-abstract]
+EVERY += [Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
+EXACT = [exchange for exchange in EVERY if exchange.exact]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw."""
+
+    after_reduce: Tensor
+    after_gather: Tensor
+    counts: Counts
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """What a rank brings: values of several magnitudes, so that a sum in another order has other bits."""
+    random = torch.Generator().manual_seed(1000 * numel + rank)
+    values = torch.randn(numel, generator=random, dtype=torch.float64)
+    return (values * 10.0 ** torch.randint(-3, 4, (numel,), generator=random)).to(dtype)
+
+
+def total(ranks: int, numel: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The sum, added in the order of the ranks."""
+    result = contribution(0, numel, dtype)
+    for rank in range(1, ranks):
+        result += contribution(rank, numel, dtype)
+    return result
+
+
+def perform(
+    exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype = torch.float64, faults: Sequence[Fault] = ()
+) -> list[Outcome]:
+    """Reduce and gather on every rank, counted."""
+
+    def work(comm: ThreadComm) -> Outcome:
+        traced = TracedComm(FaultyComm(comm, faults) if faults else comm)
+        flat = contribution(comm.rank, numel, dtype)
+        exchange.reduce(flat, traced)
+        after_reduce = flat.clone()
+        exchange.gather(flat, traced)
+        return Outcome(after_reduce, flat, traced.counts)
+
+    return run(ranks, work, timeout_s=20)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal in every bit, NaN and signed zero included."""
+    return bytes(one.view(torch.uint8).tolist()) == bytes(other.view(torch.uint8).tolist())
+
+
+def distinct(ranks: int) -> Topology:
+    """Every rank on a host of its own."""
+    return Topology(tuple(f"host{rank}" for rank in range(ranks)))
+
+
+def test_registry_finds_the_exchanges() -> None:
+    assert {"allreduce", "direct", "nothing", "ring", "tree"} <= {exchange.name for exchange in EVERY}
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("exchange", EXACT, ids=repr)
+def test_gives_the_sum_with_the_same_bits_on_every_rank(exchange: Exchange, ranks: int, numel: int) -> None:
+    outcomes = perform(exchange, ranks, numel)
+    scale = sum(contribution(rank, numel, torch.float64).abs() for rank in range(ranks))
+    for outcome in outcomes:
+        assert ((outcome.after_gather - total(ranks, numel)).abs() <= 1e-12 * scale).all()
+        assert same_bits(outcome.after_gather, outcomes[0].after_gather)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("exchange", EXACT, ids=repr)
+def test_after_reduce_each_rank_holds_its_own_slice_summed(exchange: Exchange, ranks: int, numel: int) -> None:
+    for rank, outcome in enumerate(perform(exchange, ranks, numel)):
+        own, final = cut(outcome.after_reduce, ranks)[rank], cut(outcome.after_gather, ranks)[rank]
+        assert same_bits(own, final)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("exchange", EVERY, ids=repr)
+def test_stated_bytes_are_the_bytes_counted(exchange: Exchange, ranks: int, numel: int) -> None:
+    for dtype in (torch.float64, torch.float32):
+        stated = exchange.traffic(Bucket(numel, dtype.itemsize), distinct(ranks))
+        counts = [outcome.counts for outcome in perform(exchange, ranks, numel, dtype)]
+        assert stated.sent == tuple(c.bytes_sent for c in counts)
+        assert stated.received == tuple(c.bytes_received for c in counts)
+        assert (stated.rounds > 0) == any(c.messages_sent for c in counts)
+
+
+@pytest.mark.parametrize("exchange", EXACT, ids=repr)
+def test_delays_do_not_change_a_bit(exchange: Exchange) -> None:
+    undisturbed = perform(exchange, 4, 1000, torch.float32)[0].after_gather
+    for seed in range(3):
+        for outcome in perform(exchange, 4, 1000, torch.float32, [RandomDelay(0.003, seed)]):
+            assert same_bits(outcome.after_gather, undisturbed)
+
+
+def test_nothing_leaves_each_rank_its_own() -> None:
+    (nothing,) = (exchange for exchange in EVERY if exchange.name == "nothing")
+    assert not nothing.exact
+    for rank, outcome in enumerate(perform(nothing, 3, 1000)):
+        assert same_bits(outcome.after_gather, contribution(rank, 1000, torch.float64))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_direct_adds_in_the_order_of_the_ranks(ranks: int) -> None:
+    """So that the bits of a gradient do not depend on its place in a bucket."""
+    expected = total(ranks, 1000, torch.float32)
+    for outcome in perform(Direct(), ranks, 1000, torch.float32):
+        assert same_bits(outcome.after_gather, expected)
+
+
+@pytest.mark.parametrize("exchange", [Direct(), Ring()], ids=repr)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_halves_carry_what_happens_between_them(exchange: Exchange, ranks: int) -> None:
+    """An update may run between them: the owner's slice is what comes back, not the bare sum."""
+
+    def work(comm: Comm) -> Tensor:
+        flat = contribution(comm.rank, 1000, torch.float64)
+        exchange.reduce(flat, comm)
+        cut(flat, ranks)[comm.rank].mul_(0.5)
+        exchange.gather(flat, comm)
+        return flat
+
+    for result in run(ranks, work, timeout_s=20):
+        torch.testing.assert_close(result, 0.5 * total(ranks, 1000), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("exchange", [Direct(), Ring()], ids=repr)
+def test_empty_slices_are_not_sent(exchange: Exchange) -> None:
+    """One element among five ranks has one owner: it gets four contributions or partial sums and sends the sum on."""
+    messages = [outcome.counts.messages_sent for outcome in perform(exchange, 5, 1)]
+    assert sum(messages) == 8
+
+
+@pytest.mark.parametrize(("ranks", "busiest"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)])
+def test_the_busiest_rank_of_a_tree(ranks: int, busiest: int) -> None:
+    assert Tree().traffic(Bucket(1000, 4), distinct(ranks)).worst == busiest * 4000
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (2, 11), (3, 11), (4, 13), (7, 13), (8, 15)])
+def test_rounds_of_a_tree_are_its_levels_and_its_chunks(ranks: int, rounds: int) -> None:
+    assert Tree(chunk_bytes=400).traffic(Bucket(1000, 4), distinct(ranks)).rounds == rounds
+
+
+def test_a_tree_without_chunks_is_refused() -> None:
+    with pytest.raises(UsageError, match="chunk_bytes"):
+        Tree(chunk_bytes=0)

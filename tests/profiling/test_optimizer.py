@@ -1,0 +1,62 @@
+"""The optimizer's step is timed on copies, for optimizers of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.profiling.optimizer import _scratch, optimizer_seconds
+
+
+class Demanding(torch.optim.SGD):
+    """Cannot be built from its defaults."""
+
+    def __init__(self, params: Any, secret: object) -> None:
+        super().__init__(params, lr=0.1)
+        assert secret == "known"
+
+
+STEPPED = pytest.mark.parametrize(
+    "build",
+    [
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        lambda params: torch.optim.AdamW(params),
+        lambda params: torch.optim.Adagrad(params),
+        lambda params: torch.optim.LBFGS(params),
+        lambda params: Demanding(params, "known"),
+    ],
+    ids=["sgd", "adamw", "adagrad", "lbfgs", "demanding"],
+)
+
+
+@STEPPED
+def test_every_optimizer_has_a_price_and_is_left_alone(build: Callable[[Any], Optimizer]) -> None:
+    parameter = nn.Parameter(torch.ones(1000, 100))
+    optimizer = build([parameter])
+    before = str(optimizer.state_dict())
+    assert 0 < optimizer_seconds([optimizer]) < 5
+    assert str(optimizer.state_dict()) == before
+    assert torch.equal(parameter, torch.ones(1000, 100)) and parameter.grad is None
+
+
+def test_groups_keep_their_options_and_frozen_parameters_cost_nothing() -> None:
+    a, b, frozen = (nn.Parameter(torch.ones(4, 5)) for _ in range(3))
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD([{"params": [a, frozen]}, {"params": [b], "momentum": 0.9}], lr=0.1)
+    groups, share = _scratch(optimizer)
+    assert share == 1 and [group["momentum"] for group in groups] == [0, 0.9]
+    assert [len(group["params"]) for group in groups] == [1, 1] and groups[0]["params"][0] is not a
+    assert optimizer_seconds([torch.optim.SGD([frozen], lr=0.1)]) == 0
+
+
+def test_what_is_over_the_cap_is_scaled_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.profiling.optimizer._MOST_ELEMENTS", 150)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(10, 10)) for _ in range(4)], lr=0.1)
+    groups, share = _scratch(optimizer)
+    assert [parameter.shape for parameter in groups[0]["params"]] == [(10, 10), (5, 10)]
+    assert share == pytest.approx(150 / 400)

@@ -1,0 +1,75 @@
+"""Imports go down: the floors of docs and DESIGN section 2, read off the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+PACKAGE = SOURCE / "shoal"
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+FLOORS = {
+    "core": 0,
+    **dict.fromkeys(["comm", "launch", "report"], 1),
+    **dict.fromkeys(["profiling", "exchange", "codecs"], 2),
+    "strategies": 3,
+    **dict.fromkeys(["planner", "rewrite"], 4),
+    **dict.fromkeys(["runtime", "simulation"], 5),
+    "__init__": 6,  # the public names
+    "worker": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+
+
+def part(module: str) -> str:
+    """The folder or file at the top of the package that a module belongs to."""
+    pieces = module.split(".")
+    return pieces[1] if len(pieces) > 1 else "__init__"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of Shoal that a file imports; `from shoal import core` is shoal.core where there is such a one."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if part_of_shoal(alias.name))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import; write it from shoal"
+            if node.module == "shoal":
+                yield from (f"shoal.{a.name}" if is_module(a.name) else "shoal" for a in node.names)
+            elif node.module is not None and part_of_shoal(node.module):
+                yield node.module
+
+
+def part_of_shoal(module: str) -> bool:
+    return module == "shoal" or module.startswith("shoal.")
+
+
+def is_module(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_imports_go_down(path: Path) -> None:
+    here = part(".".join(path.relative_to(SOURCE).with_suffix("").parts))
+    for module in imported(path):
+        there = part(module)
+        assert there == here or FLOORS[there] < FLOORS[here], f"{here} (floor {FLOORS[here]}) imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_no_import_hides_in_a_function(path: Path) -> None:
+    for function in ast.walk(ast.parse(path.read_text())):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            hidden = [node.lineno for node in ast.walk(function) if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert not hidden, f"imports inside a function, lines {hidden}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_files_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 400
