@@ -11,8 +11,7 @@ from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.planner.explain import explain
-from shoal.runtime.feed import shard
-from shoal.runtime.parallel import parallelize, plan
+from shoal.runtime.parallel import parallelize, plan, shard
 from shoal.runtime.session import World, init, world
 
 __all__ = [

@@ -100,6 +100,17 @@ def test_the_killed_stay_dead_on_all_channels() -> None:
             comm.send(torch.empty(1), to=0)
 
 
+def test_a_drop_loses_all_that_follows() -> None:
+    inner = ThreadComm(hub=Hub(timeout_s=0.05))
+    faulty, landed = FaultyComm(inner, [Drop(rank=0, at=2)]), torch.zeros(1)
+    for number in (1.0, 2.0, 3.0):
+        faulty.send(torch.tensor([number]), to=0).wait()
+    inner.receive(landed, source=0).wait()
+    assert landed.item() == 1.0
+    with pytest.raises(DeadlinePassed):
+        inner.receive(landed, source=0).wait()
+
+
 def test_after_a_drop_nothing_arrives() -> None:
     with pytest.raises(DeadlinePassed, match="rank 0 sent nothing to rank 1"):
         stream([Drop(rank=0, at=3)], timeout_s=0.2)

@@ -13,7 +13,7 @@ import shoal.exchange
 from shoal.comm.faulty import Fault, FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
-from shoal.core.contracts import Bucket, Comm, Exchange, cut
+from shoal.core.contracts import Bucket, Comm, Exchange, Pending, cut
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
 from shoal.core.registry import found
@@ -23,7 +23,7 @@ from shoal.exchange.tree import Tree
 
 RANKS = [1, 2, 3, 4, 5, 8]
 SIZES = [0, 1, 3, 7, 1000, 4097]
-EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]  # type: ignore[type-abstract]
+EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]
 EVERY += [Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
 EXACT = [exchange for exchange in EVERY if exchange.exact]
 
@@ -66,6 +66,63 @@ def perform(
         return Outcome(after_reduce, flat, traced.counts)
 
     return run(ranks, work, timeout_s=20)
+
+
+class WatchfulComm(Comm):
+    """Holds an exchange to what a real network asks, where a ThreadComm, which copies, would let it pass.
+
+    What is being sent must not change, what is being received into must not be touched, and all must be waited for.
+    """
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.sending: list[Watched] = []
+        self.receiving: list[Watched] = []
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        assert not any(overlap(tensor, other.tensor) for other in self.receiving), "sent before it has landed"
+        self.sending.append(Watched(self.inner.send(tensor, to), tensor, tensor.clone(), self.sending))
+        return self.sending[-1]
+
+    def receive(self, tensor: Tensor, source: int) -> Pending:
+        assert not any(overlap(tensor, o.tensor) for o in self.receiving + self.sending), "received into what is in use"
+        tensor.fill_(torch.nan)  # seen if it is read too early
+        self.receiving.append(Watched(self.inner.receive(tensor, source), tensor, tensor.clone(), self.receiving))
+        return self.receiving[-1]
+
+    def channel(self, name: str) -> Comm:
+        raise AssertionError("an exchange is given its channel")
+
+    def gather_objects(self, value: object) -> list[object]:
+        raise AssertionError("an exchange moves tensors")
+
+    def close(self) -> None:
+        assert not self.sending, "a send was not waited for"
+        assert not self.receiving, "a receive was not waited for"
+
+
+@dataclass(eq=False)
+class Watched:
+    """A message in flight, and what its tensor held when it was posted."""
+
+    pending: Pending
+    tensor: Tensor
+    before: Tensor
+    in_flight: list[Watched]
+
+    def wait(self) -> None:
+        assert same_bits(self.tensor, self.before), "changed while in flight"
+        self.pending.wait()
+        self.in_flight.remove(self)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    return (
+        one.data_ptr() < other.data_ptr() + other.nbytes
+        and other.data_ptr() < one.data_ptr() + one.nbytes
+        and min(one.nbytes, other.nbytes) > 0
+    )
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -120,6 +177,20 @@ def test_delays_do_not_change_a_bit(exchange: Exchange) -> None:
     for seed in range(3):
         for outcome in perform(exchange, 4, 1000, torch.float32, [RandomDelay(0.003, seed)]):
             assert same_bits(outcome.after_gather, undisturbed)
+
+
+@pytest.mark.parametrize("numel", [1, 3, 1000])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("exchange", EVERY, ids=repr)
+def test_leaves_tensors_in_flight_alone_and_waits_for_all(exchange: Exchange, ranks: int, numel: int) -> None:
+    def work(comm: ThreadComm) -> None:
+        watchful, flat = WatchfulComm(comm), contribution(comm.rank, numel, torch.float64)
+        for half in (exchange.reduce, exchange.gather):
+            half(flat, watchful)
+            watchful.close()
+        assert not flat.isnan().any()
+
+    run(ranks, work, timeout_s=20)
 
 
 def test_nothing_leaves_each_rank_its_own() -> None:

@@ -104,6 +104,7 @@ def test_times_of_the_parts_stay_within_the_whole(text: ModelProfile) -> None:
     assert 0 < sum(layer.backward_s for layer in text.layers) <= text.backward_s
     assert text.optimizer_s > 0
     assert text.layer("head").forward_s > 0 and text.layer("head").backward_s > 0
+    assert text.layer("(model)").backward_s == 0  # its output is the head's: the inner layer is billed
 
 
 def test_time_goes_to_the_layer_that_took_it() -> None:

@@ -13,9 +13,10 @@ from shoal.profiling.products import Product, measure_products
 def test_equal_layers_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Product] = []
     monkeypatch.setattr("shoal.profiling.products._measure", lambda product, _: measured.append(product) or (1.0, 2.0))
-    products = [Product.of(nn.Linear(4, 5), 8), Product.of(nn.Linear(4, 5), 8), Product.of(nn.Linear(4, 5), 9)]
-    costs = measure_products([product for product in products if product], 2)
-    assert len(measured) == 2 and costs[products[0]] == (1.0, 2.0)
+    rows = {"a": 8, "b": 8, "c": 9}
+    products = {name: Product.of(nn.Linear(4, 5), k) for name, k in rows.items()}
+    costs = measure_products({name: product for name, product in products.items() if product}, 2)
+    assert len(measured) == 2 and costs == dict.fromkeys(rows, (1.0, 2.0))
 
 
 def test_what_is_no_product_has_none() -> None:

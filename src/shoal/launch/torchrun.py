@@ -50,6 +50,7 @@ class Torchrun(Launcher):
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
             ranks = ("--nproc-per-node", str(job.ranks), "--no-python")
             rank = (*DIE_WITH_PARENT, "sh", "-c", RANK_SCRIPT, "sh", *job.command)
+            rank = tuple(word.replace("$", "$$") for word in rank)  # torchrun takes ${local_rank} and $$ for macros
             variables = environment(job, GLOO_SOCKET_IFNAME="lo", SHOAL_EXITS=exits)
             agent = run([Command((*torchrun, *ranks, *rank), variables, "torchrun")], job.grace_s, interrupts)
             return _result(job.ranks, agent, Path(exits))

@@ -1,12 +1,13 @@
 """Measures a model on a sample: for each layer its size as a product, its times, and when its gradients come.
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training will find them;
-the profile is the maximum over ranks, the same on every rank. Costs a few training steps, at most about 20 seconds
-more than two of them, and leaves no trace (see untraced.py).
+the profile is the maximum over ranks, the same on every rank. Costs a few training steps (of a slow model two, or what
+20 seconds allow) and leaves no trace: see untraced.py.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -65,20 +66,15 @@ def profile_model(
         _meet(comm)  # every rank has noted the random state, which threads share
         borrowed, step = _measured_step(checked, layers, clock, comm, repeats)
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
-        kinds = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
+        products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
-        products = measure_products([kind for kind in kinds.values() if kind], comm.size)
+        costs = measure_products({name: product for name, product in products.items() if product}, comm.size)
         _meet(comm)
         optimizer_s = optimizer_seconds(optimizers)
+        outside = outside_use(model, layers, borrowed)
         mine = ModelProfile(
             layers=tuple(
-                _layer_profile(
-                    layer,
-                    step,
-                    rows[layer.name],
-                    products.get(kinds[layer.name], (0.0, 0.0)),  # type: ignore[arg-type]
-                    outside_use(model, layer, borrowed.get(layer.name, "")),
-                )
+                _layer_profile(layer, step, rows[layer.name], costs.get(layer.name, (0.0, 0.0)), outside[layer.name])
                 for layer in layers
             ),
             forward_s=step.forward_s,
@@ -86,7 +82,9 @@ def profile_model(
             optimizer_s=optimizer_s,
             digest=model_digest(model),
         )
-        return _in_backward_order(_maximum(comm.gather_objects(mine)))
+        profiles = comm.gather_objects(mine)
+    _meet(comm)  # every rank has put the random state back
+    return _in_backward_order(_maximum(profiles))
 
 
 def _meet(comm: Comm) -> None:
@@ -112,6 +110,7 @@ def _measured_step(
 ) -> tuple[dict[str, str], Step]:
     """Warm up, finding borrowed weights, then measure: those weights, and the step of median duration, whole."""
     parameters = list(sample.model.parameters())
+    start = time.perf_counter()
 
     def warm_up() -> tuple[dict[str, str], Step]:
         with Readers(sample.model, layers).watching() as readers:
@@ -124,8 +123,8 @@ def _measured_step(
         return watch_step(sample, layers, clock)
 
     borrowed, first = _agreed(warm_up, comm)
-    slowest_s = max(comm.gather_objects(first.total_s))
-    count = max(1, min(repeats, int(_BUDGET_S / max(slowest_s, 1e-6))))
+    affordable = int((_BUDGET_S - (time.perf_counter() - start)) / first.total_s)
+    count = max(1, min(comm.gather_objects(min(repeats, affordable))))
     steps = sorted((measure() for _ in range(count)), key=lambda step: step.total_s)
     drop_gradients(parameters)
     return borrowed, steps[len(steps) // 2]

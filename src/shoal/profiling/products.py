@@ -7,7 +7,7 @@ there already. nn.Embedding: k rows added into a table of zeros, where zeroing t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -63,9 +63,10 @@ class Product:
         return lambda: torch.mm(dy.T, x, out=buffer)
 
 
-def measure_products(products: Iterable[Product], ranks: int) -> dict[Product, tuple[float, float]]:
-    """(fixed seconds, seconds per row) of each product, each measured once. All ranks call this at the same time."""
-    return {product: _measure(product, ranks) for product in dict.fromkeys(products)}
+def measure_products(products: Mapping[str, Product], ranks: int) -> dict[str, tuple[float, float]]:
+    """(fixed seconds, seconds per row) of each layer's product. All ranks call this at the same time."""
+    costs = {product: _measure(product, ranks) for product in dict.fromkeys(products.values())}
+    return {name: costs[product] for name, product in products.items()}
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ among its arguments while another module runs. A view of a weight that was taken
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -71,10 +72,12 @@ class Readers(TorchFunctionMode):
                 yield self
 
 
-def outside_use(model: nn.Module, layer: Layer, borrowed: str) -> str:
-    """Why the layer's weight cannot be served through its own forward, or ''; `borrowed` is what `Readers` noted."""
-    module = layer.module
-    return _tied(model, layer) or borrowed or (_unlike_torch(module) if _is_product(module) else "")
+def outside_use(model: nn.Module, layers: Sequence[Layer], borrowed: Mapping[str, str]) -> dict[str, str]:
+    """For each layer why its weight cannot be served through its own forward, or ''; `borrowed` is from `Readers`."""
+    tied = _tied(model)
+    return {
+        layer.name: tied.get(layer.name) or borrowed.get(layer.name) or _unlike_torch(layer.module) for layer in layers
+    }
 
 
 def _is_product(module: nn.Module) -> bool:
@@ -82,18 +85,25 @@ def _is_product(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ in ("Linear", "Embedding")
 
 
-def _tied(model: nn.Module, layer: Layer) -> str:
-    """A parameter that another module holds too."""
-    own = {id(p): leaf for leaf, p in layer.module.named_parameters(recurse=False)}
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The modules that hold a parameter which another module holds too, and which."""
+    holders: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for name, module in model.named_modules():
-        for _, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in own and module is not layer.module:
-                return f"its {own[id(parameter)]} is tied to {name or ROOT}"
-    return ""
+        for leaf, parameter in module.named_parameters(recurse=False):
+            holders[id(parameter)].append((name or ROOT, leaf))
+    reasons: dict[str, str] = {}
+    for held in holders.values():
+        for name, leaf in held:
+            other = next((other for other, _ in held if other != name), None)
+            if other is not None:
+                reasons.setdefault(name, f"its {leaf} is tied to {other}")
+    return reasons
 
 
 def _unlike_torch(module: nn.Module) -> str:
-    """Where a Linear or Embedding does not do what torch's own does."""
+    """Where a Linear or Embedding does not do what torch's own does; '' for modules of other kinds."""
+    if not _is_product(module):
+        return ""
     if type(module) not in _OWN_FUNCTION:
         kind = type(module)
         return f"it is a {kind.__module__}.{kind.__qualname__}, not exactly a torch.nn.Linear or torch.nn.Embedding"

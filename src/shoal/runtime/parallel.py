@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from shoal import exchange as exchanges
 from shoal.core.contracts import Comm, Exchange
@@ -33,6 +34,7 @@ from shoal.planner.search import repredicted, search
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link, probe_shares
 from shoal.rewrite.apply import apply, check, check_served
+from shoal.runtime import feed
 from shoal.runtime.engine import Engine
 from shoal.runtime.session import Attached, Session, current
 from shoal.runtime.watch import watch
@@ -121,6 +123,25 @@ def plan(
     profile = profile_model(model, loss_fn, _listed(optimizer), sample, session.comm)
     where = cluster or measured_cluster(session)
     return _from_first(session.comm, lambda: search(profile, where, pins=pins, strategies=strategies))
+
+
+def shard(loader: DataLoader[T]) -> DataLoader[T]:
+    """A DataLoader that gives this rank its own rows: none twice, none lost, as many batches on every rank.
+
+    Args:
+        loader: the loader as one process would use it; `batch_size` is the number of rows on one rank. Its sampler and
+            all its other options are kept; shuffling follows a seed that the ranks agree on and the epoch, which
+            advances with every pass.
+
+    Returns:
+        A copy of it (alone, the loader itself).
+
+    Raises:
+        UsageError: not a DataLoader, one whose batches cannot be cut, or fewer rows than ranks.
+    """
+    comm = current().comm
+    seed = comm.gather_objects(_agreed(comm, lambda: feed.proposed_seed(loader)))[0]
+    return _agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
 
 
 def measured_cluster(session: Session) -> Cluster:

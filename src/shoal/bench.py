@@ -1,0 +1,138 @@
+"""`shoal bench`: Shoal and its peers on one recipe, in turn, in one run.
+
+Machines drift, so contenders alternate (A B A B …) and are compared round by round. A round's figure is the median step
+of the slowest rank; a ratio is the median over rounds of peer ÷ Shoal, its interval a bootstrap over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.core.errors import UsageError
+from shoal.peers import PEERS, Peer, Workload, slowest_rank, step_times
+from shoal.planner.explain import explain
+from shoal.report import text
+from shoal.runtime.parallel import parallelize, shard
+from shoal.runtime.recipe import Recipe
+from shoal.runtime.session import current, init
+from shoal.worker import Request, pair
+
+_BOOTSTRAPS = 10_000
+_SEED = 0
+
+
+def bench(
+    recipe: Recipe,
+    request: Request,
+    against: Sequence[str],
+    *,
+    rounds: int = 5,
+    steps: int = 5,
+    json_path: Path | None = None,
+) -> dict[str, Any]:
+    """Time the recipe's step under Shoal and the named peers; print medians and ratios.
+
+    Args:
+        recipe: what to train, each rank on its own rows.
+        request: Shoal's plan.
+        against: names of peers: plain, ddp, fsdp2.
+        rounds: turns that each contender takes.
+        steps: timed steps in a turn, after one that is not.
+        json_path: where rank 0 writes every figure.
+
+    Returns:
+        What is written as JSON: medians, ratios with 95 % intervals, every round's figure, plan and machine.
+
+    Raises:
+        UsageError: an unknown peer, or no other rank to train with.
+    """
+    unknown = [name for name in against if name not in PEERS]
+    if unknown:
+        raise UsageError(f"there is no peer called {unknown[0]!r}", expected=", ".join(PEERS), do="name one of these")
+    if init().size == 1:
+        raise UsageError("a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`")
+    batch = pair(next(iter(shard(recipe.data()[0]))))
+    work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
+    shoal = _shoal(work, request)
+    attached = current().attached[shoal.model]
+    contenders = {"shoal": shoal} | {name: PEERS[name](_seeded(work)) for name in against}
+    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, peer in contenders.items():
+            figures[name].append(slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1))))
+    report = {
+        "command": sys.argv,
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "ranks": current().comm.size,
+        "link_mbit_per_s": attached.cluster.link.bytes_per_s * 8e-6,
+        "contenders": {name: peer.name for name, peer in contenders.items()},
+        "median_s": {name: statistics.median(times) for name, times in figures.items()},
+        "rounds_s": figures,
+        "ratio_to_shoal": {name: _ratio(figures[name], figures["shoal"]) for name in against},
+        "predicted_s": attached.plan.predicted_s,
+        "plan": json.loads(attached.plan.to_json()),
+    }
+    if current().comm.rank == 0:
+        _print(recipe, report, explain(attached.plan, attached.profile, attached.cluster))
+        if json_path:
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _shoal(work: Workload, request: Request) -> Peer:
+    peer = Peer("shoal", _seeded(work).model(), work)
+    peer.model, peer.loss, peer.optimizer = parallelize(
+        peer.model,
+        peer.loss,
+        peer.optimizer,
+        sample=work.batch,
+        plan=request.plan,
+        pins=request.pins,
+        strategies=request.strategies,
+    )
+    return peer
+
+
+def _seeded(work: Workload) -> Workload:
+    """The workload, about to build its model from the same random numbers as every contender's."""
+    torch.manual_seed(_SEED)
+    return work
+
+
+def _ratio(peer: Sequence[float], shoal: Sequence[float]) -> dict[str, float]:
+    """Median over rounds of peer ÷ shoal, with a bootstrap's 95 % interval."""
+    pairs = [a / b for a, b in zip(peer, shoal, strict=True)]
+    draw = random.Random(_SEED)
+    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(_BOOTSTRAPS))
+    low, high = medians[int(0.025 * _BOOTSTRAPS)], medians[int(0.975 * _BOOTSTRAPS)]
+    return {"median": statistics.median(pairs), "low": low, "high": high}
+
+
+def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
+    console = text.console()
+    console.print(text.explained(explanation, alternatives=False))
+    rows = [("shoal", report["median_s"]["shoal"], "1")]
+    for name, ratio in report["ratio_to_shoal"].items():
+        interval = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        rows.append((report["contenders"][name], report["median_s"][name], interval))
+    console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
+    predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
+    console.print(f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())

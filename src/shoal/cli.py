@@ -1,0 +1,216 @@
+"""The command line: parses, calls, prints. `shoal COMMAND --help` says the rest.
+
+A command on a recipe runs on the ranks it finds itself among (torchrun's environment variables, as under `shoal lab`),
+or starts `--workers N` of them on this machine, each running the same command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from shoal import worker
+from shoal.bench import bench as run_bench
+from shoal.core.errors import ShoalError, UsageError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.job import Job
+from shoal.launch.lab import Lab
+from shoal.launch.local import Local
+from shoal.runtime.recipe import load
+
+_FLOAT64_CRITERION = 1e-10
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+class _Reporting(click.Group):
+    """Prints Shoal's own errors as messages, without a traceback, and exits with 1 (2 for what the caller can fix)."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except ShoalError as error:
+            click.echo(f"shoal: {error}", err=True)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            code = 2 if isinstance(error, UsageError) else 1
+            if "RANK" in os.environ:
+                os._exit(code)  # a rank whose peers are gone must not wait for them in its exit handlers
+            sys.exit(code)
+
+
+@click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="shoal")
+def main() -> None:
+    """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
+
+
+def _recipe_command(function: Any) -> Any:
+    """What every command on a recipe takes."""
+    options = [
+        click.argument("recipe", type=click.Path(path_type=Path)),
+        click.option("--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."),
+        click.option("--pin", multiple=True, metavar="LAYER=STRATEGY", help="Fix a layer's strategy; globs work."),
+        click.option("--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _distributed(workers: int | None) -> None:
+    """Become a launcher of this very command where ranks are to be started; return where this process is a rank."""
+    if "RANK" in os.environ:
+        return
+    if workers is not None and workers > 1:
+        command = (sys.executable, "-m", "shoal", *sys.argv[1:])
+        sys.exit(Local().launch(Job(command, workers)).exit_code)
+
+
+def _request(pin: tuple[str, ...], strategy: tuple[str, ...], plan: str = "auto", save: Path | None = None) -> Any:
+    pins = {}
+    for text in pin:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError("a pin is LAYER=STRATEGY", got=text, do="write for instance --pin 'classifier.*=factor'")
+        pins[name] = value
+    return worker.Request(plan, pins or None, strategy or None, save)
+
+
+@main.command()
+@_recipe_command
+@click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+@click.option("--save-plan", type=click.Path(path_type=Path), help="Write the plan there.")
+@click.option("--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default.")
+@click.option("--steps", type=click.IntRange(1), help="End after this many steps.")
+def train(
+    recipe: Path,
+    workers: int | None,
+    pin: tuple[str, ...],
+    strategy: tuple[str, ...],
+    plan: str,
+    save_plan: Path | None,
+    epochs: int | None,
+    steps: int | None,
+) -> None:
+    """Train RECIPE, after showing its plan."""
+    loaded, request = load(recipe), _request(pin, strategy, plan, save_plan)
+    _distributed(workers)
+    worker.train(loaded, request, epochs=epochs, max_steps=steps)
+
+
+@main.command()
+@_recipe_command
+@click.option("--ranks", type=click.IntRange(1), help="Plan for this many ranks, without a network.")
+@click.option("--rate", default="1gbit", show_default=True, help="With --ranks: each link's rate.")
+@click.option("--latency-us", default=100.0, show_default=True, help="With --ranks: a message's latency.")
+@click.option(
+    "--cores-per-rank", default=2.0, show_default=True, help="With --ranks: below 2, lanes take compute time."
+)
+@click.option("--save", type=click.Path(path_type=Path), help="Write the plan there.")
+def plan(
+    recipe: Path,
+    workers: int | None,
+    pin: tuple[str, ...],
+    strategy: tuple[str, ...],
+    ranks: int | None,
+    rate: str,
+    latency_us: float,
+    cores_per_rank: float,
+    save: Path | None,
+) -> None:
+    """Plan RECIPE and say why; for the ranks there are, or for imagined ones."""
+    loaded, request = load(recipe), _request(pin, strategy, save=save)
+    _distributed(workers)
+    cluster = None
+    if ranks is not None:
+        link = Link(latency_us / 1e6, _bytes_per_s(rate))
+        cluster = Cluster(Topology(tuple(f"h{i}" for i in range(ranks))), link, cores_per_rank)
+    worker.plan(loaded, request, cluster)
+
+
+@main.command()
+@_recipe_command
+@click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to train.")
+@click.option("--float32", is_flag=True, help="In float32, which shows rounding; the criterion is float64's.")
+def check(
+    recipe: Path,
+    workers: int | None,
+    pin: tuple[str, ...],
+    strategy: tuple[str, ...],
+    plan: str,
+    steps: int,
+    float32: bool,
+) -> None:
+    """Compare RECIPE on all ranks with one process on the global batch."""
+    loaded, request = load(recipe), _request(pin, strategy, plan)
+    _distributed(workers)
+    worst = worker.check(loaded, request, steps=steps, dtype=torch.float32 if float32 else torch.float64)
+    if not float32 and not worst <= _FLOAT64_CRITERION:
+        click.echo(f"shoal: not the same as one process: {worst:.1e} is over {_FLOAT64_CRITERION:.0e}", err=True)
+        sys.exit(1)
+
+
+@main.command()
+@_recipe_command
+@click.option("--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain.")
+@click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns that each contender takes.")
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures there.")
+def bench(
+    recipe: Path,
+    workers: int | None,
+    pin: tuple[str, ...],
+    strategy: tuple[str, ...],
+    against: str,
+    plan: str,
+    rounds: int,
+    steps: int,
+    json_path: Path | None,
+) -> None:
+    """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
+    loaded, request = load(recipe), _request(pin, strategy, plan)
+    _distributed(workers)
+    run_bench(loaded, request, against.split(","), rounds=rounds, steps=steps, json_path=json_path)
+
+
+@main.command()
+@click.option("--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine.")
+def probe(workers: int | None) -> None:
+    """Measure the links between the ranks."""
+    _distributed(workers)
+    worker.probe()
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("--hosts", default=2, show_default=True, type=click.IntRange(1), help="Hosts, one rank on each.")
+@click.option("--rate", default="1gbit", show_default=True, help='Each link\'s rate, as tc writes it, or "none".')
+@click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def lab(hosts: int, rate: str, delay: str | None, command: tuple[str, ...]) -> None:
+    """Run COMMAND on hosts made of network namespaces with shaped links (root, Linux).
+
+    For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
+    """
+    built = Lab(hosts=hosts, rate=rate, delay=delay)
+    if missing := built.missing():
+        raise UsageError(f"a lab cannot be built here: {missing}")
+    sys.exit(built.launch(Job(command, hosts)).exit_code)
+
+
+def _bytes_per_s(rate: str) -> float:
+    for unit, bits in _RATE_UNITS.items():
+        number = rate.removesuffix(unit)
+        if number != rate and number.replace(".", "", 1).isdigit() and float(number) > 0:
+            return float(number) * bits / 8
+    raise UsageError("a rate is a number and kbit, mbit or gbit", got=rate, do="write for instance --rate 200mbit")
+
+
+if __name__ == "__main__":
+    main()

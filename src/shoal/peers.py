@@ -1,0 +1,153 @@
+"""What `shoal bench` compares with: one process alone, DDP at its best bucket size, and FSDP2, behind one interface.
+
+A speed-up over a baseline that was left untuned is not believed, so DDP gets `gradient_as_bucket_view`, `static_graph`
+and the fastest of several bucket sizes, and FSDP2 a group a block and no second gather in backward. BatchNorm's buffers
+stay each rank's own everywhere. The caller has made the default process group, and set the same random seed everywhere.
+
+References: Li et al., "PyTorch Distributed" (VLDB 2020); torch.distributed.fsdp.fully_shard.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from shoal.core.errors import UsageError
+
+DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contender trains: builders, so that each starts from a model of its own, and one batch `(x, y)`.
+
+    `x` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` None means the model returns its loss.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[..., Tensor] | None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    batch: tuple[Any, Any]
+
+
+class Peer:
+    """A model that takes whole training steps."""
+
+    def __init__(self, name: str, model: nn.Module, work: Workload) -> None:
+        self.name = name
+        self.model = model
+        self.loss = work.loss
+        self.optimizer = work.optimizer(model.parameters())
+
+    def step(self, x: Any, y: Any) -> None:
+        """Forward, backward and update on one batch."""
+        output = self.model(*x) if isinstance(x, tuple) else self.model(**x) if isinstance(x, dict) else self.model(x)
+        loss = self.loss(output, y) if self.loss else getattr(output, "loss", output)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def close(self) -> None:
+        """Give back the memory: a wrapped model is in cycles with its hooks."""
+        del self.model, self.optimizer
+        gc.collect()
+
+
+def plain(work: Workload) -> Peer:
+    """No communication at all, each rank alone: what compute costs."""
+    return Peer("plain", work.model(), work)
+
+
+def ddp(work: Workload, bucket_cap_mb: float = 25) -> Peer:
+    """torch's DistributedDataParallel, all its promises made."""
+    _need_group()
+    model = DistributedDataParallel(
+        work.model(),
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        broadcast_buffers=False,
+    )
+    return Peer(f"ddp, {bucket_cap_mb:g} MB buckets", model, work)
+
+
+def tuned_ddp(work: Workload, candidates_mb: Sequence[float] = DDP_CANDIDATES_MB, num_steps: int = 3) -> Peer:
+    """DDP with the fastest of these bucket sizes, timed on the workload's batch; all ranks choose the same.
+
+    Args:
+        work: what to train.
+        candidates_mb: bucket sizes to try, in MB.
+        num_steps: timed steps for each, after two that warm up (DDP orders its buckets after the first).
+    """
+    times = {}
+    for bucket_cap_mb in candidates_mb:
+        peer = ddp(work, bucket_cap_mb)
+        times[bucket_cap_mb] = slowest_rank(list(step_times(peer, work.batch, num_steps, num_warm_up=2)))
+        peer.close()
+    return ddp(work, min(times, key=lambda bucket_cap_mb: times[bucket_cap_mb]))
+
+
+def fsdp2(work: Workload) -> Peer:
+    """torch's fully_shard: one group for each block, and the root for the rest.
+
+    Parameters stay gathered from forward to backward (`reshard_after_forward=False`): the faster half of what FSDP2
+    offers, which spends the memory that DDP spends anyway.
+    """
+    _need_group()
+    model = work.model()
+    try:
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    except (RuntimeError, NotImplementedError) as error:
+        do = "leave fsdp2 out: shoal bench R --against ddp"
+        raise UsageError("FSDP2 does not run here", got=f"{type(error).__name__}: {error}", do=do) from error
+    return Peer("fsdp2", model, work)
+
+
+PEERS: dict[str, Callable[[Workload], Peer]] = {"plain": plain, "ddp": tuned_ddp, "fsdp2": fsdp2}
+
+
+def step_times(peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0) -> Iterator[float]:
+    """Seconds of each step on this rank, back to back; the ranks start together."""
+    for _ in range(num_warm_up):
+        peer.step(*batch)
+    dist.barrier()
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        peer.step(*batch)
+        yield time.perf_counter() - start
+
+
+def slowest_rank(times: Sequence[float]) -> float:
+    """The median of one rank's times, of the rank where it is largest; the same on every rank."""
+    worst = torch.tensor(statistics.median(times), dtype=torch.float64)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The model's blocks: its children, and in place of a mere container its own."""
+    for child in module.children():
+        if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            yield from _blocks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _need_group() -> None:
+    if not dist.is_initialized():
+        raise UsageError("there is no process group to train in", do="call torch.distributed.init_process_group first")

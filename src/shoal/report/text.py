@@ -1,0 +1,151 @@
+"""Tables for people: a plan with its reasons, a benchmark's figures, a check's differences. Reads core only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.facts import Cluster
+
+_WIDTH = 130  # where the output is no terminal
+
+
+def console() -> Console:
+    """Where reports go: the terminal as it is, a file or pipe in a fixed width."""
+    probe = Console()
+    return probe if probe.is_terminal else Console(width=_WIDTH, soft_wrap=False)
+
+
+def explained(explanation: Explanation, *, alternatives: bool = True) -> RenderableType:
+    """The plan as a table, one row a layer; below it every alternative, the reason, and the predicted step."""
+    parts: list[RenderableType] = [_layers(explanation)]
+    if alternatives:
+        parts.append(_alternatives(explanation))
+    parts.append(_step(explanation))
+    return Group(*parts)
+
+
+def _layers(explanation: Explanation) -> Table:
+    table = Table(title=f"plan for {explanation.ranks} ranks, in the order the gradients come", title_justify="left")
+    for name in ("layer", "kind"):
+        table.add_column(name, no_wrap=True)
+    for name in ("parameters", "rows K", "backward"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("served by", no_wrap=True)
+    for name in ("sends", "alone"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("flips")
+    for row in explanation.layers:
+        table.add_row(
+            row.layer,
+            row.kind,
+            f"{row.parameters:,}",
+            f"{row.rows:,}",
+            _ms(row.backward_s),
+            _served(row.chosen),
+            _mb(row.chosen.sent_bytes),
+            _ms(row.chosen.link_s),
+            row.flips,
+        )
+    return table
+
+
+def _alternatives(explanation: Explanation) -> Table:
+    table = Table(title="why: each layer's choice (*) beside its alternatives", title_justify="left")
+    table.add_column("layer", no_wrap=True)
+    table.add_column("way", no_wrap=True)
+    for name in ("sends", "alone", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("reason")
+    for row in explanation.layers:
+        for cells in _ways(row):
+            table.add_row(*cells)
+        table.add_section()
+    return table
+
+
+def _ways(row: LayerExplanation) -> list[tuple[str, str, str, str, str, str]]:
+    chosen = row.chosen
+    ways = [
+        (row.layer, "* " + _served(chosen), _mb(chosen.sent_bytes), _ms(chosen.link_s), _ms(chosen.step_s), row.reason)
+    ]
+    refused: dict[str, str] = {}
+    for other in row.others:
+        if other.refusal:
+            refused[other.choice.strategy] = other.refusal
+        else:
+            cells = _mb(other.sent_bytes), _ms(other.link_s), _ms(other.step_s)
+            ways.append(("", "  " + _served(other), *cells, ""))
+    return ways + [("", "  " + name, "", "", "", f"cannot: {why}") for name, why in refused.items()]
+
+
+def _step(explanation: Explanation) -> Text:
+    parts = {
+        "forward": explanation.forward_s,
+        "backward": explanation.backward_s,
+        "communication that hides under nothing": explanation.exposed_s,
+        "optimizer": explanation.optimizer_s,
+    }
+    rate = explanation.rate_bytes_per_s
+    return Text(
+        f"predicted step {_ms(explanation.step_s)} = "
+        + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
+        + f"\nthe busiest rank sends {_mb(explanation.sent_bytes)} a step over {_rate(rate)} (latency "
+        + f"{explanation.latency_s * 1e6:.0f} µs), in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, "
+        + f"{explanation.lanes} in flight"
+    )
+
+
+def measured_cluster(cluster: Cluster) -> RenderableType:
+    """The links as probed, and what share of them each exchange reaches."""
+    table = Table(title=f"{cluster.size} ranks on {len(set(cluster.topology.hosts))} hosts", title_justify="left")
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    table.add_row("link rate, each direction", _rate(cluster.link.bytes_per_s))
+    table.add_row("latency of a message", f"{cluster.link.latency_s * 1e6:.0f} µs")
+    table.add_row("processor time of a byte", f"{cluster.link.cpu_s_per_byte * 1e9:.2f} ns")
+    table.add_row("cores a rank", f"{cluster.cores_per_rank:g}")
+    for name, share in sorted(cluster.shares.items()):
+        table.add_row(f"{name}: share of the link's rate", f"{share:.2f}")
+    return table
+
+
+def ratios(title: str, rows: Sequence[tuple[str, float, str]]) -> Table:
+    """A benchmark's contenders: name, median seconds a step, and how many times Shoal's that is (with its interval)."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("contender")
+    table.add_column("median step", justify="right")
+    table.add_column("÷ shoal's (95 % interval)", justify="right")
+    for name, seconds, ratio in rows:
+        table.add_row(name, _ms(seconds), ratio)
+    return table
+
+
+def differences(rows: Sequence[tuple[str, float]]) -> Table:
+    """A check's largest relative difference by parameter, the worst first."""
+    table = Table(title="largest relative difference to one process, by parameter", title_justify="left")
+    table.add_column("parameter")
+    table.add_column("difference", justify="right")
+    for name, difference in sorted(rows, key=lambda row: -row[1]):
+        table.add_row(name, f"{difference:.1e}")
+    return table
+
+
+def _served(way: Alternative) -> str:
+    return way.choice.strategy + (f" {way.choice.exchange}" if way.choice.exchange else "")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.2f} MB"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e6:,.0f} Mbit/s"

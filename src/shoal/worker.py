@@ -1,0 +1,242 @@
+"""What every rank executes for the command line: train, check, plan and probe a recipe. Bench is in bench.py.
+
+Each function is a collective: all ranks call it with the same arguments, and rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from shoal.core.facts import Cluster
+from shoal.core.plan import Plan
+from shoal.planner.explain import explain
+from shoal.planner.search import search
+from shoal.profiling.layers import profile_model
+from shoal.report import text
+from shoal.runtime.parallel import measured_cluster, parallelize, shard
+from shoal.runtime.recipe import Recipe
+from shoal.runtime.session import current, init, world
+
+_UNMEASURED = 5  # first steps of a run, which warm up and are left out of its median step
+_SEED = 0
+_LOCAL = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks of the planner: a saved plan, or pins and strategies for a new one."""
+
+    plan: str = "auto"
+    pins: Mapping[str, str] | None = None
+    strategies: tuple[str, ...] | None = None
+    save: Path | None = None  # where to write the plan
+
+
+def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_steps: int | None = None) -> None:
+    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times and the test accuracy."""
+    init()
+    console = text.console()
+    torch.manual_seed(_SEED)
+    data, test = recipe.data()
+    loader = shard(data)
+    model, loss_fn = recipe.model(), recipe.loss()
+    optimizer = recipe.optimizer(model.parameters())
+    model, loss_fn, optimizer = parallelize(
+        model,
+        loss_fn,
+        optimizer,
+        sample=pair(next(iter(loader))),
+        plan=request.plan,
+        pins=request.pins,
+        strategies=request.strategies,
+    )
+    first, attached = world().rank == 0, current().attached.get(model)
+    if first and attached is not None:
+        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster)))
+        if request.save:
+            attached.plan.save(request.save)
+    steps: list[float] = []
+    model.train()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    epochs = epochs or recipe.epochs
+    total = min(epochs * len(loader), max_steps or math.inf)
+    began = time.perf_counter()
+    with Progress(*columns, console=console, disable=not (first and console.is_terminal)) as progress:
+        bar = progress.add_task("train", total=total)
+        for epoch in range(epochs):
+            losses: list[float] = []
+            rows, epoch_began = 0, time.perf_counter()
+            for x, y in map(pair, loader):
+                if len(steps) == max_steps:
+                    break
+                seconds, loss = timed_step(model, loss_fn, optimizer, x, y)
+                steps.append(seconds)
+                losses.append(loss)
+                rows += len(pytree.tree_leaves(x)[0]) * world().size
+                rate = rows / (time.perf_counter() - epoch_began)
+                progress.update(bar, advance=1, description=f"epoch {epoch + 1} loss {loss:.3f} {rate:,.0f} samples/s")
+            if first and losses:
+                console.print(f"epoch {epoch + 1}: loss {statistics.fmean(losses):.4f}, {rate:,.0f} samples/s")
+    if first:
+        measured = statistics.median(steps[_UNMEASURED:] or steps)
+        console.print(f"{len(steps)} steps in {time.perf_counter() - began:.1f} s, median step {measured * 1e3:.1f} ms")
+        if attached is not None:
+            predicted = attached.plan.predicted_s
+            console.print(
+                f"predicted step {predicted * 1e3:.1f} ms: {abs(predicted - measured) / measured:.0%} "
+                f"{'under' if predicted < measured else 'over'} the measured one"
+            )
+        if test is not None and recipe.accuracy is not None:
+            console.print(f"test accuracy {_accuracy(recipe, model, test):.2%}")
+
+
+def timed_step(model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any) -> tuple[float, float]:
+    """One ordinary training step: its seconds, and its loss over this rank's rows."""
+    began = time.perf_counter()
+    loss = loss_of(model, loss_fn, x, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    value = float(loss.detach())
+    return time.perf_counter() - began, value
+
+
+def loss_of(model: nn.Module, loss_fn: Any, x: Any, y: Any) -> Tensor:
+    """The loss of one batch: loss_fn(output, y), or what the model returns itself."""
+    output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+    if loss_fn is not None:
+        loss: Tensor = loss_fn(output, y)
+    else:
+        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
+    return loss
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """A loader's batch as (x, y); one that is not a pair is all x."""
+    return (batch[0], batch[1]) if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
+
+
+@torch.no_grad()
+def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
+    """Share of right answers, on this rank alone."""
+    assert recipe.accuracy is not None
+    model.eval()
+    counts = [recipe.accuracy(model(x), y) for x, y in map(pair, test)]
+    model.train()
+    return sum(right for right, _ in counts) / sum(total for _, total in counts)
+
+
+def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtype = torch.float64) -> float:
+    """Train a few steps on all ranks, and on one process with the global batch; the largest relative difference.
+
+    By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose (BatchNorm's statistics,
+    dropout's random numbers) are set to evaluation in both.
+    """
+    init()
+    console, comm = text.console(), current().comm
+    torch.manual_seed(_SEED)
+    loader = shard(recipe.data()[0])
+    model, loss_fn = recipe.model().to(dtype), recipe.loss()
+    local = [module for module in model.modules() if isinstance(module, _LOCAL)]
+    optimizer = recipe.optimizer(model.parameters())
+    batches = [_as_type(batch, dtype) for batch in _take(loader, steps)]
+    for module in local:
+        module.eval()
+    parallelize(
+        model,
+        loss_fn,
+        optimizer,
+        sample=batches[0],
+        plan=request.plan,
+        pins=request.pins,
+        strategies=request.strategies,
+    )
+    single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
+    attached = current().attached.get(model)
+    if comm.rank == 0 and attached is not None:
+        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster), alternatives=False))
+    for x, y in batches:
+        timed_step(model, loss_fn, optimizer, x, y)
+    everyone = comm.gather_objects(batches)
+    worst = 0.0
+    if comm.rank == 0:
+        single_optimizer = recipe.optimizer(single.parameters())
+        for parts in zip(*everyone, strict=True):
+            x, y = _joined(parts)
+            timed_step(single, recipe.loss(), single_optimizer, x, y)
+        rate = max(float(group["lr"]) for group in single_optimizer.param_groups)
+        rows = [
+            (name, float((a - b).abs().max()) / max(float(a.abs().max()), rate))
+            for (name, a), (_, b) in zip(single.named_parameters(), model.named_parameters(), strict=True)
+        ]
+        console.print(text.differences(rows))
+        if local:
+            names = sorted({type(module).__name__ for module in local})
+            console.print(f"{', '.join(names)}: local to a rank in training, so set to evaluation for this check")
+        worst = max(difference for _, difference in rows)
+        console.print(
+            f"{comm.size} ranks against one process, {steps} steps in {str(dtype).removeprefix('torch.')}: "
+            f"largest relative difference {worst:.1e}"
+        )
+    differences: list[float] = comm.gather_objects(worst)
+    return max(differences)
+
+
+def plan(recipe: Recipe, request: Request, cluster: Cluster | None) -> Plan:
+    """Plan the recipe for a cluster, or for the ranks that call this, and print why."""
+    init()
+    session = current()
+    torch.manual_seed(_SEED)
+    model = recipe.model()
+    sample = pair(next(iter(shard(recipe.data()[0]))))
+    optimizer = recipe.optimizer(model.parameters())
+    profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm)
+    where = cluster or measured_cluster(session)
+    made = search(profile, where, pins=request.pins, strategies=request.strategies)
+    if session.comm.rank == 0:
+        text.console().print(text.explained(explain(made, profile, where)))
+        if request.save:
+            made.save(request.save)
+    return made
+
+
+def probe() -> Cluster:
+    """Measure the links between the ranks, and print what was found."""
+    init()
+    cluster = measured_cluster(current())
+    if world().rank == 0:
+        text.console().print(text.measured_cluster(cluster))
+    return cluster
+
+
+def _take(loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:
+    """The first `count` batches, going round where the loader is shorter."""
+
+    def forever() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    return [pair(batch) for batch, _ in zip(forever(), range(count), strict=False)]
+
+
+def _as_type(batch: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
+
+
+def _joined(parts: tuple[Any, ...]) -> Any:
+    """The ranks' batches as one."""
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
