@@ -56,7 +56,7 @@ def untraced(sample: Sample) -> Iterator[None]:
                 if not torch.equal(tensor, value):  # an expanded buffer cannot be written, and never was
                     tensor.copy_(value)
         for leaf, gradient in gradients:
-            pass
+            leaf.grad = gradient
         random.setstate(python_state)
         np.random.set_state(numpy_state)
 
