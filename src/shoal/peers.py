@@ -2,7 +2,7 @@
 
 A speed-up over a baseline that was left untuned is not believed, so DDP gets `gradient_as_bucket_view`, `static_graph`
 and the fastest of several bucket sizes, and FSDP2 a group a block and no second gather in backward. BatchNorm's buffers
-stay each rank's own everywhere. The caller has made the default process group, and set the same random seed everywhere.
+stay each rank's own. The caller has made the default process group, and seeded every rank alike.
 
 References: Li et al., "PyTorch Distributed" (VLDB 2020); torch.distributed.fsdp.fully_shard.
 """
@@ -74,12 +74,9 @@ def ddp(work: Workload, bucket_cap_mb: float = 25) -> Peer:
     """torch's DistributedDataParallel, all its promises made."""
     _need_group()
     model = DistributedDataParallel(
-        work.model(),
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=True,
-        static_graph=True,
-        broadcast_buffers=False,
+        work.model(), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, static_graph=True
     )
+    model.broadcast_buffers = False  # not as an argument: torch 2.13 renamed that
     return Peer(f"ddp, {bucket_cap_mb:g} MB buckets", model, work)
 
 

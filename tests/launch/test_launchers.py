@@ -22,7 +22,13 @@ echo $RANK $WORLD_SIZE $GREETING >"$OUT/place$RANK"
 setsid sh -c 'echo $$ >"$OUT/pid$RANK"; exec sleep 600' &
 while test ! -s "$OUT/pid$RANK"; do sleep 0.02; done
 """
-ONE_LATER = "test $RANK = 0 && { sleep 0.5; exit 4; }; exit 3"  # rank 1 fails first
+# Rank 1 fails first; rank 0 fails when it has seen that.
+ONE_LATER = """
+test $RANK = 1 && { touch "$OUT/failing"; exit 3; }
+while test ! -e "$OUT/failing"; do sleep 0.02; done
+sleep 0.5
+exit 4
+"""
 
 
 @pytest.fixture(
@@ -49,8 +55,8 @@ def test_ranks_know_their_place_and_leave_nothing(launcher: Launcher, tmp_path: 
 
 
 @pytest.mark.processes
-def test_the_first_failure_in_time_is_the_verdict(launcher: Launcher) -> None:
-    result = launcher.launch(Job(("sh", "-c", ONE_LATER), 2))
+def test_the_first_failure_in_time_is_the_verdict(launcher: Launcher, tmp_path: Path) -> None:
+    result = launcher.launch(Job(("sh", "-c", ONE_LATER), 2, {"OUT": str(tmp_path)}))
     assert (result.first_failure, result.exit_code) == (1, 3)
 
 

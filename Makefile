@@ -1,0 +1,31 @@
+# make demo   train the digits on two local ranks        make test   the whole test suite
+# make lint   ruff and mypy                               make lab    the demo on four hosts at 200 Mbit/s (root, Linux)
+# Each sets up what it needs in .venv first. PYTHON picks the interpreter (3.11 or newer).
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint lab clean
+
+demo: .venv/ready
+	$(BIN)/shoal train examples/digits.py --workers 2
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lab: .venv/ready
+	$(BIN)/shoal lab --hosts 4 --rate 200mbit -- $(BIN)/shoal train examples/digits.py --epochs 4
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer: make PYTHON=python3.11"'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
