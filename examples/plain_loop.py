@@ -23,14 +23,16 @@ loader = shoal.shard(loader)
 
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
 loss_fn = nn.CrossEntropyLoss()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 x, y = next(iter(loader))
 model, loss_fn, optimizer = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y))
 
 for epoch in range(3):
+    losses = []
     for x, y in loader:
         loss = loss_fn(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"epoch {epoch}: loss {loss.item():.3f} in the last batch")
+        losses.append(loss.item())
+    print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")

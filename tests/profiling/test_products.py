@@ -7,16 +7,18 @@ import torch
 from torch import nn
 
 from shoal.profiling.fit import fit_line
-from shoal.profiling.products import Product, measure_products
+from shoal.profiling.products import Product, ProductCost, measure_products
 
 
 def test_equal_layers_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Product] = []
-    monkeypatch.setattr("shoal.profiling.products._measure", lambda product, _: measured.append(product) or (1.0, 2.0))
+    monkeypatch.setattr(
+        "shoal.profiling.products._measure", lambda product, _: measured.append(product) or ProductCost(1.0, 2.0)
+    )
     rows = {"a": 8, "b": 8, "c": 9}
     products = {name: Product.of(nn.Linear(4, 5), k) for name, k in rows.items()}
     costs = measure_products({name: product for name, product in products.items() if product}, 2)
-    assert len(measured) == 2 and costs == dict.fromkeys(rows, (1.0, 2.0))
+    assert len(measured) == 2 and costs == dict.fromkeys(rows, ProductCost(1.0, 2.0))
 
 
 def test_what_is_no_product_has_none() -> None:
@@ -29,6 +31,15 @@ def test_work_is_the_gradient_product() -> None:
     assert isinstance(linear, torch.Tensor) and linear.shape == (5, 4) and linear.dtype == torch.float64
     table = Product(True, 8, 7, 3, torch.float32, torch.device("cpu")).work(6)()
     assert isinstance(table, torch.Tensor) and table.shape == (7, 3) and 0 < table.sum() < 6 * 3
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_work_done_anew_takes_new_memory_each_time(embedding: bool) -> None:
+    product = Product(embedding, 8, 4, 5, torch.float32, torch.device("cpu"))
+    kept, anew = product.work(6), product.work(6, anew=True)
+    results = [kept(), kept(), anew(), anew()]
+    pointers = [result.data_ptr() for result in results if isinstance(result, torch.Tensor)]
+    assert pointers[0] == pointers[1] and len(set(pointers)) == 3
 
 
 def test_sizes_are_the_ranks_apart_and_bounded() -> None:

@@ -79,7 +79,7 @@ class LayerProfile:
     """One module that owns parameters. K, M and N are `rows`, `inputs` and `outputs` of the layer as a product.
 
     `rows` counts samples times tokens on one rank; for an embedding it is the number of ids looked up and `inputs` the
-    number of table rows. `product_s(k)` prices the weight's gradient product over k rows.
+    number of table rows. `product_s(k)` prices the weight's gradient product over k rows into memory that is there already.
     """
 
     name: str
@@ -94,6 +94,7 @@ class LayerProfile:
     activation_bytes: int = 0
     product_fixed_s: float = 0.0
     product_s_per_row: float = 0.0
+    own_product_s: float = 0.0  # the product of its own K rows as autograd makes it, its memory taken anew each time
     outside_use: str = ""  # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
 
     @property

@@ -22,7 +22,7 @@ from shoal.core.errors import SampleError
 from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
 from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
 from shoal.profiling.optimizer import optimizer_seconds
-from shoal.profiling.products import Product, measure_products
+from shoal.profiling.products import Product, ProductCost, measure_products
 from shoal.profiling.sample import LossFn, Sample
 from shoal.profiling.timeline import Clock, Step, Watched, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
@@ -74,7 +74,7 @@ def profile_model(
         outside = outside_use(model, layers, borrowed)
         mine = ModelProfile(
             layers=tuple(
-                _layer_profile(layer, step, rows[layer.name], costs.get(layer.name, (0.0, 0.0)), outside[layer.name])
+                _layer_profile(layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name])
                 for layer in layers
             ),
             forward_s=step.forward_s,
@@ -130,7 +130,7 @@ def _measured_step(
     return borrowed, steps[len(steps) // 2]
 
 
-def _layer_profile(layer: Layer, step: Step, rows: int, product: tuple[float, float], outside: str) -> LayerProfile:
+def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, outside: str) -> LayerProfile:
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
@@ -157,8 +157,9 @@ def _layer_profile(layer: Layer, step: Step, rows: int, product: tuple[float, fl
         forward_s=watched.forward_s,
         backward_s=watched.backward_s,
         activation_bytes=watched.activation_bytes,
-        product_fixed_s=product[0],
-        product_s_per_row=product[1],
+        product_fixed_s=product.fixed_s,
+        product_s_per_row=product.s_per_row,
+        own_product_s=product.own_s,
         outside_use=outside,
     )
 
@@ -210,6 +211,7 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         activation_bytes=max(layer.activation_bytes for layer in layers),
         product_fixed_s=max(layer.product_fixed_s for layer in layers),
         product_s_per_row=max(layer.product_s_per_row for layer in layers),
+        own_product_s=max(layer.own_product_s for layer in layers),
     )
 
 

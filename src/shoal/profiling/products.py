@@ -1,8 +1,9 @@
-"""What the gradient of one weight costs to compute over k rows, as fixed seconds and seconds a row.
+"""What the gradient of one weight costs to compute: over k rows, and as autograd computes it.
 
 A strategy that rebuilds gradients (factor) computes them over the rows of all P ranks instead of its own K, so the
 cost is measured at two sizes P apart and a line laid through them. nn.Linear: the product dyᵀ·x into a buffer that is
-there already. nn.Embedding: k rows added into a table of zeros, where zeroing the table is the fixed part.
+there already. nn.Embedding: k rows added into a table of zeros, where zeroing the table is the fixed part. Autograd
+takes new memory for every gradient, and on a CPU the kernel's zeroing of new pages costs as much as the product.
 """
 
 from __future__ import annotations
@@ -50,31 +51,47 @@ class Product:
         high = min(self.rows * factor, max(int(_MOST_WORK / per_row), factor))
         return max(1, high // factor), high
 
-    def work(self, rows: int) -> Callable[[], object]:
-        """The product over that many rows, its operands and its buffer made beforehand."""
+    def work(self, rows: int, anew: bool = False) -> Callable[[], object]:
+        """The product over that many rows, its operands made beforehand, and its buffer too unless taken `anew`."""
         place = {"dtype": self.dtype, "device": self.device}
         dy = torch.rand(rows, self.outputs, **place)  # type: ignore[call-overload]
         if self.embedding:
             table: Tensor = torch.empty(self.inputs, self.outputs, **place)  # type: ignore[call-overload]
             ids = torch.randint(self.inputs, (rows,), device=self.device)
+            if anew:
+                return lambda: torch.zeros(self.inputs, self.outputs, **place).index_add_(0, ids, dy)  # type: ignore[call-overload]
             return lambda: table.zero_().index_add_(0, ids, dy)
         x = torch.rand(rows, self.inputs, **place)  # type: ignore[call-overload]
+        if anew:
+            return lambda: torch.mm(dy.T, x)
         buffer: Tensor = torch.empty(self.outputs, self.inputs, **place)  # type: ignore[call-overload]
         return lambda: torch.mm(dy.T, x, out=buffer)
 
 
-def measure_products(products: Mapping[str, Product], ranks: int) -> dict[str, tuple[float, float]]:
-    """(fixed seconds, seconds per row) of each layer's product. All ranks call this at the same time."""
+@dataclass(frozen=True)
+class ProductCost:
+    """Seconds of a product over k rows, `fixed_s` + k · `s_per_row`, and of a layer's `own` as autograd makes it."""
+
+    fixed_s: float = 0.0
+    s_per_row: float = 0.0
+    own_s: float = 0.0
+
+
+def measure_products(products: Mapping[str, Product], ranks: int) -> dict[str, ProductCost]:
+    """The cost of each layer's product. All ranks call this at the same time."""
     costs = {product: _measure(product, ranks) for product in dict.fromkeys(products.values())}
     return {name: costs[product] for name, product in products.items()}
 
 
 @torch.no_grad()
-def _measure(product: Product, ranks: int) -> tuple[float, float]:
+def _measure(product: Product, ranks: int) -> ProductCost:
     clock = Clock(product.device)
-    seconds = {}
-    for rows in product.sizes(ranks):
-        work = product.work(rows)
+
+    def seconds(work: Callable[[], object]) -> float:
         work()
-        seconds[rows] = median(clock.time(work) for _ in range(_REPEATS))
-    return fit_line(seconds)
+        return median(clock.time(work) for _ in range(_REPEATS))
+
+    low, high = product.sizes(ranks)
+    fixed_s, s_per_row = fit_line({rows: seconds(product.work(rows)) for rows in (low, high)})
+    own_s = seconds(product.work(low, anew=True)) + s_per_row * (product.rows - low)
+    return ProductCost(fixed_s, s_per_row, own_s)

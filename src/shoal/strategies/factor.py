@@ -58,7 +58,7 @@ class Factor(Strategy):
         return Cost(
             Traffic((sent,) * ranks, (sent,) * ranks, rounds=3),
             share=cluster.shares.get("direct", 1.0),  # its gathers are `direct`'s second half
-            backward_s=-min(layer.product_s(layer.rows), layer.backward_s),
+            backward_s=-min(layer.own_product_s, layer.backward_s),
             lane_s=layer.product_s(layer.rows * ranks),
             memory_bytes=layer.nbytes + ranks * layer.rows * (layer.inputs + layer.outputs) * itemsize,
         )
