@@ -79,7 +79,7 @@ class LayerProfile:
     """One module that owns parameters. K, M and N are `rows`, `inputs` and `outputs` of the layer as a product.
 
     `rows` counts samples times tokens on one rank; for an embedding it is the number of ids looked up and `inputs` the
-    number of table rows. `product_s(k)` prices the weight's gradient product over k rows into memory that is there already.
+    number of table rows. `product_s(k)` prices the weight's gradient product over k rows, into memory that is there.
     """
 
     name: str

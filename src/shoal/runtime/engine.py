@@ -36,6 +36,7 @@ class Engine:
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._task: int | None = None  # autograd's number of the backward whose round is open
+        self._failed = False
         for transfer in self._transfers:
             transfer.ready = self._announce
 
@@ -49,7 +50,7 @@ class Engine:
         if self._task is None:
             self._task = task
             Variable._execution_engine.queue_callback(self._finish)
-        elif self._task != task:
+        elif self._task != task or self._failed:
             raise WorldError(
                 "the backward before this one ended with an error after a part of its gradients was sent",
                 do="end the job and start again from a checkpoint",
@@ -61,7 +62,7 @@ class Engine:
             lane.close()
 
     def _announce(self, transfer: Transfer) -> None:
-        if self._task is None:  # backward came in by another way than the model's output
+        if self._task is None or self._failed:  # backward came in by another way than the model's output
             self.begin()
         self._ready.add(transfer)
         self._send_in_order()
@@ -77,11 +78,12 @@ class Engine:
 
     @torch.no_grad()
     def _finish(self) -> None:
+        self._failed = True  # until all has gone well
         self._send_in_order(everything=True)
         for errand, transfer in zip(self._sent, self._transfers, strict=True):
             errand.wait(f"step {self.steps}, {transfer.label}")
             transfer.publish()
         self._sent.clear()
         self._ready.clear()
-        self._task = None
+        self._task, self._failed = None, False
         self.steps += 1

@@ -109,9 +109,9 @@ def current() -> Session:
 
 
 @contextmanager
-def using(comm: Comm, host: str = "") -> Iterator[Session]:
-    """Be a rank of `comm` for a while: how threads are ranks in tests and in `check`."""
-    token = _session.set(Session(comm, host or f"thread{comm.rank}"))
+def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
+    """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the links."""
+    token = _session.set(Session(comm, f"thread{comm.rank}", cluster))
     try:
         yield current()
     finally:

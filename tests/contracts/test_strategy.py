@@ -1,0 +1,74 @@
+"""Every strategy states the bytes it moves: what a real step sends, counted on every rank, is what `estimate` says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal import strategies
+from shoal.comm.threads import ThreadComm, run
+from shoal.comm.traced import TracedComm
+from shoal.core.contracts import Exchange, Strategy
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.registry import found
+from shoal.planner.timeline import Predictor
+from shoal.profiling.identity import trainable_layers
+from shoal.rewrite.apply import sites
+from shoal.runtime.session import using
+
+LINKS = {ranks: Cluster(Topology(("host",) * ranks), Link(1e-4, 1e8)) for ranks in (2, 3, 4)}
+COUNTS_BYTES = 24  # each forward's row count, to every other rank
+
+
+class Net(nn.Module):
+    """An embedding, tokens in a middle layer, and odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(19, 7)
+        self.hidden = nn.Linear(7, 13, bias=False)
+        self.head = nn.Linear(13, 5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.hidden(self.table(ids))).mean(1))
+
+
+def pins() -> list[str]:
+    exchanges = [name for name, kind in found(shoal.exchange, Exchange).items() if kind.exact]
+    return [
+        f"{name}:{exchange}" if kind.bucketed else name
+        for name, kind in found(strategies, Strategy).items()
+        for exchange in (exchanges if kind.bucketed else [""])
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("pin", pins())
+def test_a_step_sends_the_bytes_that_are_stated(pin: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    ids, labels = torch.randint(19, (2 * ranks, 3)), torch.randint(5, (2 * ranks,))
+
+    def work(comm: ThreadComm) -> tuple[tuple[int, int], tuple[float, float]]:
+        traced, mine = TracedComm(comm), copy.deepcopy(model)
+        rows = slice(2 * comm.rank, 2 * comm.rank + 2)
+        with using(traced, LINKS[comm.size]) as session:
+            loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(mine.parameters(), 0.1)
+            shoal.parallelize(mine, loss_fn, optimizer, sample=(ids[rows], labels[rows]), pins={"*": pin})
+            attached = session.attached[mine]
+        before = traced.counts.bytes_sent, traced.counts.bytes_received
+        loss_fn(mine(ids[rows]), labels[rows]).backward()
+        counted = traced.counts.bytes_sent - before[0], traced.counts.bytes_received - before[1]
+        predictor = Predictor(attached.profile, attached.cluster)
+        layers = {layer.name: layer for layer in trainable_layers(mine)}
+        costs = [predictor.cost(site).traffic for site in sites(attached.plan, layers)]
+        extra = COUNTS_BYTES * (comm.size - 1)
+        stated = sum(t.sent[comm.rank] for t in costs) + extra, sum(t.received[comm.rank] for t in costs) + extra
+        return counted, stated
+
+    for counted, stated in run(ranks, work):
+        assert counted == stated

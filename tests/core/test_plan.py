@@ -1,0 +1,76 @@
+"""A plan survives JSON, refuses what is no plan, and cuts layers into the same sites everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import PlanError
+from shoal.core.plan import Choice, Plan, Site
+
+BUCKETED = frozenset({"replicate"})
+
+
+def plan(*choices: tuple[str, str, str], bucket_bytes: int = 100) -> Plan:
+    return Plan(2, "digest", tuple(Choice(*choice) for choice in choices), bucket_bytes, lanes=2, predicted_s=0.5)
+
+
+def test_a_saved_plan_loads_as_it_was(tmp_path: Path) -> None:
+    made = plan(("b", "factor", ""), ("a", "replicate", "ring"))
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+
+
+def test_a_choice_is_edited_by_changing_one_line() -> None:
+    text = plan(("b", "factor", ""), ("a", "replicate", "ring")).to_json()
+    line = '"strategy": "factor", "exchange": ""'
+    assert line in text
+    edited = Plan.from_json(text.replace(line, '"strategy": "replicate", "exchange": "tree"'))
+    assert edited.choice("b") == Choice("b", "replicate", "tree")
+    with pytest.raises(KeyError):
+        edited.choice("c")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"format": 1', '"format": 2', "not a plan of format 1"),
+        ('"lanes": 2', '"lanes": 0', "at least 1"),
+        ('"lanes": 2', '"lanes": "2"', "lanes is of the wrong type"),
+        ('"lanes": 2', '"lanez": 2', "unknown fields"),
+        ('"ranks": 2,', "", "lacks a field"),
+        ('"layer": "b"', '"lair": "b"', "choice 0 has unknown fields"),
+        ("{", "", "not JSON"),
+    ],
+)
+def test_what_is_no_plan_is_refused_with_the_reason(old: str, new: str, says: str) -> None:
+    text = plan(("b", "factor", "")).to_json()
+    assert old in text
+    with pytest.raises(PlanError, match=says):
+        Plan.from_json(text.replace(old, new, 1))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none\.json"):
+        Plan.load(tmp_path / "none.json")
+
+
+def test_layers_join_until_the_bucket_is_full() -> None:
+    made = plan(*((name, "replicate", "ring") for name in "abcde"))
+    sizes = {"a": 40, "b": 40, "c": 40, "d": 500, "e": 10}
+    assert list(made.sites(sizes, BUCKETED)) == [
+        Site(("a", "b"), "replicate", "ring"),  # c would make it 120
+        Site(("c",), "replicate", "ring"),  # d would make it 540
+        Site(("d",), "replicate", "ring"),
+        Site(("e",), "replicate", "ring"),
+    ]
+
+
+def test_only_equal_choices_share_a_bucket_and_others_stand_alone() -> None:
+    made = plan(("a", "replicate", "ring"), ("b", "factor", ""), ("c", "replicate", "tree"), ("d", "replicate", "ring"))
+    assert list(made.sites(dict.fromkeys("abcd", 10), BUCKETED)) == [
+        Site(("b",), "factor", ""),
+        Site(("a", "d"), "replicate", "ring"),
+        Site(("c",), "replicate", "tree"),
+    ]

@@ -1,0 +1,192 @@
+"""Trains the same model twice, in one process on whole batches and on ranks on their rows of them, and compares.
+
+    whole batch ──▶ a copy, ordinary torch, no shoal                      ──▶ state ─┐
+       └─ cut ─┬──▶ a copy on rank 0, parallelised ──▶ state ── same bits? ─┐        ├─ how far?
+               └──▶ a copy on rank 1, parallelised ──▶ state ───────────────┴────────┘
+
+Ranks are threads, which share torch's random numbers: models are built beforehand and must draw none in training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils import _pytree as pytree
+
+import shoal
+from shoal import exchange as exchanges
+from shoal import strategies
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.contracts import Exchange, Strategy
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.registry import found
+from shoal.profiling.layers import profile_model
+from shoal.runtime.session import using
+
+LEARNING_RATE = 0.05
+ROWS = 12  # of a whole batch: even on 1, 2, 3 and 4 ranks
+
+State = dict[str, Tensor]
+Batch = tuple[Any, Any]
+Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
+
+EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
+BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
+OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed]
+WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for tests of single circumstances
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """SGD with momentum."""
+    return SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """AdamW, with a weight decay that one sees."""
+    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1)
+
+
+def call(model: nn.Module, x: Any) -> Any:
+    """Call the model as a sample's x says: a tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(x, tuple):
+        return model(*x)
+    return model(**x) if isinstance(x, Mapping) else model(x)
+
+
+def plain(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer, batches: Iterable[Batch]) -> None:
+    """The ordinary loop."""
+    for x, y in batches:
+        loss = loss_fn(call(model, x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training script: a model (only copies of it are trained), whole batches, and how they are used."""
+
+    model: nn.Module
+    batches: Sequence[Batch]
+    loss_fn: Callable[[Any, Any], Tensor] | None = F.cross_entropy
+    optimizer: Callable[[Iterable[nn.Parameter]], Any] = sgd
+    loop: Loop = plain
+    count: Callable[[Any, Any], float | Tensor] | None = None
+
+    def alone(self) -> State:
+        """The state after training in one process, without shoal."""
+        model = copy.deepcopy(self.model)
+        with using(ThreadComm()):  # so that a loop may ask for the rank
+            self.loop(model, self.loss_fn, self.optimizer(model.parameters()), self.batches)
+        return state(model)
+
+    def on_ranks(self, ranks: int, way: str = BUCKETED[0], *, uneven: bool = False) -> list[State]:
+        """Each rank's state after training together; `way` is as `pins_of` takes it."""
+        copies = [copy.deepcopy(self.model) for _ in range(ranks)]
+        pins = self.pins_of(way)
+
+        def work(comm: ThreadComm) -> State:
+            mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in self.batches]
+            model = copies[comm.rank]
+            with using(comm) as session:
+                session.cluster = Cluster(Topology(("here",) * ranks), Link(1e-4, 1e9))  # nobody need measure it
+                model, loss_fn, optimizer = shoal.parallelize(
+                    model,
+                    self.loss_fn,
+                    self.optimizer(model.parameters()),
+                    sample=mine[0],
+                    pins=pins,
+                    count=self.count,
+                )
+                self.loop(model, loss_fn, optimizer, mine)
+                return state(model)
+
+        return run(ranks, work, timeout_s=20)
+
+    def pins_of(self, way: str) -> dict[str, str]:
+        """Pins for a way: "replicate", "replicate:ring", or "factor" where it serves and "factor:ring" its neighbours."""
+        strategy, _, exchange = way.partition(":")
+        rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
+        if strategy in BUCKETED:
+            return {"*": rest}
+        kind, cluster = found(strategies, Strategy)[strategy](), Cluster(Topology(("here",) * 2), Link(1e-4, 1e9))
+        model = copy.deepcopy(self.model)
+        profile = profile_model(model, self.loss_fn, [], self.batches[0], ThreadComm(), repeats=1)
+        served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
+        assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
+        return {"*": rest} | dict.fromkeys(served, strategy)
+
+
+def state(model: nn.Module) -> State:
+    """Parameters and buffers, copied."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def rows_of(batch: Any, rank: int, ranks: int, uneven: bool = False) -> Any:
+    """A rank's rows of every tensor in a batch. Uneven: each rank has more than the one before."""
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shares = [rank + 1 if uneven else 1 for rank in range(ranks)]
+        ends = [len(leaf) * share // sum(shares) for share in accumulate(shares)]
+        return leaf[([0, *ends])[rank] : ends[rank]].clone()
+
+    return pytree.tree_map(cut, batch)
+
+
+def difference(expected: State, got: State) -> float:
+    """The largest error of a tensor: max|a − b| / max(max|a|, learning rate)."""
+    assert expected.keys() == got.keys()
+    return max(
+        float((a.double() - b.double()).abs().max() / max(float(a.abs().max()), LEARNING_RATE))
+        for a, b in ((expected[name], got[name]) for name in expected)
+        if a.numel() and a.is_floating_point()
+    )
+
+
+def assert_same_bits(states: Sequence[State]) -> None:
+    """Every rank has the same bits."""
+    for rank, other in enumerate(states):
+        for name, tensor in states[0].items():
+            assert torch.equal(tensor, other[name]), f"{name} differs between rank 0 and rank {rank}"
+
+
+def assert_same(
+    training: Training, ranks: int = 3, way: str = BUCKETED[0], *, uneven: bool = False, within: float = 1e-10
+) -> None:
+    """Ranks get what one process gets, and every rank the same bits; and training did change something."""
+    before, expected, got = state(training.model), training.alone(), training.on_ranks(ranks, way, uneven=uneven)
+    assert_same_bits(got)
+    assert difference(before, expected) > 1e-3, "training changed nothing, so nothing was compared"
+    assert difference(expected, got[0]) <= within
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal random numbers that depend on the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
+    """Random integers below `high` that depend on the seed alone."""
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def features(width: int, classes: int, *, steps: int = 5, rows: int = ROWS) -> list[Batch]:
+    """Batches of feature vectors and classes, each with other numbers."""
+    return [(numbers(rows, width, seed=s), integers(classes, rows, seed=s)) for s in range(steps)]
+
+
+def built(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model with the same initial parameters in every test."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(7)
+        return make().to(dtype)

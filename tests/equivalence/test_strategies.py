@@ -1,0 +1,107 @@
+"""Every strategy with every exact exchange, on 1 to 4 ranks: parameters after five steps against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_process import (
+    BUCKETED,
+    EXACT,
+    OTHERS,
+    Training,
+    adamw,
+    assert_same,
+    assert_same_bits,
+    built,
+    difference,
+    integers,
+    numbers,
+    rows_of,
+    sgd,
+    state,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+WAYS = [f"{strategy}:{exchange}" for strategy in [*BUCKETED, *OTHERS] for exchange in EXACT]
+
+
+class Odd(nn.Module):
+    """Tokens to classes through one layer of every kind that matters, all sizes odd, some without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7, padding_idx=0)
+        self.mix = nn.Conv1d(7, 5, 3, padding=1, bias=False)
+        self.norm = nn.LayerNorm(5)
+        self.hidden = nn.Linear(5, 9, bias=False)
+        self.scale = nn.Parameter(torch.ones(9))
+        self.head = nn.Linear(9, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = F.relu(self.mix(self.embed(ids).transpose(1, 2)), inplace=True).transpose(1, 2)
+        return self.head(torch.tanh(self.hidden(self.norm(h))).mean(1) * self.scale)
+
+
+BATCHES = [(integers(13, 12, 5, seed=s), integers(3, 12, seed=s + 9)) for s in range(5)]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equals_one_process_in_float64(ranks, way, optimizer):
+    assert_same(Training(model=built(Odd), batches=BATCHES, optimizer=optimizer), ranks, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_equals_one_process_in_float32_with_sgd(ranks, way):
+    assert_same(Training(model=built(Odd, torch.float32), batches=BATCHES), ranks, way, within=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_strays_in_float32_with_adamw_no_further_than_another_cut_of_the_batch(ranks, way):
+    def in_parts(parts):
+        def loop(model, loss_fn, optimizer, batches):
+            for batch in batches:
+                optimizer.zero_grad()
+                for part in range(parts):
+                    x, y = rows_of(batch, part, parts)
+                    (loss_fn(model(x), y) * len(y) / len(batch[1])).backward()
+                optimizer.step()
+
+        return loop
+
+    def training(**loop):
+        return Training(model=built(Odd, torch.float32), batches=BATCHES, optimizer=adamw, **loop)
+
+    whole = training().alone()
+    spread = max(difference(whole, training(loop=in_parts(parts)).alone()) for parts in (2, 3, 4, 6))
+    states = training().on_ranks(ranks, way)
+    assert_same_bits(states)
+    assert difference(whole, states[0]) <= 3 * spread
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_starts_with_other_parameters_gets_those_of_rank_0(way):
+    training = Training(model=built(lambda: nn.Linear(3, 3)), batches=[(numbers(4, 3), integers(3, 4))])
+    before = state(training.model)
+
+    def loop(model, loss_fn, optimizer, batches):
+        with torch.no_grad():
+            assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+
+    stray = Training(model=training.model, batches=training.batches, loop=loop, optimizer=_stray)
+    stray.on_ranks(2, way)
+
+
+def _stray(parameters):
+    """An optimizer; on every rank but the first its maker spoils the parameters before parallelize sees them."""
+    parameters = list(parameters)
+    import shoal
+
+    if shoal.world().rank:
+        for parameter in parameters:
+            parameter.data.add_(1.0)
+    return sgd(parameters)

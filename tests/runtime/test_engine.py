@@ -1,0 +1,129 @@
+"""The engine under delays, errors and misuse: order holds, errors are named, nothing is left running."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.comm.faulty import FaultyComm, RandomDelay
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.contracts import Comm, Transfer
+from shoal.core.errors import UsageError, WorldError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.plan import Plan
+from shoal.runtime.engine import Engine
+from shoal.runtime.session import using
+
+
+class Scripted(Transfer):
+    """Notes what the engine does with it; its one parameter's hook makes it ready."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, log: list[str], error: Exception | None = None) -> None:
+        self.label, self._log, self._error = name, log, error
+        parameter.register_post_accumulate_grad_hook(lambda _: self.ready(self))
+
+    def pack(self) -> None:
+        self._log.append(f"pack {self.label}")
+
+    def run(self, comm: Comm) -> None:
+        if self._error:
+            raise self._error
+        self._log.append(f"run {self.label}")
+
+    def publish(self) -> None:
+        self._log.append(f"publish {self.label}")
+
+
+Trained = tuple[Plan, list[Tensor]]
+
+
+def scripted(order: str, **errors: Exception) -> tuple[Engine, list[str], Tensor]:
+    """Three parameters whose gradients come in the order c, b, a; transfers in the order given, on one lane."""
+    log: list[str] = []
+    parameters = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
+    transfers = [Scripted(name, parameters[name], log, errors.get(name)) for name in order]
+    loss = ((parameters["a"].exp() * parameters["b"]).exp() * parameters["c"]).sum()
+    return Engine(transfers, [ThreadComm()]), log, loss
+
+
+def test_a_ready_transfer_waits_for_those_before_it() -> None:
+    engine, log, loss = scripted("bca")  # c's gradient comes first, but b stands before it
+    loss.backward()
+    engine.close()
+    assert [entry for entry in log if "pack" in entry] == ["pack b", "pack c", "pack a"]
+    assert [entry for entry in log if "run" in entry] == ["run b", "run c", "run a"]
+    assert [entry for entry in log if "publish" in entry] == ["publish b", "publish c", "publish a"]
+    assert log.index("run b") < log.index("pack a"), "b runs while backward still goes on"
+
+
+def test_a_lane_error_is_raised_by_backward_and_the_next_one_is_refused() -> None:
+    engine, _, loss = scripted("cba", b=RuntimeError("the wire is cut"))
+    with pytest.raises(RuntimeError, match="the wire is cut"):
+        loss.backward(retain_graph=True)
+    with pytest.raises(WorldError, match="the backward before this one"):
+        loss.backward()
+    engine.close()
+
+
+def test_no_thread_is_left_after_close() -> None:
+    before = set(threading.enumerate())
+    engine, _, loss = scripted("cba")
+    loss.backward()
+    engine.close()
+    assert set(threading.enumerate()) == before
+
+
+def trained(comm: Comm, model: nn.Module, rows: Tensor, pins: dict[str, str], plan: Plan | None = None) -> Trained:
+    """Train a copy, by a plan or one made for the pins; the plan and the parameters it ends with."""
+    mine = copy.deepcopy(model)
+    with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
+        optimizer, sample = torch.optim.SGD(mine.parameters(), 0.1), ((rows[0],), None)
+        shoal.parallelize(mine, None, optimizer, sample=sample, plan=plan or "auto", pins=None if plan else pins)
+        for batch in rows:
+            optimizer.zero_grad()
+            mine(batch).backward()
+            optimizer.step()
+        return session.attached[mine].plan, [p.detach() for p in mine.parameters()]
+
+
+class Deep(nn.Module):
+    """Many small layers, so that several transfers are on their way at once; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(40, 40), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("pins", [{"*": "replicate:direct"}, {"layers.[048]": "factor", "layers.2": "replicate:tree"}])
+def test_random_delays_do_not_change_a_bit(pins: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model, rows = Deep(), torch.randn(3, 20, 5, 40)  # ranks, steps, rows a rank, width
+
+    def calm(comm: ThreadComm) -> Trained:
+        return trained(comm, model, rows[comm.rank], pins)
+
+    plan, expected = run(3, calm)[0]
+
+    def delayed(comm: ThreadComm) -> Trained:
+        return trained(FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]), model, rows[comm.rank], pins, plan)
+
+    for _, parameters in run(3, delayed):
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+def test_every_rank_fed_the_same_batch_is_told_to_shard() -> None:
+    model, rows = Deep(), torch.randn(2, 5, 40)
+
+    def work(comm: ThreadComm) -> Trained:
+        return trained(comm, model, rows, {"*": "replicate"})
+
+    with pytest.raises(UsageError, match="the same batch"):
+        run(2, work)
