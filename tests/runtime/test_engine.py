@@ -25,15 +25,19 @@ class Scripted(Transfer):
 
     def __init__(self, name: str, parameter: nn.Parameter, log: list[str], error: Exception | None = None) -> None:
         self.label, self._log, self._error = name, log, error
+        self.ran, self.awaits = threading.Event(), threading.Event()
+        self.awaits.set()
         parameter.register_post_accumulate_grad_hook(lambda _: self.ready(self))
 
     def pack(self) -> None:
+        assert self.awaits.wait(5)
         self._log.append(f"pack {self.label}")
 
     def run(self, comm: Comm) -> None:
         if self._error:
             raise self._error
         self._log.append(f"run {self.label}")
+        self.ran.set()
 
     def publish(self) -> None:
         self._log.append(f"publish {self.label}")
@@ -42,27 +46,27 @@ class Scripted(Transfer):
 Trained = tuple[Plan, list[Tensor]]
 
 
-def scripted(order: str, **errors: Exception) -> tuple[Engine, list[str], Tensor]:
+def scripted(order: str, **errors: Exception) -> tuple[Engine, list[Scripted], list[str], Tensor]:
     """Three parameters whose gradients come in the order c, b, a; transfers in the order given, on one lane."""
     log: list[str] = []
     parameters = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
     transfers = [Scripted(name, parameters[name], log, errors.get(name)) for name in order]
     loss = ((parameters["a"].exp() * parameters["b"]).exp() * parameters["c"]).sum()
-    return Engine(transfers, [ThreadComm()]), log, loss
+    return Engine(transfers, [ThreadComm()]), transfers, log, loss
 
 
 def test_a_ready_transfer_waits_for_those_before_it() -> None:
-    engine, log, loss = scripted("bca")  # c's gradient comes first, but b stands before it
+    engine, (b, _, a), log, loss = scripted("bca")  # c's gradient comes first, but b stands before it
+    a.awaits = b.ran  # backward goes on only when b has run: it runs while backward does
     loss.backward()
     engine.close()
     assert [entry for entry in log if "pack" in entry] == ["pack b", "pack c", "pack a"]
     assert [entry for entry in log if "run" in entry] == ["run b", "run c", "run a"]
     assert [entry for entry in log if "publish" in entry] == ["publish b", "publish c", "publish a"]
-    assert log.index("run b") < log.index("pack a"), "b runs while backward still goes on"
 
 
 def test_a_lane_error_is_raised_by_backward_and_the_next_one_is_refused() -> None:
-    engine, _, loss = scripted("cba", b=RuntimeError("the wire is cut"))
+    engine, _, _, loss = scripted("cba", b=RuntimeError("the wire is cut"))
     with pytest.raises(RuntimeError, match="the wire is cut"):
         loss.backward(retain_graph=True)
     with pytest.raises(WorldError, match="the backward before this one"):
@@ -72,7 +76,7 @@ def test_a_lane_error_is_raised_by_backward_and_the_next_one_is_refused() -> Non
 
 def test_no_thread_is_left_after_close() -> None:
     before = set(threading.enumerate())
-    engine, _, loss = scripted("cba")
+    engine, _, _, loss = scripted("cba")
     loss.backward()
     engine.close()
     assert set(threading.enumerate()) == before
