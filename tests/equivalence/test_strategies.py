@@ -18,10 +18,11 @@ from one_process import (
     numbers,
     rows_of,
     sgd,
-    state,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import shoal
 
 WAYS = [f"{strategy}:{exchange}" for strategy in [*BUCKETED, *OTHERS] for exchange in EXACT]
 
@@ -84,24 +85,11 @@ def test_strays_in_float32_with_adamw_no_further_than_another_cut_of_the_batch(r
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_starts_with_other_parameters_gets_those_of_rank_0(way):
-    training = Training(model=built(lambda: nn.Linear(3, 3)), batches=[(numbers(4, 3), integers(3, 4))])
-    before = state(training.model)
-
-    def loop(model, loss_fn, optimizer, batches):
-        with torch.no_grad():
-            assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
-
-    stray = Training(model=training.model, batches=training.batches, loop=loop, optimizer=_stray)
-    stray.on_ranks(2, way)
-
-
-def _stray(parameters):
-    """An optimizer; on every rank but the first its maker spoils the parameters before parallelize sees them."""
-    parameters = list(parameters)
-    import shoal
-
-    if shoal.world().rank:
-        for parameter in parameters:
+def test_every_rank_starts_from_the_parameters_and_buffers_of_rank_0(way):
+    def spoiling(parameters):
+        parameters = list(parameters)
+        for parameter in parameters if shoal.world().rank else []:
             parameter.data.add_(1.0)
-    return sgd(parameters)
+        return sgd(parameters)
+
+    assert_same(Training(model=built(Odd), batches=BATCHES, optimizer=spoiling), 3, way)

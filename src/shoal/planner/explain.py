@@ -95,7 +95,8 @@ def _reason(chosen: Alternative, others: list[Alternative]) -> str:
 
 def _flips(layer: LayerProfile, predictor: Predictor) -> str:
     for name in found(strategies, Strategy):
-        rows = predictor.strategy(name).flips_at(layer, predictor.cluster.size)
-        if rows is not None and predictor.refusal(layer, name) is None:
-            return f"{name} sends less while K < {rows:.0f}"
+        if predictor.refusal(layer, name) is None:
+            rows = predictor.strategy(name).flips_at(layer, predictor.cluster.size)
+            if rows is not None:
+                return f"{name} sends less while K < {rows:.0f}"
     return ""

@@ -1,0 +1,111 @@
+"""Ranks with different numbers of rows, or of terms in the loss, weigh exactly as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from one_process import (
+    WAYS,
+    Training,
+    adamw,
+    assert_same,
+    built,
+    features,
+    integers,
+    numbers,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("optimizer", [None, adamw])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_uneven_rows(way, ranks, optimizer):
+    chosen = {"optimizer": optimizer} if optimizer else {}
+    assert_same(Training(model=built(mlp), batches=features(7, 3), **chosen), ranks, way, uneven=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_last_batch_of_other_size(way):
+    batches = [*features(7, 3), (numbers(7, 7, seed=50), integers(3, 7, seed=50))]
+    assert_same(Training(model=built(mlp), batches=batches), 4, way)
+
+
+class Tagger(nn.Module):
+    """Tokens to a class for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(ids)))
+
+
+def tokens(*, nothing_in_rows: slice = slice(0)) -> list[tuple[Tensor, Tensor]]:
+    """Ids and token classes; a third of the targets, and all of `nothing_in_rows`, are ignored."""
+    batches = []
+    for step in range(5):
+        targets = integers(4, 12, 5, seed=step).masked_fill(integers(3, 12, 5, seed=step + 20) == 0, -100)
+        targets[nothing_in_rows] = -100
+        batches.append((integers(11, 12, 5, seed=step + 40), targets))
+    return batches
+
+
+def token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+class TokenLoss(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return token_loss(output, target)
+
+
+def counted(output: Any, target: Tensor) -> Tensor:
+    return (target != -100).sum()
+
+
+@UNEVEN
+@pytest.mark.parametrize("loss_fn", [token_loss, TokenLoss()], ids=["function", "module"])
+@pytest.mark.parametrize("way", WAYS)
+def test_token_loss_with_ignore_index(way, loss_fn, uneven):
+    assert_same(
+        Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted), 3, way, uneven=uneven
+    )
+
+
+def test_token_loss_without_its_count_is_another_mean():
+    with pytest.raises(AssertionError, match="1e-10"):
+        assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=token_loss))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_all_of_whose_targets_are_ignored(way):
+    batches = tokens(nothing_in_rows=slice(0, 4))  # all that rank 0 of 3 has
+    assert_same(Training(model=built(Tagger), batches=batches, loss_fn=token_loss, count=counted), 3, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_accumulated_batches_each_of_other_counts(way):
+    def loop(model, loss_fn, optimizer, batches):
+        optimizer.zero_grad()
+        for x, y in batches:
+            (loss_fn(model(x), y) / len(batches)).backward()
+        optimizer.step()
+
+    assert_same(
+        Training(model=built(Tagger), batches=tokens(), loss_fn=token_loss, count=counted, loop=loop),
+        3,
+        way,
+        uneven=True,
+    )

@@ -1,0 +1,117 @@
+"""The search against exhaustive search, the crossing points against the formulas, and pins."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from made_up import cluster, layer, linear, model
+
+from shoal import exchange as exchanges
+from shoal.core.contracts import Exchange
+from shoal.core.errors import PlanError
+from shoal.core.plan import Choice
+from shoal.core.registry import found
+from shoal.planner.explain import explain
+from shoal.planner.search import BUCKET_BYTES, LANES, search
+from shoal.planner.timeline import Predictor
+
+NET = model(
+    linear("head.fc2", 0.1, 4096, 1000, rows=8, product_s=0.001),
+    linear("head.fc1", 0.5, 9216, 4096, rows=8, product_s=0.01),
+    layer("body.conv", 2.0, 600_000),
+)
+
+
+def strategies_of(profile_layer_choices: tuple[Choice, ...]) -> dict[str, str]:
+    return {choice.layer: choice.strategy for choice in profile_layer_choices}
+
+
+def test_fat_layers_send_factors_and_convolutions_gradients() -> None:
+    plan = search(NET, cluster(4, 25e6))
+    assert strategies_of(plan.choices) == {"head.fc2": "factor", "head.fc1": "factor", "body.conv": "replicate"}
+    assert plan.ranks == 4 and plan.model == "made up" and plan.predicted_s > 3.5
+
+
+def test_where_traffic_hides_anyway_nothing_is_changed() -> None:
+    plan = search(NET, cluster(4, 1e12))
+    assert set(strategies_of(plan.choices).values()) == {"replicate"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_choice_flips_where_the_formula_says(ranks: int) -> None:
+    inputs, outputs = 1024, 512
+    crossing = 2 * inputs * outputs / (ranks * (inputs + outputs))
+    for rows, expected in ((int(crossing * 0.9), "factor"), (int(crossing * 1.1) + 1, "replicate")):
+        net = model(linear("fc", 0.0, inputs, outputs, rows=rows), backward_s=0.0, forward_s=0.0)
+        assert strategies_of(search(net, cluster(ranks, 1e5)).choices) == {"fc": expected}
+        (row,) = explain(search(net, cluster(ranks, 1e5)), net, cluster(ranks, 1e5)).layers
+        assert f"K < {crossing:.0f}" in row.flips
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_search_is_within_one_percent_of_trying_everything(seed: int) -> None:
+    draw = random.Random(seed)
+    times = sorted(draw.uniform(0, 2) for _ in range(4))
+    layers = [
+        linear(f"fc{i}", t, 2 ** draw.randint(6, 12), 2 ** draw.randint(6, 12), draw.choice([4, 64, 1024]), 0.01)
+        if draw.random() < 0.7
+        else layer(f"conv{i}", t, draw.randint(1000, 3_000_000))
+        for i, t in enumerate(times)
+    ]
+    net = model(*layers)
+    where = cluster(
+        draw.choice([2, 4, 8]), 10 ** draw.uniform(6.5, 9), draw.choice([0, 1e-4, 1e-2]), draw.choice([0.5, 2])
+    )
+    predictor = Predictor(net, where)
+    carriers = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
+    ways = [["replicate", "factor"] if each.kind == "Linear" else ["replicate"] for each in layers]
+    best = min(
+        predictor.predict(
+            [
+                Choice(each.name, strategy, exchange if strategy == "replicate" else "")
+                for each, strategy in zip(layers, picks, strict=True)
+            ],
+            bucket_bytes,
+            lanes,
+        ).step_s
+        for picks in itertools.product(*ways)
+        for exchange in carriers
+        for bucket_bytes in BUCKET_BYTES
+        for lanes in LANES
+    )
+    assert search(net, where).predicted_s <= 1.01 * best
+
+
+def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
+    plan = search(NET, cluster(4, 25e6), pins={"head.*": "replicate:tree", "head.fc2": "factor"})
+    assert plan.choice("head.fc1") == Choice("head.fc1", "replicate", "tree")
+    assert plan.choice("head.fc2") == Choice("head.fc2", "factor")
+    explanation = explain(plan, NET, cluster(4, 25e6))
+    assert explanation.step_s == pytest.approx(plan.predicted_s)
+    rows = {row.layer: row for row in explanation.layers}
+    assert "factor would save" in rows["head.fc1"].reason
+    conv = {other.choice.strategy: other.refusal for other in rows["body.conv"].others}
+    assert "this is a Conv2d" in conv["factor"]
+
+
+@pytest.mark.parametrize(
+    ("pins", "says"),
+    [
+        ({"head.fc9": "factor"}, r"matches no layer(.|\n)*head\.fc"),
+        ({"head.fc1": "factr"}, "no strategy called 'factr'(.|\n)*did you mean 'factor'"),
+        ({"head.fc1": "replicate:rong"}, "no exchange called 'rong'(.|\n)*did you mean 'ring'"),
+        ({"body.conv": "factor"}, r"factor cannot serve layer body\.conv: .*Conv2d"),
+        ({"head.fc1": "factor:ring"}, "it takes no exchange"),
+        ({"head.fc1": 3}, "not a strategy's name"),
+    ],
+)
+def test_a_wrong_pin_is_refused_with_a_way_out(pins: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        search(NET, cluster(4, 25e6), pins=pins)
+
+
+def test_a_layer_that_no_allowed_strategy_serves_is_named() -> None:
+    with pytest.raises(PlanError, match=r"body\.conv(.|\n)*add \"replicate\""):
+        search(NET, cluster(4, 25e6), strategies=["factor"])

@@ -1,0 +1,65 @@
+"""Predicted steps against sums done by hand."""
+
+from __future__ import annotations
+
+import pytest
+from made_up import cluster, layer, linear, model
+
+from shoal.core.facts import ModelProfile
+from shoal.core.plan import Choice
+from shoal.planner.timeline import Predictor, Timeline
+
+MB = 250_000  # float32 elements in a megabyte
+NEARLY = {"abs": 1e-3}  # flags and headers add some bytes
+
+
+def timeline(profile: ModelProfile, strategy: str = "replicate", lanes: int = 1, **where: float) -> Timeline:
+    exchange = "allreduce" if strategy == "replicate" else ""
+    choices = [Choice(each.name, strategy, exchange) for each in profile.layers]
+    return Predictor(profile, cluster(2, 1e6, **where)).predict(choices, bucket_bytes=1, lanes=lanes)
+
+
+def test_a_transfer_hides_under_what_is_left_of_backward() -> None:
+    found = timeline(model(layer("b", 0.5, MB), layer("a", 2.0, 1)))  # a megabyte a second: from 0.5 to 1.5
+    assert found.end_s == pytest.approx(2.0, **NEARLY) and found.step_s == pytest.approx(3.5, **NEARLY)
+
+
+def test_the_link_carries_one_byte_after_another() -> None:
+    for lanes in (1, 2):
+        found = timeline(model(layer("b", 1.0, MB), layer("a", 2.0, 2 * MB)), lanes=lanes)
+        assert [span.sent_s for span in found.spans] == pytest.approx([2.0, 4.0], **NEARLY)
+        assert found.sent_bytes == pytest.approx(3e6, rel=1e-3)
+
+
+def test_latency_is_hidden_by_other_lanes_only() -> None:
+    profile = model(*(layer(name, 0.0, 1) for name in "abcd"), backward_s=0.0)
+    alone, shared = timeline(profile, latency_s=0.1), timeline(profile, latency_s=0.1, lanes=4)
+    assert alone.end_s == pytest.approx(4 * shared.end_s, rel=1e-3)
+
+
+def test_factor_takes_the_product_out_of_backward_and_multiplies_for_all_ranks() -> None:
+    profile = model(linear("a", 2.0, 1000, 1000, rows=1, product_s=0.25))
+    roomy, shared = timeline(profile, "factor", cores=2.0), timeline(profile, "factor", cores=1.0)
+    sent_s = 8e3 / 1e6
+    assert roomy.backward_s == pytest.approx(1.75, **NEARLY)
+    assert roomy.end_s == pytest.approx(1.75 + sent_s + 2 * 0.25, **NEARLY)
+    assert shared.end_s == pytest.approx(roomy.end_s, **NEARLY), "nothing computes beside it after backward"
+
+
+def test_lanes_take_from_the_main_thread_where_cores_are_shared() -> None:
+    profile = model(linear("b", 1.0, 1000, 1000, rows=1, product_s=0.25), layer("a", 2.0, 1))
+    assert timeline_of(profile, cores=2.0).backward_s == pytest.approx(1.75, **NEARLY)
+    assert timeline_of(profile, cores=1.0).backward_s == pytest.approx(1.75 + 0.5, **NEARLY)
+
+
+def timeline_of(profile: ModelProfile, cores: float) -> Timeline:
+    """b by factor, a by all-reduce."""
+    choices = [Choice("b", "factor"), Choice("a", "replicate", "allreduce")]
+    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(choices, bucket_bytes=1, lanes=2)
+
+
+def test_processor_time_of_bytes_counts_where_cores_are_shared() -> None:
+    profile = model(layer("b", 0.5, MB), layer("a", 2.0, 1))
+    assert timeline(profile, cores=2.0, cpu=1e-7).end_s == pytest.approx(2.0, **NEARLY)
+    assert timeline(profile, cores=1.0, cpu=1e-7).end_s == pytest.approx(2.1, **NEARLY)
+    assert timeline(profile, cores=0.5, cpu=1e-7).end_s == pytest.approx(2.2, **NEARLY)

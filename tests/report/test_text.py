@@ -1,0 +1,42 @@
+"""What is printed holds the figures, in a width that a log can carry."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.plan import Choice
+from shoal.report import text
+
+
+def printed(what: object) -> str:
+    console = Console(width=130, record=True, file=None, quiet=False)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()
+
+
+def test_an_explained_plan_shows_choice_alternatives_and_refusals() -> None:
+    chosen = Alternative(Choice("fc", "factor"), 1.5e6, 0.012, 0.4)
+    others = (
+        Alternative(Choice("fc", "replicate", "ring"), 3e8, 2.5, 2.9),
+        Alternative(Choice("fc", "column"), 0.0, 0.0, 0.0, refusal="too narrow"),
+    )
+    row = LayerExplanation("fc", "Linear", 1000, 8, 0.1, chosen, others, "sends less", "factor sends less while K < 9")
+    out = printed(text.explained(Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, (row,))))
+    for expected in ("* factor", "1.50 MB", "12.0 ms", "replicate ring", "2900.0 ms", "cannot: too narrow", "K < 9"):
+        assert expected in out
+    assert "predicted step 400.0 ms" in out and "1,000 Mbit/s" in out
+    assert max(map(len, out.splitlines())) <= 130
+
+
+def test_a_cluster_shows_link_and_shares() -> None:
+    out = printed(text.measured_cluster(Cluster(Topology(("a", "b")), Link(2e-4, 25e6, 1e-9), 0.5, {"ring": 0.91})))
+    for expected in ("2 ranks on 2 hosts", "200 Mbit/s", "200 µs", "1.00 ns", "0.91"):
+        assert expected in out
+
+
+def test_differences_come_worst_first() -> None:
+    out = printed(text.differences([("a", 1e-12), ("b", 3e-5)]))
+    assert out.index("3.0e-05") < out.index("1.0e-12")
