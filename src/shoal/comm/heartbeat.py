@@ -1,133 +1,280 @@
-"""Who lives, and how far they are: every rank writes a beat to the launcher's store and reads the others' in doubt.
+"""Who lives, how far they are, and who failed first: every rank beats on a store, and one verdict goes through it.
 
-A broken connection tells that something died, not what: the survivors' own ends break connections too. So each rank
-beats twice a second on a connection of its own; after a failure a rank watches for beats that stopped, and the first to
-find one writes the verdict, which all the others then repeat. Costs one small store write a rank every half second.
+A broken connection tells that something died, not what: the survivors' own ends break connections too. So:
+
+1  beat     each rank writes where it is twice a second, on a connection of its own
+2  watch    in the same turn it reads the verdict, and the beat of the rank after it: silent for 20 s is lost
+3  judge    where an exchange failed, it reads all beats: one that stopped for 3 s is lost, none lost is a deadline
+4  leave    a rank that ends says so: that it is done, or which error ended it
+   verdict  whoever finds out first writes it (compare-and-set), all repeat it, and whoever is blocked is woken
+
+One thread alone talks to the store, since a store that was stopped answers never; a second one sees that it got stuck.
+Costs one small write and two small reads a rank every half second, however many ranks there are.
 """
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
+import math
+import os
+import sys
 import threading
 import time
-from typing import final
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, final
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import Store
 
-from shoal.core.errors import PeerLost
+from shoal.core.errors import DeadlinePassed, PeerLost, ShoalError, WorldError
 
 _BEAT_S = 0.5
-_DEAD_S = 3.0  # no beat for as long as this, while others are seen beating: lost
-_SILENT_S = 20.0  # the same when nothing has failed yet: a host that went away without closing its connections
-_CONNECT_S = 10.0
+_DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
+_SILENT_S = 20.0  # the same when nothing has failed yet: a rank that is stopped, or a host without power
+_FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
+_LONGEST = 500  # letters of another error that a verdict repeats
+_GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no longer there
+
+BEATING, LEFT, QUIET = "beating", "left", "quiet"  # left: the program has ended; quiet: it has heard what it must
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What befell the job: the same words on every rank."""
+
+    what: str
+    rank: int | None  # the rank that failed first, where one did
+    got: str = ""
+    deadline: bool = False
+
+    def error(self, where: str) -> WorldError:
+        """The verdict as the error that a rank raises, saying where that rank was."""
+        if self.deadline:
+            do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"
+            return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
+        do = "see what that rank printed last; start the job again"
+        return PeerLost(f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank)
+
+
+@dataclass
+class _Beat:
+    """What a rank last wrote of itself, and when this one first saw it."""
+
+    count: int = -1
+    at: str = "start"
+    host: str = "?"
+    waiting: bool = False
+    state: str = BEATING
+    seen: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """An exchange failed here, and nobody has said why."""
+
+    reason: str
+    timeout_s: float | None  # what passed; None where it broke before
+    since: float
+
+    @property
+    def patience_s(self) -> float:
+        """How long to look for a lost rank. Whose time is over speaks first: giving up, it broke the others' links."""
+        return _DEAD_S + (2 if self.timeout_s is not None else 6) * _BEAT_S
 
 
 @final
 class Heartbeat:
-    """This rank's beat and the reading of the others'."""
+    """This rank's beat, and the reading of the others'.
 
-    def __init__(self, store: PrefixStore, rank: int, size: int, host: str) -> None:
-        self._rank, self._size, self._host = rank, size, host
-        # Connections of their own: one that waits blocks whoever shares it.
-        self._beats: PrefixStore = store.clone()  # type: ignore[attr-defined]
-        self._reader: PrefixStore = store.clone()  # type: ignore[attr-defined]
-        self._beats.set_timeout(datetime.timedelta(seconds=_CONNECT_S))
-        self._reader.set_timeout(datetime.timedelta(seconds=_CONNECT_S))
-        self._lock = threading.Lock()
-        self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last count, and when it was first seen here
-        self._looked = time.monotonic()
+    Args:
+        store: where all ranks meet; a connection of its own is made from it.
+        rank, size, host: this rank's place.
+        holder: the rank whose process holds the store, None where a launcher does.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, host: str, holder: int | None = None) -> None:
         self.at = "start"
-        self._stop = threading.Event()
-        self._write(0)
-        self._thread = threading.Thread(target=self._beat, name="shoal-heartbeat", daemon=True)
-        self._thread.start()
+        self.wake: dict[int, Callable[[], None]] = {}  # by id: what frees those who are blocked in an exchange
+        self._rank, self._size, self._host, self._holder = rank, size, host, holder
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(datetime.timedelta(seconds=_SILENT_S))
+        self._waiting = False
+        self._beats = {r: _Beat() for r in range(size) if r != rank}
+        self._count = 0
+        self._doubt: _Doubt | None = None
+        self._verdict: Verdict | None = None
+        self._lock = threading.Lock()  # of the two above
+        self._concluded = threading.Event()
+        self._nudge, self._stopped = threading.Event(), threading.Event()
+        self._process = os.getpid()
+        self._write(BEATING)
+        self._turn = time.monotonic()  # when the store answered last
+        self._server = threading.Thread(target=self._serve, name="shoal-heartbeat", daemon=True)
+        self._server.start()
+        threading.Thread(target=self._guard, name="shoal-heartbeat-guard", daemon=True).start()
+        atexit.register(self._leave_at_exit)
 
-    def stop(self) -> None:
-        """Stop beating: this rank is done."""
-        self._stop.set()
+    def reached(self, where: str) -> None:
+        """This rank works at `where`."""
+        self.at, self._waiting = where, False
 
-    def check(self, where: str) -> None:
-        """Raise PeerLost if a rank was found dead, or is silent for long. Reads the store every two seconds."""
-        self.at = where
-        if time.monotonic() - self._looked < 2.0:
+    def check(self, where: str = "") -> None:
+        """This rank waits at `where`: raise if there is a verdict."""
+        self.at, self._waiting = where or self.at, True
+        if self._verdict is not None:
+            raise self._error(self._verdict)
+
+    def judge(self, reason: str, timeout_s: float | None) -> WorldError:
+        """After an exchange broke for `reason`, or did not end in `timeout_s`: the error on which all ranks agree.
+
+        Takes about three seconds where nobody has said why.
+        """
+        self._waiting = True
+        with self._lock:
+            if self._doubt is None:
+                self._doubt = _Doubt(reason, timeout_s, time.monotonic())
+        self._nudge.set()
+        self._concluded.wait()
+        assert self._verdict is not None
+        return self._error(self._verdict)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Say that this rank ends: done (None), or for an error, which is the verdict if there is none yet."""
+        if self._stopped.is_set() or os.getpid() != self._process:
             return
-        self._looked = time.monotonic()
-        found = self._published(where) or self._silent(where, _SILENT_S)
+        self._stopped.set()
+        self._nudge.set()
+        self._server.join(timeout=2 * _BEAT_S)
+        if self._server.is_alive():  # the store does not answer
+            return
+        try:
+            if error is not None and self._verdict is None:
+                text = error.what if isinstance(error, ShoalError) else str(error)
+                what = f"rank {self._rank} (host {self._host}) failed: {type(error).__name__}: {text}"
+                self._agreed(Verdict(what[:_LONGEST], self._rank))
+            self._write(LEFT)
+            if self._holder == self._rank:
+                self._wait_for_the_others()
+        except _GONE:
+            return
+
+    def _leave_at_exit(self) -> None:
+        self.leave(getattr(sys, "last_value", None))  # an error that nobody caught, which Python has just printed
+
+    def _wait_for_the_others(self) -> None:
+        """The store ends with this process: let them read how this rank left, or they would meet a dead connection."""
+        deadline = time.monotonic() + _FAREWELL_S
+        waited_for = set(self._beats) - {self._verdict.rank if self._verdict else None}
+        while waited_for and time.monotonic() < deadline:
+            waited_for -= {rank for rank in waited_for if self._read(rank).state != BEATING}
+            time.sleep(0.02)
+
+    def _serve(self) -> None:
+        """The thread that talks to the store: a turn each half second, at once where there is a doubt."""
+        found: Verdict | None = None
+        try:
+            while found is None and not self._stopped.is_set():
+                self._nudge.wait(_BEAT_S / 2 if self._doubt else _BEAT_S)
+                self._nudge.clear()
+                if time.monotonic() - self._turn > _DEAD_S:  # this process was stopped, perhaps all of them were
+                    self._beats = {rank: _Beat() for rank in self._beats}
+                self._turn = time.monotonic()
+                self._write(BEATING)
+                found = self._published() or self._found()
+                if found is None and self._holder_left():
+                    break
+            if not self._stopped.is_set():
+                found = found and self._agreed(found)
+                self._write(QUIET)
+        except _GONE:
+            found = found or self._without_store("is gone")
         if found is not None:
-            raise found
+            self._conclude(found)
 
-    def verdict(self, where: str) -> PeerLost | None:
-        """After a failure: the lost rank's name, agreed among the survivors; None if every rank goes on beating."""
-        deadline = time.monotonic() + _DEAD_S + 2 * _BEAT_S
-        while time.monotonic() < deadline:
-            found = self._published(where) or self._silent(where, _DEAD_S)
-            if found is not None:
-                return found
-            time.sleep(_BEAT_S / 2)
+    def _guard(self) -> None:
+        """The thread that sees when the other one is stuck, because the store's process is stopped or its host away."""
+        while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
+            limit_s = 2 * _DEAD_S if self._doubt else _SILENT_S
+            if not self._server.is_alive():
+                limit_s = 0.0 if self._doubt else math.inf  # it let go of a store whose holder has left
+            if time.monotonic() - self._turn > limit_s:
+                self._conclude(self._without_store("gives no sign of life"))
+
+    def _conclude(self, verdict: Verdict) -> None:
+        with self._lock:
+            self._verdict = self._verdict or verdict
+        self._concluded.set()
+        for free in list(self.wake.values()):
+            free()
+
+    def _found(self) -> Verdict | None:
+        doubt = self._doubt
+        if doubt is None:
+            return self._lost([(self._rank + 1) % self._size], _SILENT_S, or_left=False)
+        lost = self._lost(list(self._beats), _DEAD_S, or_left=True)
+        if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
+            return lost
+        return self._broken(doubt.reason) if doubt.timeout_s is None else self._overdue(doubt.timeout_s)
+
+    def _lost(self, ranks: list[int], limit_s: float, or_left: bool) -> Verdict | None:
+        for rank in ranks:
+            beat = self._read(rank)
+            if beat.state == BEATING and time.monotonic() - beat.seen > limit_s:
+                what = f"rank {rank} (host {beat.host}) gives no sign of life, last seen at: {beat.at}"
+                return Verdict(what, rank)
+            if beat.state == LEFT and or_left:
+                what = f"rank {rank} (host {beat.host}) has ended its program, last at: {beat.at}"
+                return Verdict(what, rank)
         return None
 
-    def behind(self) -> dict[int, str]:
-        """Ranks that are somewhere else than this one by their own last word, and where."""
-        words = {r: self._read(r).get("at", "?") for r in range(self._size) if r != self._rank}
-        return {r: f"last at: {at}" for r, at in words.items() if at != self.at}
-
-    def _beat(self) -> None:
-        count = 0
-        while not self._stop.wait(_BEAT_S):
-            count += 1
-            try:
-                self._write(count)
-            except (RuntimeError, dist.DistError):
-                return  # the store is gone: the launcher has ended
-
-    def _write(self, count: int) -> None:
-        self._beats.set(f"beat/{self._rank}", json.dumps({"count": count, "at": self.at, "host": self._host}))
-
-    def _read(self, rank: int) -> dict[str, str]:
-        try:
-            with self._lock:
-                if not self._reader.check([f"beat/{rank}"]):
-                    return {}
-                words: dict[str, str] = json.loads(self._reader.get(f"beat/{rank}"))
-                return words
-        except (RuntimeError, dist.DistError):
-            return {}
-
-    def _silent(self, where: str, limit_s: float) -> PeerLost | None:
-        now = time.monotonic()
-        for rank in range(self._size):
-            if rank == self._rank:
-                continue
-            words = self._read(rank)
-            count = int(words.get("count", -1))
-            if self._seen.get(rank, (None, 0.0))[0] != count:
-                self._seen[rank] = (count, now)
-            elif now - self._seen[rank][1] > limit_s:
-                host = words.get("host", "?")
-                self._publish(f"rank {rank} (host {host}) is gone, last seen at: {words.get('at', '?')}", rank)
-                return self._published(where)
-        return None
-
-    def _publish(self, text: str, rank: int) -> None:
-        try:
-            with self._lock:
-                self._reader.compare_set("verdict", "", json.dumps({"text": text, "rank": rank}))
-        except (RuntimeError, dist.DistError):
-            return
-
-    def _published(self, where: str) -> PeerLost | None:
-        try:
-            with self._lock:
-                if not self._reader.check(["verdict"]):
-                    return None
-                words = json.loads(self._reader.get("verdict"))
-        except (RuntimeError, dist.DistError):
-            return PeerLost("the launcher's store is gone", where=where, do="see what the launcher printed")
-        return PeerLost(
-            f"a peer was lost: {words['text']}",
-            where=f"rank {self._rank} at {where}",
-            do="see what that rank printed last; start the job again",
-            rank=words["rank"],
+    def _overdue(self, timeout_s: float) -> Verdict:
+        absent = {rank: beat for rank, beat in self._beats.items() if not beat.waiting}
+        absent = absent or {rank: beat for rank, beat in self._beats.items() if beat.at != self.at}
+        names = ", ".join(f"rank {rank} (last at: {beat.at})" for rank, beat in absent.items())
+        return Verdict(
+            f"an exchange did not end within {timeout_s:g} s: rank {self._rank} waited at: {self.at}",
+            next(iter(absent), None),
+            got=f"absent: {names}" if names else "every rank waits at the same place: the link is slow or stuck",
+            deadline=True,
         )
+
+    def _broken(self, reason: str) -> Verdict:
+        return Verdict("an exchange broke, though every rank still lives", None, got=reason[:_LONGEST])
+
+    def _holder_left(self) -> bool:
+        """Whether the store is about to end with the program of the rank that holds it."""
+        return self._holder not in (None, self._rank) and self._read(self._holder).state != BEATING
+
+    def _without_store(self, how: str) -> Verdict:
+        if self._holder is None:
+            return Verdict(f"the launcher, which holds the store where ranks meet, {how}", None)
+        beat = self._beats.get(self._holder, _Beat())
+        how = "has ended its program" if beat.state == LEFT else how
+        return Verdict(f"rank {self._holder} (host {beat.host}), which held the store, {how}", self._holder)
+
+    def _error(self, verdict: Verdict) -> WorldError:
+        return verdict.error(f"rank {self._rank} at {self.at}")
+
+    def _write(self, state: str) -> None:
+        self._count += 1
+        mine = {"count": self._count, "at": self.at, "host": self._host, "waiting": self._waiting, "state": state}
+        self._store.set(f"beat/{self._rank}", json.dumps(mine))
+
+    def _read(self, rank: int) -> _Beat:
+        """The last beat of a rank."""
+        words: dict[str, Any] = {}
+        if self._store.check([f"beat/{rank}"]):
+            words = json.loads(self._store.get(f"beat/{rank}"))
+        if not self._beats[rank].seen or self._beats[rank].count != words.get("count", -1):
+            self._beats[rank] = _Beat(**words, seen=time.monotonic())
+        return self._beats[rank]
+
+    def _published(self) -> Verdict | None:
+        return Verdict(**json.loads(self._store.get("verdict"))) if self._store.check(["verdict"]) else None
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Write the verdict if it is the first; the one that stands."""
+        return Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))

@@ -2,12 +2,14 @@
 
 The one file that knows torch.distributed's names. Every channel is a process group of its own. Whole buckets go through
 the library's all_reduce; everything else is point-to-point, which on gloo is faster than its own reduce_scatter and
-all_gather. Joining costs one store connection and a roll call that names who is missing.
+all_gather. Joining costs one store connection and a roll call that names who is missing. What breaks or takes too long
+is raised as the verdict that the heartbeat finds (heartbeat.py), which also frees whoever is blocked here.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import time
 from typing import Any, final
@@ -19,83 +21,131 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.heartbeat import Heartbeat
 from shoal.core.contracts import Comm
-from shoal.core.errors import DeadlinePassed, MissingRank, PeerLost, ShoalError, UsageError
+from shoal.core.errors import MissingRank, RanksDiffer, ShoalError, UsageError, WorldError
+
+_WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
 @final
 class _Work:
     """A torch.distributed work handle, which may be None for a rank outside the group."""
 
-    def __init__(self, work: dist.Work | None) -> None:
+    def __init__(self, work: dist.Work | None, comm: ProcessGroupComm) -> None:
         self._work = work
+        self._comm = comm
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError as error:
+            raise self._comm.diagnose(error, "") from None
 
 
 @final
 class ProcessGroupComm(Comm):
     """A channel over one torch.distributed process group."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat | None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_s: float, start_timeout_s: float, heartbeat: Heartbeat
+    ) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self._group = group
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._heartbeat = heartbeat
+        heartbeat.wake[id(self)] = self._wake
 
     def send(self, tensor: Tensor, to: int) -> _Work:
-        return _Work(dist.isend(tensor, group=self._group, group_dst=to))
+        try:
+            return _Work(dist.isend(tensor, group=self._group, group_dst=to), self)
+        except RuntimeError as error:
+            raise self.diagnose(error, "") from None
 
     def receive(self, tensor: Tensor, source: int) -> _Work:
-        return _Work(dist.irecv(tensor, group=self._group, group_src=source))
+        try:
+            return _Work(dist.irecv(tensor, group=self._group, group_src=source), self)
+        except RuntimeError as error:
+            raise self.diagnose(error, "") from None
 
     def all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._group)
+        try:
+            dist.all_reduce(tensor, group=self._group)
+        except RuntimeError as error:
+            raise self.diagnose(error, "") from None
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=root)
+        try:
+            dist.broadcast(tensor, group=self._group, group_src=root)
+        except RuntimeError as error:
+            raise self.diagnose(error, "") from None
 
     def channel(self, name: str) -> ProcessGroupComm:
+        """A process group of its own; RanksDiffer where another rank makes another channel now."""
+        for rank, theirs in enumerate(self.gather_objects(name)):  # also: nobody waits for a rank that is gone already
+            if theirs != name:
+                raise RanksDiffer(
+                    f"rank {rank} opens channel {theirs!r} where rank {self.rank} opens {name!r}",
+                    do="let every rank make the same calls in the same order",
+                    rank=rank,
+                )
         ranks = dist.get_process_group_ranks(self._group)
-        timeout = datetime.timedelta(seconds=self._timeout_s)
-        group = dist.new_group(ranks, timeout=timeout, group_desc=f"shoal-{name}")
+        try:
+            group = dist.new_group(ranks, timeout=_seconds(self._start_timeout_s), group_desc=f"shoal-{name}")
+        except RuntimeError as error:
+            raise self.diagnose(error, f"opening channel {name}") from None
         assert isinstance(group, dist.ProcessGroup)
-        return ProcessGroupComm(group, self._timeout_s, self._heartbeat)
+        dist.distributed_c10d._set_pg_timeout(_seconds(self._timeout_s), group)
+        return ProcessGroupComm(group, self._timeout_s, self._start_timeout_s, self._heartbeat)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
+        self.check("")
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            raise self.diagnose(error, "set-up") from error
+            raise self.diagnose(error, "") from None
+        self.reached(self._heartbeat.at)
         return values
 
     def close(self) -> None:
+        self._heartbeat.wake.pop(id(self), None)
         if dist.is_initialized() and self._group is not dist.group.WORLD:
             dist.destroy_process_group(self._group)
 
+    def reached(self, where: str) -> None:
+        self._heartbeat.reached(where)
+
     def check(self, where: str) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.check(where)
+        self._heartbeat.check(where)
+
+    def leave(self, error: BaseException | None) -> None:
+        self._heartbeat.leave(error)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        if isinstance(error, ShoalError) or not isinstance(error, RuntimeError) or self._heartbeat is None:
+        if isinstance(error, WorldError):
+            return error.struck(f"rank {self.rank} at {where}") if where else error
+        if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
             return error
-        lost = self._heartbeat.verdict(where)
-        if lost is not None:
-            return lost
-        absent = self._heartbeat.behind()
-        if "imed out" in str(error):
-            names = ", ".join(f"rank {r} ({what})" for r, what in absent.items()) or "none is behind by its own word"
-            return DeadlinePassed(
-                f"an exchange did not end within {self._timeout_s:g} s",
-                where=where,
-                got=f"absent: {names}",
-                do="let every rank do the same forward and backward calls, or raise init(timeout_s=…)",
-            )
-        return PeerLost("an exchange broke, though every rank still lives", where=where, got=str(error)[:300])
+        if where:
+            self._heartbeat.at = where
+        text = str(error)
+        timed_out = "imed out" in text or "timeout" in text.lower()
+        return self._heartbeat.judge(text.splitlines()[0], self._timeout_s if timed_out else None)
+
+    def _wake(self) -> None:
+        """Let everything that is blocked on this channel fail: there is a verdict.
+
+        Gloo has no abort, but a receive that times out closes all connections of its group.
+        """
+        nobody = torch.empty(1)
+        try:
+            work = dist.irecv(nobody, group=self._group, group_src=(self.rank + 1) % self.size, tag=_WAKE_TAG)
+            if work is not None:
+                work.wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError:
+            pass  # as it is meant to
+        self._group.abort()  # and what NCCL carries
 
 
 def join(timeout_s: float, start_timeout_s: float, host: str) -> ProcessGroupComm:
@@ -105,64 +155,94 @@ def join(timeout_s: float, start_timeout_s: float, host: str) -> ProcessGroupCom
 
     Raises:
         MissingRank: not every rank came within `start_timeout_s`; it names them.
-        UsageError: an environment variable is missing or not a number.
+        UsageError: an environment variable is missing or no number that fits, or a rank is there twice.
     """
-    if dist.is_initialized():
-        return ProcessGroupComm(_world(), timeout_s, heartbeat=None)
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _number("MASTER_PORT")
-    held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    timeout = datetime.timedelta(seconds=start_timeout_s)
-    try:
-        store = TCPStore(
-            address, port, is_master=rank == 0 and not held_by_launcher, timeout=timeout, wait_for_workers=False
-        )
-    except (RuntimeError, dist.DistError) as error:
-        raise MissingRank(
-            f"the store at {address}:{port} could not be reached within {start_timeout_s:g} s",
-            where=f"rank {rank} of {size}, host {host}",
-            got=str(error).splitlines()[0][:200],
-            do="start every rank, rank 0 first where no launcher holds the store; check MASTER_ADDR and MASTER_PORT",
-            rank=0,
-        ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    scope = PrefixStore(f"shoal/{attempt}", store)
-    _call_roll(scope, rank, size, host, start_timeout_s)
-    device = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    group_timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=group_timeout)
-    return ProcessGroupComm(_world(), timeout_s, Heartbeat(scope, rank, size, host))
-
-
-def _world() -> dist.ProcessGroup:
+    if dist.is_initialized():
+        rank, size, holder = dist.get_rank(), dist.get_world_size(), None
+        scope = PrefixStore(f"shoal/{attempt}", dist.distributed_c10d._get_default_store())
+    else:
+        rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
+        if rank >= size:
+            raise UsageError("RANK counts from 0 to WORLD_SIZE − 1", got=f"RANK={rank}, WORLD_SIZE={size}", do=_START)
+        holder = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        store = _connect(address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}")
+        scope = PrefixStore(f"shoal/{attempt}", store)
+        _call_roll(scope, rank, size, host, start_timeout_s)
+    heartbeat = Heartbeat(scope, rank, size, host, holder)
+    if not dist.is_initialized():
+        device = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=_seconds(start_timeout_s))
+        dist.distributed_c10d._set_pg_timeout(_seconds(timeout_s))
     group = dist.group.WORLD
     assert group is not None
-    return group
+    return ProcessGroupComm(group, timeout_s, start_timeout_s, heartbeat)
+
+
+_START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"
+
+
+def _connect(address: str, port: int, hold: bool, timeout_s: float, where: str) -> TCPStore:
+    try:
+        return TCPStore(address, port, is_master=hold, timeout=_seconds(timeout_s), wait_for_workers=False)
+    except (RuntimeError, dist.DistError) as error:
+        got = str(error).splitlines()[0][:200]
+        if hold:
+            do = "set MASTER_ADDR to an address of rank 0's host and MASTER_PORT to a free port of it"
+            raise UsageError(f"the store cannot listen at {address}:{port}", where=where, got=got, do=do) from None
+        raise MissingRank(
+            f"rank 0, or the launcher, did not start within {timeout_s:g} s: nothing listens at {address}:{port}",
+            where=where,
+            got=got,
+            do="start every rank; check MASTER_ADDR and MASTER_PORT",
+            rank=0,
+        ) from None
 
 
 def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) -> None:
     """Wait until every rank has come; after `timeout_s` say which have not."""
-    store.set(f"here/{rank}", host)
+    where = f"rank {rank}, host {host}"
+    if store.add(f"count/{rank}", 1) > 1:
+        raise UsageError(f"there is a rank {rank} already", where=where, do="give every process a RANK of its own")
+    store.set(f"here/{rank}", json.dumps({"host": host, "size": size}))
     deadline = time.monotonic() + timeout_s
-    keys = {r: f"here/{r}" for r in range(size)}
-    while missing := [r for r, key in keys.items() if not store.check([key])]:
+    while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
         if time.monotonic() > deadline:
-            raise MissingRank(
-                f"{len(missing)} of {size} ranks did not start within {timeout_s:g} s: "
-                + ", ".join(f"rank {r}" for r in missing),
-                where=f"rank {rank}, host {host}",
-                do="see what those ranks printed; start them, or raise init(start_timeout_s=…)",
-                rank=missing[0],
-            )
+            store.set("over", json.dumps(missing))
+        if store.check(["over"]):  # also for a rank that comes when the others have given up
+            missing = json.loads(store.get("over"))
+            raise _missing(missing, size, timeout_s, where)
         time.sleep(0.05)
+    for other in range(size):
+        there = json.loads(store.get(f"here/{other}"))
+        if there["size"] != size:
+            raise RanksDiffer(
+                f"rank {other} (host {there['host']}) was started with another WORLD_SIZE",
+                where=where,
+                got=str(there["size"]),
+                expected=str(size),
+                do="give the same WORLD_SIZE on every rank",
+                rank=other,
+            )
+
+
+def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> MissingRank:
+    names = ", ".join(f"rank {rank}" for rank in missing[:8]) + (" …" if len(missing) > 8 else "")
+    return MissingRank(
+        f"{len(missing)} of {size} ranks did not start within {timeout_s:g} s: {names}",
+        where=where,
+        do="see what those ranks printed; start them, or raise init(start_timeout_s=…)",
+        rank=missing[0],
+    )
+
+
+def _seconds(seconds: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=seconds)
 
 
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdigit():
-        raise UsageError(
-            f"the environment variable {name} is not set to a number",
-            got=repr(text),
-            do="start with torchrun, `shoal lab` or `shoal train --workers N`, which set it",
-        )
+        raise UsageError(f"the environment variable {name} is not set to a number", got=repr(text), do=_START)
     return int(text)

@@ -70,6 +70,14 @@ class TracedComm(Comm):
         """Close the inner channel."""
         self.inner.close()
 
+    def reached(self, where: str) -> None:
+        """The inner comm's."""
+        self.inner.reached(where)
+
+    def leave(self, error: BaseException | None) -> None:
+        """The inner comm's."""
+        self.inner.leave(error)
+
     def check(self, where: str) -> None:
         """As the inner channel does."""
         self.inner.check(where)

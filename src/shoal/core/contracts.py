@@ -87,8 +87,16 @@ class Comm(ABC):
         else:
             self.receive(tensor, root).wait()
 
+    def reached(self, where: str) -> None:
+        """Say how far this rank is, for the messages of others that wait for it. Costs nothing."""
+        return
+
     def check(self, where: str) -> None:
-        """Raise PeerLost if a peer is known to be gone; whoever waits calls it now and then, saying where it is."""
+        """Raise WorldError if a peer is known to be gone; whoever waits calls it now and then, saying where it is."""
+        return
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the others that this rank ends: because it is done, or for an error. Nothing follows it."""
         return
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:

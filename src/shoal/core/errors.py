@@ -7,6 +7,8 @@ and what to do, one line each.
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class ShoalError(Exception):
     """Base of every error that Shoal raises on purpose."""
@@ -16,6 +18,8 @@ class ShoalError(Exception):
     ) -> None:
         self.what = what
         self.where = where
+        self.got = got
+        self.expected = expected
         self.do = do
         self.rank = rank  # the rank that the error is about, where there is one
         lines = [what]
@@ -24,6 +28,11 @@ class ShoalError(Exception):
         if do:
             lines.append(f"  do this: {do}")
         super().__init__("\n".join(lines))
+
+    def struck(self, where: str) -> Self:
+        """The same error, told where it struck."""
+        details = {"got": self.got, "expected": self.expected, "do": self.do}
+        return type(self)(self.what, where=where, rank=self.rank, **details)
 
 
 class UsageError(ShoalError, ValueError):

@@ -18,7 +18,7 @@ from shoal import strategies as all_strategies
 from shoal.core.contracts import Exchange, Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
-from shoal.core.plan import Choice, Plan
+from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
 from shoal.planner.timeline import Predictor
 
@@ -106,8 +106,10 @@ class _Search:
         return self._predictor.predict(self._choices(picks, carrier[0]), carrier[1], carrier[2]).step_s
 
     def _alone(self, name: str, option: tuple[str, str]) -> float:
-        (choice,) = (c for c in self._choices({**dict.fromkeys(self._order, option)}, _START[0]) if c.layer == name)
-        return self._predictor.alone_s(choice)[1]
+        strategy, own = option
+        choice = Choice(name, strategy, (own or _START[0]) if self._predictor.bucketed(strategy) else "")
+        cost = self._predictor.cost(Site((name,), choice.strategy, choice.exchange))
+        return self._predictor.alone_s(choice)[1] + cost.backward_s
 
 
 def _options(

@@ -87,9 +87,9 @@ class Predictor:
         return self._costs[site]
 
     def alone_s(self, choice: Choice) -> tuple[float, float]:
-        """Bytes, and seconds of link and lane, of one layer served by itself with nothing to hide under."""
+        """Bytes, and seconds of link and lane, of one layer served by itself."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
-        seconds = self.send_s(cost) + cost.traffic.rounds * self.cluster.link.latency_s + cost.lane_s + cost.backward_s
+        seconds = self.send_s(cost) + cost.traffic.rounds * self.cluster.link.latency_s + cost.lane_s
         return cost.traffic.worst, seconds
 
     def send_s(self, cost: Cost) -> float:

@@ -49,6 +49,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if self._task is None:
             self._task = task
+            self._reached(f"backward {self.steps}")
             Variable._execution_engine.queue_callback(self._finish)
         elif self._task != task or self._failed:
             raise WorldError(
@@ -60,6 +61,10 @@ class Engine:
         """End the lanes' threads and give back their channels."""
         for lane in self._lanes:
             lane.close()
+
+    def _reached(self, where: str) -> None:
+        for lane in self._lanes[:1]:  # they share one comm's word
+            lane.reached(where)
 
     def _announce(self, transfer: Transfer) -> None:
         if self._task is None or self._failed:  # backward came in by another way than the model's output
@@ -87,3 +92,4 @@ class Engine:
         self._ready.clear()
         self._task, self._failed = None, False
         self.steps += 1
+        self._reached(f"after backward {self.steps - 1}")

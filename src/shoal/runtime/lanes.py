@@ -41,7 +41,7 @@ class Errand:
         while not self._done.wait(_POLL_S):
             self._comm.check(where)
         if self._error is not None:
-            raise self._comm.diagnose(self._error, where) from self._error
+            raise self._comm.diagnose(self._error, where) from self._error.__cause__
 
 
 @final
@@ -59,6 +59,10 @@ class Lane:
         errand = Errand(work, self._comm)
         self._queue.put(errand)
         return errand
+
+    def reached(self, where: str) -> None:
+        """Say how far this rank is, for the messages of others that wait for it."""
+        self._comm.reached(where)
 
     def close(self) -> None:
         """End the thread after what is queued, and give back the channel."""
