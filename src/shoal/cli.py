@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,52 @@ from shoal.core.job import Job
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.runtime.recipe import load
+from shoal.runtime.session import leave, world
 
+_PACKAGE = Path(__file__).parent
 _FLOAT64_CRITERION = 1e-10
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 class _Reporting(click.Group):
-    """Prints Shoal's own errors as messages, without a traceback, and exits with 1 (2 for what the caller can fix)."""
+    """Prints errors without Shoal's own frames, tells the other ranks, exits with 1 (2 for what the caller can fix).
+
+    An error of the recipe's own comes with its traceback from where Shoal called it.
+    """
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
         except ShoalError as error:
-            click.echo(f"shoal: {error}", err=True)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            code = 2 if isinstance(error, UsageError) else 1
-            if "RANK" in os.environ:
-                os._exit(code)  # a rank whose peers are gone must not wait for them in its exit handlers
-            sys.exit(code)
+            leave(error)
+            usage = isinstance(error, UsageError)
+            click.echo(f"shoal: {error.what if usage and _follows() else error}", err=True)
+            sys.exit(2 if usage else 1)
+        except Exception as error:
+            leave(error)
+            click.echo(f"shoal: {_foreign(error)}", err=True)
+            sys.exit(1)
+
+
+def _follows() -> bool:
+    """Whether rank 0 of the same session says all of what the caller can fix."""
+    try:
+        return world().rank > 0
+    except UsageError:
+        return False
+
+
+def _foreign(error: Exception) -> str:
+    """An error that is not Shoal's: the frames after Shoal's last one, or all where that one raised it."""
+    trace = last = error.__traceback__
+    while trace is not None:
+        if Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
+            last = trace.tb_next
+        trace = trace.tb_next
+    what = "the recipe failed" if last is not None else "Shoal failed, which is a bug in it"
+    return f"{what}\n" + "".join(traceback.format_exception(error.with_traceback(last or error.__traceback__))).rstrip()
 
 
 @click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"]})

@@ -61,7 +61,9 @@ def call(model: nn.Module, x: Any) -> Any:
     return model(**x) if isinstance(x, Mapping) else model(x)
 
 
-def plain(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer, batches: Iterable[Batch]) -> None:
+def plain(
+    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer, batches: Iterable[Batch]
+) -> None:
     """The ordinary loop."""
     for x, y in batches:
         loss = loss_fn(call(model, x), y)
@@ -100,7 +102,7 @@ class Training:
                 session.cluster = Cluster(Topology(("here",) * ranks), Link(1e-4, 1e9))  # nobody need measure it
                 model, loss_fn, optimizer = shoal.parallelize(
                     model,
-                    self.loss_fn,
+                    copy.deepcopy(self.loss_fn),  # a module's hooks are one rank's
                     self.optimizer(model.parameters()),
                     sample=mine[0],
                     pins=pins,
@@ -112,7 +114,7 @@ class Training:
         return run(ranks, work, timeout_s=20)
 
     def pins_of(self, way: str) -> dict[str, str]:
-        """Pins for a way: "replicate", "replicate:ring", or "factor" where it serves and "factor:ring" its neighbours."""
+        """Pins for "replicate", for "replicate:ring", or for "factor:ring": factor where it serves, ring elsewhere."""
         strategy, _, exchange = way.partition(":")
         rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
         if strategy in BUCKETED:
@@ -167,7 +169,8 @@ def assert_same(
     before, expected, got = state(training.model), training.alone(), training.on_ranks(ranks, way, uneven=uneven)
     assert_same_bits(got)
     assert difference(before, expected) > 1e-3, "training changed nothing, so nothing was compared"
-    assert difference(expected, got[0]) <= within
+    error = difference(expected, got[0])
+    assert error <= within, f"{error:.1e} from one process, more than {within:g}"
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -79,9 +79,7 @@ def counted(output: Any, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss_fn", [token_loss, TokenLoss()], ids=["function", "module"])
 @pytest.mark.parametrize("way", WAYS)
 def test_token_loss_with_ignore_index(way, loss_fn, uneven):
-    assert_same(
-        Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted), 3, way, uneven=uneven
-    )
+    assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted), 3, way, uneven=uneven)
 
 
 def test_token_loss_without_its_count_is_another_mean():

@@ -15,7 +15,6 @@ from one_process import (
     built,
     difference,
     integers,
-    numbers,
     rows_of,
     sgd,
 )

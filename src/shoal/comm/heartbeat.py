@@ -98,6 +98,7 @@ class Heartbeat:
     def __init__(self, store: Store, rank: int, size: int, host: str, holder: int | None = None) -> None:
         self.at = "start"
         self.wake: dict[int, Callable[[], None]] = {}  # by id: what frees those who are blocked in an exchange
+        self.busy: set[int] = set()  # threads that are inside an exchange
         self._rank, self._size, self._host, self._holder = rank, size, host, holder
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(datetime.timedelta(seconds=_SILENT_S))
@@ -110,6 +111,7 @@ class Heartbeat:
         self._concluded = threading.Event()
         self._nudge, self._stopped = threading.Event(), threading.Event()
         self._process = os.getpid()
+        self._store_answers = True
         self._write(BEATING)
         self._turn = time.monotonic()  # when the store answered last
         self._server = threading.Thread(target=self._serve, name="shoal-heartbeat", daemon=True)
@@ -148,8 +150,15 @@ class Heartbeat:
         self._stopped.set()
         self._nudge.set()
         self._server.join(timeout=2 * _BEAT_S)
-        if self._server.is_alive():  # the store does not answer
-            return
+        if self._store_answers and not self._server.is_alive():
+            self._say_goodbye(error)
+        # A thread that comes out of C++ while the interpreter ends aborts the process ("terminate called …").
+        deadline = time.monotonic() + _FAREWELL_S
+        while self.busy and time.monotonic() < deadline:
+            self._wake()
+            time.sleep(0.01)
+
+    def _say_goodbye(self, error: BaseException | None) -> None:
         try:
             if error is not None and self._verdict is None:
                 text = error.what if isinstance(error, ShoalError) else str(error)
@@ -190,6 +199,7 @@ class Heartbeat:
                 found = found and self._agreed(found)
                 self._write(QUIET)
         except _GONE:
+            self._store_answers = False
             found = found or self._without_store("is gone")
         if found is not None:
             self._conclude(found)
@@ -207,6 +217,9 @@ class Heartbeat:
         with self._lock:
             self._verdict = self._verdict or verdict
         self._concluded.set()
+        self._wake()
+
+    def _wake(self) -> None:
         for free in list(self.wake.values()):
             free()
 

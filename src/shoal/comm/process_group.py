@@ -11,7 +11,11 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -21,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.heartbeat import Heartbeat
 from shoal.core.contracts import Comm
-from shoal.core.errors import MissingRank, RanksDiffer, ShoalError, UsageError, WorldError
+from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
@@ -35,50 +39,38 @@ class _Work:
         self._comm = comm
 
     def wait(self) -> None:
-        try:
-            if self._work is not None:
+        if self._work is not None:
+            with self._comm.inside():
                 self._work.wait()
-        except RuntimeError as error:
-            raise self._comm.diagnose(error, "") from None
 
 
 @final
 class ProcessGroupComm(Comm):
     """A channel over one torch.distributed process group."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float, start_timeout_s: float, heartbeat: Heartbeat
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self._group = group
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._timeout_s = timeout_s
         self._heartbeat = heartbeat
         heartbeat.wake[id(self)] = self._wake
 
     def send(self, tensor: Tensor, to: int) -> _Work:
-        try:
+        with self.inside():
             return _Work(dist.isend(tensor, group=self._group, group_dst=to), self)
-        except RuntimeError as error:
-            raise self.diagnose(error, "") from None
 
     def receive(self, tensor: Tensor, source: int) -> _Work:
-        try:
+        with self.inside():
             return _Work(dist.irecv(tensor, group=self._group, group_src=source), self)
-        except RuntimeError as error:
-            raise self.diagnose(error, "") from None
 
     def all_reduce(self, tensor: Tensor) -> None:
-        try:
+        with self.inside():
             dist.all_reduce(tensor, group=self._group)
-        except RuntimeError as error:
-            raise self.diagnose(error, "") from None
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        try:
+        with self.inside():
             dist.broadcast(tensor, group=self._group, group_src=root)
-        except RuntimeError as error:
-            raise self.diagnose(error, "") from None
 
     def channel(self, name: str) -> ProcessGroupComm:
         """A process group of its own; RanksDiffer where another rank makes another channel now."""
@@ -90,21 +82,16 @@ class ProcessGroupComm(Comm):
                     rank=rank,
                 )
         ranks = dist.get_process_group_ranks(self._group)
-        try:
-            group = dist.new_group(ranks, timeout=_seconds(self._start_timeout_s), group_desc=f"shoal-{name}")
-        except RuntimeError as error:
-            raise self.diagnose(error, f"opening channel {name}") from None
+        with self.inside():
+            group = dist.new_group(ranks, timeout=_seconds(self._timeout_s), group_desc=f"shoal-{name}")
         assert isinstance(group, dist.ProcessGroup)
-        dist.distributed_c10d._set_pg_timeout(_seconds(self._timeout_s), group)
-        return ProcessGroupComm(group, self._timeout_s, self._start_timeout_s, self._heartbeat)
+        return ProcessGroupComm(group, self._timeout_s, self._heartbeat)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         self.check("")
-        try:
+        with self.inside():
             dist.all_gather_object(values, value, group=self._group)
-        except RuntimeError as error:
-            raise self.diagnose(error, "") from None
         self.reached(self._heartbeat.at)
         return values
 
@@ -123,15 +110,22 @@ class ProcessGroupComm(Comm):
         self._heartbeat.leave(error)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        if isinstance(error, WorldError):
-            return error.struck(f"rank {self.rank} at {where}") if where else error
-        if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
-            return error
-        if where:
-            self._heartbeat.at = where
-        text = str(error)
-        timed_out = "imed out" in text or "timeout" in text.lower()
-        return self._heartbeat.judge(text.splitlines()[0], self._timeout_s if timed_out else None)
+        return error.struck(f"rank {self.rank} at {where}") if isinstance(error, WorldError) else error
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Be inside torch.distributed: its errors come out as what they stand for, who is lost or absent."""
+        thread, busy = threading.get_ident(), self._heartbeat.busy
+        busy.add(thread)
+        try:
+            yield
+        except RuntimeError as error:
+            busy.discard(thread)
+            text = str(error)
+            timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+            raise self._heartbeat.judge(text.splitlines()[0], self._timeout_s if timed_out else None) from None
+        finally:
+            busy.discard(thread)
 
     def _wake(self) -> None:
         """Let everything that is blocked on this channel fail: there is a verdict.
@@ -146,6 +140,12 @@ class ProcessGroupComm(Comm):
         except RuntimeError:
             pass  # as it is meant to
         self._group.abort()  # and what NCCL carries
+
+
+def alone() -> bool:
+    """Whether nothing here speaks of other ranks."""
+    size = "1" if "RANK" not in os.environ else ""
+    return not dist.is_initialized() and os.environ.get("WORLD_SIZE", size) == "1"
 
 
 def join(timeout_s: float, start_timeout_s: float, host: str) -> ProcessGroupComm:
@@ -173,31 +173,45 @@ def join(timeout_s: float, start_timeout_s: float, host: str) -> ProcessGroupCom
     heartbeat = Heartbeat(scope, rank, size, host, holder)
     if not dist.is_initialized():
         device = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=_seconds(start_timeout_s))
-        dist.distributed_c10d._set_pg_timeout(_seconds(timeout_s))
+        dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=_seconds(timeout_s))
     group = dist.group.WORLD
     assert group is not None
-    return ProcessGroupComm(group, timeout_s, start_timeout_s, heartbeat)
+    return ProcessGroupComm(group, timeout_s, heartbeat)
 
 
 _START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"
 
 
 def _connect(address: str, port: int, hold: bool, timeout_s: float, where: str) -> TCPStore:
+    deadline = time.monotonic() + timeout_s
     try:
+        # Knock first: PyTorch's store prints its own stack where nobody listens, and takes twice its time-out.
+        while not hold and (refusal := _refusal(address, port)):
+            if time.monotonic() > deadline:
+                raise MissingRank(
+                    f"rank 0 (or the launcher) did not start within {timeout_s:g} s: no answer from {address}:{port}",
+                    where=where,
+                    got=refusal,
+                    do="start every rank; check MASTER_ADDR and MASTER_PORT; or raise init(start_timeout_s=…)",
+                    rank=0,
+                )
+            time.sleep(0.1)
         return TCPStore(address, port, is_master=hold, timeout=_seconds(timeout_s), wait_for_workers=False)
-    except (RuntimeError, dist.DistError) as error:
-        got = str(error).splitlines()[0][:200]
-        if hold:
-            do = "set MASTER_ADDR to an address of rank 0's host and MASTER_PORT to a free port of it"
-            raise UsageError(f"the store cannot listen at {address}:{port}", where=where, got=got, do=do) from None
-        raise MissingRank(
-            f"rank 0, or the launcher, did not start within {timeout_s:g} s: nothing listens at {address}:{port}",
+    except dist.DistError as error:
+        raise UsageError(
+            f"the store of the ranks cannot {'listen' if hold else 'be used'} at {address}:{port}",
             where=where,
-            got=got,
-            do="start every rank; check MASTER_ADDR and MASTER_PORT",
-            rank=0,
+            got=str(error).splitlines()[0][:200],
+            do="set MASTER_ADDR to an address of rank 0's host and MASTER_PORT to a port that is free there",
         ) from None
+
+
+def _refusal(address: str, port: int) -> str | None:
+    try:
+        socket.create_connection((address, port), timeout=1.0).close()
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) -> None:

@@ -47,11 +47,9 @@ def search(
     Raises:
         PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses it.
     """
-    allowed = tuple(found(all_strategies, Strategy)) if strategies is None else tuple(strategies)
-    for name in allowed:
-        named(all_strategies, Strategy, name)
+    allowed = known(strategies)
     predictor = Predictor(profile, cluster)
-    options = _options(predictor, allowed, _resolve(pins or {}, profile))
+    options = _options(predictor, allowed, resolve(pins or {}, [layer.name for layer in profile.layers]))
     return _Search(predictor, options).best()
 
 
@@ -147,9 +145,15 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
         )
 
 
-def _resolve(pins: Mapping[str, str], profile: ModelProfile) -> dict[str, tuple[str, str]]:
-    """Pins by layer name; a later pin wins over an earlier one."""
-    names = [layer.name for layer in profile.layers]
+def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
+    """The strategies that may be used, all by default (PlanError for a name that does not exist)."""
+    if strategies is None:
+        return tuple(found(all_strategies, Strategy))
+    return tuple(named(all_strategies, Strategy, name).name for name in strategies)
+
+
+def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Pins by layer name, of which there are `names`; a later pin wins over an earlier one."""
     resolved: dict[str, tuple[str, str]] = {}
     for pattern, value in pins.items():
         if not isinstance(value, str):

@@ -30,7 +30,8 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.plan import Plan
 from shoal.core.registry import found
-from shoal.planner.search import repredicted, search
+from shoal.planner.search import known, repredicted, resolve, search
+from shoal.profiling.identity import trainable_layers
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link, probe_shares
 from shoal.rewrite.apply import apply, check, check_served
@@ -81,15 +82,19 @@ def parallelize(
     """
     session = current()
     comm = session.comm
+    comm.reached("parallelize: comparing what the ranks were given")
     optimizers = _listed(optimizer)
-    given = _agreed(comm, lambda: _checked(model, loss_fn, optimizers, plan, pins))
+    given = _agreed(comm, lambda: _checked(model, loss_fn, optimizers, plan, pins, strategies))
     _require_same_request(comm, given, pins, strategies, count)
     if comm.size == 1:
         if isinstance(given, Plan):
             check(given, model, 1)
         return model, loss_fn, optimizer
+    comm.reached("parallelize: measuring the model")
     profile = profile_model(model, loss_fn, optimizers, sample, comm)
+    comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
+    comm.reached("parallelize: planning and rewriting")
     chosen = _from_first(comm, lambda: _chosen(model, given, profile, cluster, pins, strategies))
     transfers = apply(model, chosen, comm)
     prefix = f"model{len(session.attached)}"
@@ -189,7 +194,12 @@ def _chosen(
 
 
 def _checked(
-    model: Any, loss_fn: Any, optimizers: list[Optimizer], plan: Any, pins: Mapping[str, str] | None
+    model: Any,
+    loss_fn: Any,
+    optimizers: list[Optimizer],
+    plan: Any,
+    pins: Mapping[str, str] | None,
+    strategies: Iterable[str] | None,
 ) -> Plan | None:
     """Refuse what cannot be parallelised; the given plan, None for "auto"."""
     if not isinstance(model, nn.Module):
@@ -227,14 +237,17 @@ def _checked(
                 f"the optimizer {type(optimizer).__name__} holds none of the model's parameters",
                 do="build it from model.parameters() of the model you give",
             )
+    known(strategies)
     if plan == "auto":
+        resolve(pins or {}, [layer.name for layer in trainable_layers(model)])
         return None
     if pins:
         raise PlanError("there are both a plan and pins", do='edit the plan, or use pins with plan="auto"')
-    if isinstance(plan, Plan):
-        return plan
     if isinstance(plan, str | Path):
-        return Plan.load(plan)
+        plan = Plan.load(plan)
+    if isinstance(plan, Plan):
+        check(plan, model, current().comm.size)
+        return plan
     raise PlanError("the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path')
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from shoal.comm.process_group import join
+from shoal.comm.process_group import alone, join
 from shoal.comm.threads import ThreadComm
 from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError
@@ -88,8 +88,7 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         if min(timeout_s, start_timeout_s) <= 0:
             raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
         host = os.environ.get("SHOAL_HOST") or socket.gethostname()
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        comm: Comm = ThreadComm() if alone else join(timeout_s, start_timeout_s, host)
+        comm: Comm = ThreadComm() if alone() else join(timeout_s, start_timeout_s, host)
         session = Session(comm, host)
         _session.set(session)
     return session.world
@@ -98,6 +97,13 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
 def world() -> World:
     """This process's rank, the number of ranks, and its host's name (UsageError before `init`)."""
     return current().world
+
+
+def leave(error: BaseException | None) -> None:
+    """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell by themselves."""
+    session = _session.get()
+    if session is not None:
+        session.comm.leave(error)
 
 
 def current() -> Session:

@@ -1,9 +1,8 @@
-"""Hooks on a parallelised model: they see forward begin and backward come in, and weigh uneven rows.
+"""Hooks on a parallelised model: they see forward begin and end, count its rows, and put the border around it.
 
     before forward   this rank's rows are sent (Weigher.ask), unless gradients are off: evaluation on one rank is free
-    after forward    the output's tensors pass through an identity that, as backward enters, opens the engine's round
-                     and multiplies the gradient by this rank's weight
-    with count=      the same identity sits on the loss instead, since only there output and target meet
+    after forward    the output goes over the border, where backward opens the engine's round and is weighed
+    with count=      the loss goes over it instead, since only there output and target meet
 
 A deep copy or a pickle of the model takes none of this along: it is an ordinary model.
 """
@@ -17,8 +16,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from shoal.runtime.border import Border
 from shoal.runtime.engine import Engine
-from shoal.runtime.weights import Weigher, Weight, rows, scaled
+from shoal.runtime.weights import Weigher, Weight, rows
 
 Count = Callable[[Any, Any], float | Tensor]
 
@@ -27,13 +27,13 @@ def watch(
     model: nn.Module, loss_fn: Callable[..., Any] | None, count: Count | None, engine: Engine, weigher: Weigher
 ) -> Callable[..., Any] | None:
     """Hang the hooks on the model, or with `count` on the loss; the loss to use from now on."""
-    entry = _Entry(model, engine)
+    border = Border(model, engine)
     if count is None:
-        before = _RowsSent(weigher)
+        before = _Before(border, weigher)
         model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(_Weighed(entry, before), with_kwargs=True)
+        model.register_forward_hook(_After(border, before), with_kwargs=True, always_call=True)
         return loss_fn
-    counted = _Counted(entry, weigher, count)
+    counted = _Counted(border, weigher, count)
     if loss_fn is None:
         model.register_forward_hook(_CountedModel(counted), with_kwargs=True)
         return None
@@ -64,51 +64,38 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 @final
-class _Entry:
-    """Backward comes into the model: open the engine's round if this backward will reach its parameters."""
+class _Before(_StaysBehind):
+    """Asks for the weights, and keeps each running call's own: a model that calls itself is weighed outside only."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._engine = engine
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        # Autograd makes a parameter's accumulator on first use and asks by node whether a backward will run it; a
-        # torch.autograd.grad with respect to inputs (a gradient penalty) runs none of them, and sends nothing.
-        self._accumulators: list[Any] = [p.view_as(p).grad_fn.next_functions[0][0] for p in trainable]  # type: ignore[union-attr]
+    def __init__(self, border: Border, weigher: Weigher) -> None:
+        self._border, self._weigher = border, weigher
+        self.running: list[Weight | None] = []
 
-    def enter(self, weight: Weight | None) -> float | None:
-        if not any(torch._C._will_engine_execute_node(node) for node in self._accumulators):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.running.append(None)
+        if len(self.running) > 1 or not torch.is_grad_enabled():
             return None
-        self._engine.begin()
-        return None if weight is None else weight.value()
+        self._border.check()
+        self.running[-1] = weight = self._weigher.ask(rows((args, kwargs)), (args, kwargs))
+        return self._border.inward((args, kwargs), weight)
 
 
 @final
-class _RowsSent(_StaysBehind):
-    def __init__(self, weigher: Weigher) -> None:
-        self._weigher = weigher
-        self.weight: Weight | None = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self.weight = self._weigher.ask(rows((args, kwargs)), (args, kwargs))
-
-
-@final
-class _Weighed(_StaysBehind):
-    def __init__(self, entry: _Entry, before: _RowsSent) -> None:
-        self._entry, self._before = entry, before
+class _After(_StaysBehind):
+    def __init__(self, border: Border, before: _Before) -> None:
+        self._border, self._before = border, before
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return None
-        return scaled(output, functools.partial(self._entry.enter, self._before.weight))
+        weight = self._before.running.pop() if self._before.running else None
+        return None if weight is None else self._border.outward(output, weight)
 
 
 @final
 class _Counted:
     """Weighs a loss by its own count of terms."""
 
-    def __init__(self, entry: _Entry, weigher: Weigher, count: Count) -> None:
-        self._entry, self._weigher, self._count = entry, weigher, count
+    def __init__(self, border: Border, weigher: Weigher, count: Count) -> None:
+        self._border, self._weigher, self._count = border, weigher, count
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -117,9 +104,10 @@ class _Counted:
         return self.weigh(output, target, loss)
 
     def weigh(self, output: Any, target: Any, loss: Any) -> Any:
+        self._border.check()
         with torch.no_grad():
             count = float(self._count(output, target))
-        return scaled(loss, functools.partial(self._entry.enter, self._weigher.ask(count, (output, target))))
+        return self._border.outward(loss, self._weigher.ask(count, (output, target)))
 
 
 @final

@@ -9,7 +9,6 @@ message carries a digest of the batch too: ranks that all feed the same rows are
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -37,7 +36,7 @@ class Weigher:
             RanksDiffer: every rank was fed the same batch.
         """
         self._lane.reached(f"forward {self._asked}")
-        first = self._asked == 0 and batch is not None
+        first = self._asked == 0 and bool(_tensors(batch))
         mine = torch.tensor([count, *(_digest(batch) if first else (0, 0))], dtype=torch.float64)
         counts = [torch.empty_like(mine) for _ in range(self._size)]
         errand = self._lane.run(lambda comm: comm.all_gather(counts, mine))
@@ -72,7 +71,8 @@ class Weight:
 
     def same_batch(self) -> bool:
         """Whether every rank's digest is the same. Waits for the counts."""
-        return len(set(zip(self._arrived(1), self._arrived(2), strict=True))) == 1
+        digests = set(zip(self._arrived(1), self._arrived(2), strict=True))
+        return len(digests) == 1 and digests != {(0.0, 0.0)}
 
     def _arrived(self, column: int) -> list[float]:
         self._errand.wait(self._where)
@@ -82,34 +82,6 @@ class Weight:
 def rows(batch: Any) -> int:
     """Rows of a batch: the first dimension of its first tensor that has one (1 where there is none)."""
     return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
-
-
-class _Scaled(torch.autograd.Function):
-    """The identity whose gradient is multiplied by what `enter` returns as backward comes through."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, enter: Callable[[], float | None]) -> Tensor:
-        ctx.enter = enter
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        weight = ctx.enter()
-        return (grad if weight is None else grad * weight), None
-
-
-def scaled(output: Any, enter: Callable[[], float | None]) -> Any:
-    """The same output (tensors in tuples, lists, dicts, dataclasses …) through `_Scaled`, where it needs a gradient."""
-
-    def through(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            return _Scaled.apply(leaf, enter)  # type: ignore[no-untyped-call]
-        if hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):  # an output class unknown to pytree
-            for name in leaf.__dataclass_fields__:
-                object.__setattr__(leaf, name, scaled(getattr(leaf, name), enter))
-        return leaf
-
-    return pytree.tree_map(through, output)
 
 
 def _tensors(batch: Any) -> list[Tensor]:

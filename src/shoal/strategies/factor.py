@@ -16,9 +16,11 @@ Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broad
 
 from __future__ import annotations
 
+import copyreg
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -141,35 +143,44 @@ class FactorTransfer(Transfer):
         self._product = product
         self._ranks = place.ranks
         self._targets = [p for p in (product.weight, product.bias) if p is not None and p.requires_grad]
+        self._training = self._targets  # those that were not frozen since
         self._buffers: dict[nn.Parameter, Tensor] = {}
-        self._forwards = 0  # calls of the layer in this step's forward, and of its backward
-        self._backwards = 0
+        self._calls: WeakSet[Any] = WeakSet()  # autograd's nodes of the layer's calls, as long as there is a graph
+        self._expected: int | None = None  # pairs that the running backward will bring
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._packed: tuple[Tensor, Tensor] | None = None
         self._accumulate: dict[nn.Parameter, bool] = {}
         self._rows = 0  # of all ranks together
         for target in self._targets:
             target.register_hook(self._refuse_gradient_from_elsewhere)
+        self._accumulators = [_accumulator(target) for target in self._targets]
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # a copy or a pickle of the layer is an ordinary one
+    def serves(self, module: nn.Linear | nn.Embedding) -> bool:
+        """Whether this call of the layer is one of its own weight, and in training (not under functional_call …)."""
+        trains = any(target.requires_grad for target in self._targets)
+        return trains and torch.is_grad_enabled() and module.weight is self._product.weight
 
-    def forward(self) -> None:
-        """Note that the layer ran in forward; a recomputation inside backward does not count."""
-        if torch._C._current_graph_task_id() == -1:
-            self._forwards += 1
+    def called(self, output: Tensor) -> Tensor:
+        """Note a call of the layer."""
+        self._calls.add(output.grad_fn)
+        return output
 
-    def add(self, left: Tensor, right: Tensor) -> None:
-        """Keep one pair of factors; with the last of the step the transfer is ready."""
+    def add(self, call: Any, left: Tensor, right: Tensor) -> None:
+        """Keep one pair of factors, of the call whose node runs; with the last of this backward, be ready."""
+        runs = torch._C._will_engine_execute_node
+        if not any(runs(node) for node in self._accumulators):  # a gradient with respect to inputs only
+            return
         if self._packed is not None:
             raise UsageError(
                 "the layer's backward ran again after its factors were sent",
                 where=self.label,
                 do='use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "replicate"',
             )
+        if self._expected is None:
+            self._expected = sum(node is call or runs(node) for node in self._calls)
+        left, right = left.detach(), right.detach()
         self._pairs.append((left.reshape(-1, self._product.left_width), right.reshape(-1, self._product.right_width)))
-        self._backwards += 1
-        if self._backwards == self._forwards:
+        if len(self._pairs) == self._expected:
             self.ready(self)
 
     def _refuse_gradient_from_elsewhere(self, grad: Tensor | None) -> None:
@@ -192,7 +203,8 @@ class FactorTransfer(Transfer):
         mean = right.to(product.weight.dtype) / self._ranks
         self._packed = left.to(product.left_dtype).contiguous(), mean
         self._pairs.clear()
-        for target in self._targets:
+        self._training = [target for target in self._targets if target.requires_grad]
+        for target in self._training:
             self._accumulate[target] = target.grad is not None and target.grad is self._buffers.get(target)
 
     def run(self, comm: Comm) -> None:
@@ -207,7 +219,7 @@ class FactorTransfer(Transfer):
         all_left, all_right = left.new_empty(self._rows, left.shape[1]), right.new_empty(self._rows, right.shape[1])
         comm.all_gather(all_left.split(rows), left)
         comm.all_gather(all_right.split(rows), right)
-        for target in self._targets:
+        for target in self._training:
             buffer, add = self._buffer(target), self._accumulate[target]
             if target is self._product.weight:
                 self._product.into(buffer, all_left, all_right, add)
@@ -221,17 +233,25 @@ class FactorTransfer(Transfer):
 
     def publish(self) -> None:
         if self._rows:
-            for target in self._targets:
+            for target in self._training:
                 if target.grad is None or self._accumulate[target]:
                     target.grad = self._buffers[target]
                 else:
                     target.grad.add_(self._buffers[target])
         self._packed = None
-        self._forwards = self._backwards = self._rows = 0
+        self._expected, self._rows = None, 0
 
 
-def _nothing() -> None:
-    return None
+def _accumulator(parameter: Tensor) -> Any:
+    function = parameter.view_as(parameter).grad_fn
+    assert function is not None
+    return function.next_functions[0][0]
+
+
+def _plain(module: nn.Module, kind: type[nn.Module]) -> tuple[Any, ...]:
+    """How to copy or pickle a served layer: as torch's own, so that whoever loads it needs no shoal."""
+    state = {name: value for name, value in vars(module).items() if name != _SLOT}
+    return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -244,10 +264,9 @@ class _LinearFunction(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.transfer.add(x, grad)
+        ctx.transfer.add(ctx, x, grad)
         dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, None
 
@@ -262,10 +281,9 @@ class _EmbeddingFunction(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
-        ctx.transfer.add(ids, grad)
+        ctx.transfer.add(ctx, ids, grad)
         return None, None, None
 
 
@@ -277,14 +295,15 @@ class FactorLinear(nn.Linear):
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         transfer = self._factors
-        if transfer is None or not torch.is_grad_enabled():
+        if transfer is None or not transfer.serves(self):
             return super().forward(input)
-        transfer.forward()
-        out: Tensor = _LinearFunction.apply(input, self.weight, self.bias, transfer)  # type: ignore[no-untyped-call]
-        return out
+        return transfer.called(_LinearFunction.apply(input, self.weight, self.bias, transfer))  # type: ignore[no-untyped-call]
 
     def _get_name(self) -> str:
         return "Linear"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _plain(self, nn.Linear)
 
 
 class FactorEmbedding(nn.Embedding):
@@ -295,11 +314,12 @@ class FactorEmbedding(nn.Embedding):
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
         transfer = self._factors
-        if transfer is None or not torch.is_grad_enabled():
+        if transfer is None or not transfer.serves(self):
             return super().forward(input)
-        transfer.forward()
-        out: Tensor = _EmbeddingFunction.apply(input, self.weight, transfer)  # type: ignore[no-untyped-call]
-        return out
+        return transfer.called(_EmbeddingFunction.apply(input, self.weight, transfer))  # type: ignore[no-untyped-call]
 
     def _get_name(self) -> str:
         return "Embedding"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _plain(self, nn.Embedding)

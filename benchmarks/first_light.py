@@ -1,0 +1,86 @@
+"""The first set of figures: tuned DDP ÷ Shoal in a lab of four hosts, each line one `shoal bench` under `shoal lab`.
+
+    sudo .venv/bin/python benchmarks/first_light.py [NAME ...]      half an hour for all; figures in results/NAME.json
+
+Needs root and Linux (the lab). Both contenders take turns in one run; DDP has the best of several bucket sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+HOSTS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recipe at one link rate; steps and rounds fit the time that a DDP step takes there."""
+
+    recipe: str
+    rate: str
+    rounds: int
+    steps: int
+    against: str = "ddp"
+
+    @property
+    def name(self) -> str:
+        """What the result file is called."""
+        return f"{self.recipe}-{self.rate}"
+
+    def command(self) -> list[str]:
+        """The whole command line."""
+        python = str(Path(sys.executable))
+        bench = ["bench", f"examples/{self.recipe}.py", "--against", self.against]
+        bench += [
+            "--rounds",
+            str(self.rounds),
+            "--steps",
+            str(self.steps),
+            "--json",
+            f"benchmarks/results/{self.name}.json",
+        ]
+        lab = [python, "-m", "shoal", "lab", "--hosts", str(HOSTS), "--rate", self.rate, "--"]
+        return [*lab, python, "-m", "shoal", *bench]
+
+
+CASES = [
+    Case("alexnet", "1gbit", rounds=7, steps=4, against="ddp,plain"),
+    Case("alexnet", "200mbit", rounds=4, steps=2),
+    Case("resnet18", "1gbit", rounds=15, steps=5, against="ddp,plain"),
+    Case("resnet18", "none", rounds=15, steps=5, against="ddp,plain"),
+    Case("gpt", "1gbit", rounds=7, steps=5),
+    Case("digits", "1gbit", rounds=7, steps=20),
+]
+
+
+def main() -> None:
+    """Run the named cases, or all, and print a table."""
+    wanted = sys.argv[1:] or [case.name for case in CASES]
+    (HERE / "results").mkdir(exist_ok=True)
+    for case in CASES:
+        if case.name in wanted:
+            subprocess.run(case.command(), cwd=HERE.parent, check=True)
+    print("| recipe, link | Shoal | DDP | DDP ÷ Shoal (95 %) | predicted ÷ measured |\n|---|---|---|---|---|")
+    for case in CASES:
+        path = HERE / "results" / f"{case.name}.json"
+        if path.exists():
+            print(row(case, json.loads(path.read_text())))
+
+
+def row(case: Case, figures: dict) -> str:
+    """One line of the table in docs/benchmarks.md."""
+    median, ratio = figures["median_s"], figures["ratio_to_shoal"]["ddp"]
+    interval = f"**{ratio['median']:.2f}** ({ratio['low']:.2f} to {ratio['high']:.2f})"
+    cells = (
+        f"{median['shoal']:.3f} s | {median['ddp']:.3f} s | {interval} | {figures['predicted_s'] / median['shoal']:.2f}"
+    )
+    return f"| {case.recipe}, {case.rate} | {cells} |"
+
+
+if __name__ == "__main__":
+    main()

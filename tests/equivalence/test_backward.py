@@ -1,0 +1,290 @@
+"""Backward in every manner: accumulated, clipped, several times, checkpointed, differentiated again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from one_process import WAYS, Training, adamw, assert_same, built, features, integers, numbers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shoal.core.errors import UsageError
+
+WAY = pytest.mark.parametrize("way", WAYS)
+UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@UNEVEN
+@WAY
+def test_accumulation(way, uneven, set_to_none):
+    def loop(model, loss_fn, optimizer, batches):
+        for step, (x, y) in enumerate(batches, start=1):
+            (loss_fn(model(x), y) / 3).backward()
+            if step % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+    training = Training(model=built(mlp), batches=features(7, 3, steps=9), optimizer=adamw, loop=loop)
+    assert_same(training, 3, way, uneven=uneven)
+
+
+@WAY
+def test_accumulation_in_one_backward(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for _ in range(3):
+            optimizer.zero_grad()
+            sum(loss_fn(model(x), y) for x, y in batches).backward()
+            optimizer.step()
+
+    batches = [*features(7, 3, steps=2), (numbers(7, 7, seed=50), integers(3, 7, seed=50))]
+    assert_same(Training(model=built(mlp), batches=batches, loop=loop), 3, way, uneven=True)
+
+
+@WAY
+def test_clip_grad_norm(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+
+
+@WAY
+def test_several_losses_each_with_its_backward(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            out = model(x)
+            loss_fn(out, y).backward(retain_graph=True)
+            second = model(x * 2)
+            (loss_fn(out * 2, y) + loss_fn(second, y)).backward(retain_graph=True)
+            out.square().mean().backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+
+
+@WAY
+def test_a_forward_that_no_backward_follows(way):
+    def loop(model, loss_fn, optimizer, batches):
+        kept = []
+        for x, y in batches:
+            optimizer.zero_grad()
+            kept.append(model(x * 3))
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+
+
+class Checkpointed(nn.Module):
+    """Two checkpointed blocks, and a layer outside of them unless `whole`."""
+
+    def __init__(self, use_reentrant: bool, whole: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(7, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.head = nn.Linear(5, 3)
+        self.use_reentrant, self.whole = use_reentrant, whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # or the reentrant kind would not train the first block
+        h = checkpoint(self.first, x, use_reentrant=self.use_reentrant)
+        h = checkpoint(self.second, h, use_reentrant=self.use_reentrant)
+        return checkpoint(self.head, h, use_reentrant=self.use_reentrant) if self.whole else self.head(h)
+
+
+@UNEVEN
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@WAY
+def test_activation_checkpointing(way, use_reentrant, whole, uneven):
+    model = built(lambda: Checkpointed(use_reentrant, whole))
+    assert_same(Training(model=model, batches=features(7, 3)), 3, way, uneven=uneven)
+
+
+@UNEVEN
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@WAY
+def test_the_whole_model_checkpointed_from_outside(way, use_reentrant, uneven):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=uneven)
+
+
+class Repeating(nn.Module):
+    """One layer in two checkpointed blocks: the reentrant kind brings its gradient in two parts."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(7, 7), nn.Linear(7, 3)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.body, x, use_reentrant=self.use_reentrant))
+        return self.head(x)
+
+
+@WAY
+def test_a_layer_in_two_checkpointed_blocks(way):
+    assert_same(Training(model=built(lambda: Repeating(False)), batches=features(7, 3)), 3, way)
+
+
+@WAY
+def test_a_layer_in_two_reentrant_blocks_is_refused(way):
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        Training(model=built(lambda: Repeating(True)), batches=features(7, 3)).on_ranks(2, way)
+
+
+def penalised(model, loss_fn, optimizer, batches):
+    """WGAN-GP's penalty: the norm of the gradient with respect to the input, differentiated again."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        x.requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        (loss_fn(out, y) + (slope.norm(dim=1) - 1).square().mean()).backward()
+        optimizer.step()
+
+
+@UNEVEN
+def test_gradient_penalty(uneven):
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=penalised), uneven=uneven)
+
+
+def test_gradient_penalty_is_refused_under_factor():
+    with pytest.raises(UsageError, match='pin the layer to "replicate"'):
+        Training(model=built(mlp), batches=features(7, 3), loop=penalised).on_ranks(2, "factor")
+
+
+@WAY
+def test_gradient_of_inputs_between_steps(way):
+    """Saliency, adversarial examples: nothing is exchanged, and nothing of it is left over."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            x.requires_grad_()
+            (slope,) = torch.autograd.grad(loss_fn(model(x), y) * len(y), x)
+            loss_fn(model(x.detach() + slope.sign()), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+
+
+def test_an_input_gets_its_own_gradient_unweighed():
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+        alone, own = copy.deepcopy(model), x.clone().requires_grad_()
+        F.cross_entropy(alone(own), y).backward()
+        F.cross_entropy(model(x.requires_grad_()), y).backward()
+        assert torch.allclose(x.grad, own.grad)
+
+    Training(model=built(mlp), batches=features(7, 3, steps=1), loop=loop).on_ranks(3, uneven=True)
+
+
+@WAY
+def test_gradient_of_parameters_by_autograd_grad_is_refused(way):
+    def loop(model, loss_fn, optimizer, batches):
+        torch.autograd.grad(loss_fn(model(batches[0][0]), batches[0][1]), list(model.parameters()))
+
+    with pytest.raises(UsageError, match=r"loss\.backward\(\)"):
+        Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+
+
+def decayed(model, loss_fn, optimizer, batches):
+    """A penalty on the parameters themselves, which enters backward beside the model's output."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        (loss_fn(model(x), y) + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+        optimizer.step()
+
+
+def test_penalty_on_parameters():
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=decayed), uneven=True)
+
+
+def test_penalty_on_parameters_is_refused_under_factor():
+    with pytest.raises(UsageError, match='pin the layer to "replicate"'):
+        Training(model=built(mlp), batches=features(7, 3), loop=decayed).on_ranks(2, "factor")
+
+
+@WAY
+def test_in_place(way):
+    """Activations inside, and what the loop does with the output."""
+
+    def model():
+        return nn.Sequential(nn.Linear(7, 5), nn.ELU(inplace=True), nn.Linear(5, 3))
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            out = model(x)
+            out /= 2
+            F.leaky_relu_(out)
+            loss_fn(out, y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(model), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+
+
+class Recursive(nn.Module):
+    """Calls itself, as tree models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leaf, self.head = nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        h = torch.tanh(self.leaf(x) if depth == 0 else self(x / 2, depth - 1))
+        return self.head(h) if depth == 2 else h
+
+
+@WAY
+def test_a_model_that_calls_itself(way):
+    assert_same(Training(model=built(Recursive), batches=features(7, 3)), 3, way, uneven=True)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        hidden = self.cell(x, hidden)
+        return self.head(hidden), hidden
+
+
+@WAY
+def test_a_model_fed_with_its_own_output(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            first, hidden = model(x)
+            second, hidden = model(x * 2, hidden)
+            (loss_fn((first, hidden), y) + loss_fn((second, hidden), y)).backward()
+            optimizer.step()
+
+    training = Training(
+        model=built(Recurrent),
+        batches=features(7, 3),
+        loss_fn=lambda output, y: F.cross_entropy(output[0], y),
+        loop=loop,
+    )
+    assert_same(training, 3, way, uneven=True)

@@ -1,0 +1,370 @@
+"""What else a loop does: several models and optimizers, evaluation on one rank, saving, copying, compiling."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from one_process import (
+    WAYS,
+    Training,
+    adamw,
+    assert_same,
+    assert_same_bits,
+    built,
+    difference,
+    features,
+    integers,
+    numbers,
+    rows_of,
+    sgd,
+    state,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.runtime.session import using
+
+WAY = pytest.mark.parametrize("way", WAYS)
+FORMATS = [torch.contiguous_format, torch.channels_last]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Convolved(nn.Module):
+    """Its norm stays in eval, where it trains its scale but not its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 5, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(5)
+        self.head = nn.Linear(5, 3)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.conv(x)), inplace=True).mean((2, 3)))
+
+
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@WAY
+def test_convolution_and_batch_norm(way, layout):
+    model = built(Convolved).train().to(memory_format=layout)
+    batches = [
+        (numbers(12, 2, 7, 7, seed=s).contiguous(memory_format=layout), integers(3, 12, seed=s)) for s in range(5)
+    ]
+    assert_same(Training(model=model, batches=batches), 3, way, uneven=True)
+
+
+class Gan(nn.Module):
+    """Two models which are parallelised each for itself, and trained against each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 7))
+        self.judge = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def versus(make, judge, makes, judges, batches, freeze):
+    """The ordinary steps of a GAN; it may freeze the judge while the maker learns."""
+    for noise, real in batches:
+        fake = make(noise)
+        judges.zero_grad()
+        right, wrong = judge(real), judge(fake.detach())
+        (F.softplus(-right).mean() + F.softplus(wrong).mean()).backward()
+        judges.step()
+        judge.requires_grad_(not freeze)
+        makes.zero_grad()
+        F.softplus(-judge(fake)).mean().backward()
+        makes.step()
+        judge.requires_grad_(True)
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@WAY
+def test_two_models_side_by_side(way, uneven, freeze):
+    gan, ranks = built(Gan), 3
+    batches = [(numbers(12, 4, seed=s), numbers(12, 7, seed=s + 30)) for s in range(5)]
+    copies = [copy.deepcopy(gan) for _ in range(ranks)]
+    alone = copy.deepcopy(gan)
+    versus(alone.make, alone.judge, adamw(alone.make.parameters()), sgd(alone.judge.parameters()), batches, freeze)
+
+    def work(comm: ThreadComm) -> dict[str, Tensor]:
+        mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
+        make, judge = copies[comm.rank].make, copies[comm.rank].judge
+        with using(comm) as session:
+            session.cluster = Cluster(Topology(("here",) * ranks), Link(1e-4, 1e9))
+            plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": {"*": way}}
+            make, _, makes = shoal.parallelize(
+                make, optimizer=adamw(make.parameters()), sample=(mine[0][0], 0), **plain
+            )
+            judge, _, judges = shoal.parallelize(
+                judge, optimizer=sgd(judge.parameters()), sample=(mine[0][1], 0), **plain
+            )
+            versus(make, judge, makes, judges, mine, freeze)
+        return state(copies[comm.rank])
+
+    got = run(ranks, work, timeout_s=20)
+    assert_same_bits(got)
+    assert difference(alone.state_dict(), got[0]) <= 1e-10
+
+
+@WAY
+def test_a_list_of_optimizers(way):
+    def optimizers(parameters):
+        first, *rest = parameters
+        return [sgd([first]), adamw(rest)]
+
+    def loop(model, loss_fn, optimizers, batches):
+        for x, y in batches:
+            loss_fn(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=optimizers, loop=loop), 3, way)
+
+
+@WAY
+def test_what_rank_0_alone_does_between_steps(way):
+    """Evaluation without gradients, and saving."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            if shoal.world().rank == 0:
+                model.eval()
+                with torch.no_grad():
+                    loss_fn(model(x * 2), y).item()
+                with torch.inference_mode():
+                    model(x[:1])
+                model.train()
+                torch.save(model.state_dict(), io.BytesIO())
+                torch.save(optimizer.state_dict(), io.BytesIO())
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
+
+
+@WAY
+def test_learning_rate_schedule(way):
+    def loop(model, loss_fn, optimizer, batches):
+        schedule = StepLR(optimizer, 2, gamma=0.3)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            schedule.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
+
+
+@WAY
+def test_closure(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
+
+
+@WAY
+def test_autocast_bfloat16(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+
+    batches = [(x.float(), y) for x, y in features(7, 3)]
+    assert_same(Training(model=built(mlp, torch.float32), batches=batches, loop=loop), 3, way, within=2e-2)
+
+
+@WAY
+def test_bfloat16_parameters(way):
+    batches = [(x.bfloat16(), y) for x, y in features(7, 3)]
+    assert_same(Training(model=built(mlp, torch.bfloat16), batches=batches), 3, way, within=5e-2)
+
+
+@WAY
+def test_parameters_of_two_types(way):
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(7, 5).float(), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.body(x.float())).double())
+
+    model = built(Mixed)
+    model.body.float()
+    assert_same(Training(model=model, batches=features(7, 3)), 3, way, within=1e-5)
+
+
+class Looking(nn.Module):
+    """Every kind of layer that a strategy may rewrite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(11, 6), nn.Linear(6, 5, bias=False), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.embed(ids)))).mean(1)
+
+
+def looked_up() -> list[tuple[Tensor, Tensor]]:
+    return [(integers(11, 12, 5, seed=s), integers(3, 12, seed=s + 9)) for s in range(5)]
+
+
+def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
+    for one, other in zip(a.parameters(), b.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
+@WAY
+def test_a_copy_is_an_ordinary_model(way, copied):
+    """It runs on one rank alone, has torch's own layers, leaves the original alone, and can be parallelised anew."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        (x, y), *rest = batches
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        if copied == "deepcopy":
+            twin = copy.deepcopy(model)
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            twin = torch.load(file, weights_only=False)
+        if shoal.world().rank == 0:
+            assert [type(m) for m in twin.modules()] == [Looking, nn.Embedding, nn.Linear, nn.Linear]
+            ordinary = Looking().double()
+            ordinary.load_state_dict(model.state_dict())
+            for each in (twin, ordinary):
+                each(x).square().sum().backward()
+            assert_same_gradients(twin, ordinary)
+            sgd(twin.parameters()).step()
+        for x, y in rest:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(Looking), batches=looked_up(), loop=loop), 2, way)
+
+
+@WAY
+def test_a_copy_parallelised_anew(way):
+    first = Training(model=built(Looking), batches=looked_up())
+    copies: list[nn.Module] = []
+
+    def loop(model, loss_fn, optimizer, batches):
+        copies.append(copy.deepcopy(model))
+
+    Training(model=first.model, batches=first.batches, loop=loop).on_ranks(2, way)
+    assert_same(Training(model=copies[0], batches=looked_up()), 2, way)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@WAY
+def test_blocks_compiled_afterwards(way, backend):
+    def loop(model, loss_fn, optimizer, batches):
+        torch.compiler.reset()
+        for block in model:
+            block.compile(backend=backend)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    def model() -> nn.Module:
+        return nn.Sequential(mlp(), nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3)))
+
+    assert_same(Training(model=built(model), batches=features(7, 3), loop=loop), 2, way)
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def a_layer(model: nn.Module) -> nn.Module:
+    model[0].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [whole, a_layer])
+def test_compiled_before_is_refused(compiled):
+    def work(comm: ThreadComm) -> None:
+        model = compiled(mlp())
+        with using(comm):
+            shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=features(7, 3)[0])
+
+    with pytest.raises(UsageError, match="parallelise first, then compile block by block"):
+        run(2, work, timeout_s=20)
+
+
+@WAY
+def test_a_functional_call_trains_the_parameters_it_is_given(way):
+    """As averaged or meta-learned weights are run: nothing of it goes to the model's own parameters."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            loss_fn(torch.func.functional_call(model, others, (x,)), y).backward()
+            assert all(other.grad is not None for other in others.values())
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
+
+
+@WAY
+def test_averaged_weights(way):
+    def loop(model, loss_fn, optimizer, batches):
+        average = torch.optim.swa_utils.AveragedModel(model)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        model.load_state_dict(average.module.state_dict())
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
+
+
+@WAY
+def test_hooks_of_the_users_own(way):
+    """On modules."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        model[2].register_full_backward_hook(lambda module, before, after: tuple(g * 2 for g in before))
+        model[0].register_forward_hook(lambda module, args, output: output * 3)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
