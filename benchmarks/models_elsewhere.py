@@ -238,8 +238,7 @@ def on_ranks(
 
     def work(comm: ThreadComm) -> tuple[State, Counter[str]]:
         model, mine = copies[comm.rank], [rows_of(batch, comm.rank, ranks) for batch in batches]
-        with using(comm) as session:
-            session.cluster = Cluster(Topology(tuple(f"host{rank}" for rank in range(ranks))), link)
+        with using(comm, Cluster(Topology(tuple(f"host{rank}" for rank in range(ranks))), link)):
             with InFloat64():
                 model, loss, optimizer = shoal.parallelize(model, loss_fn, sgd(model), sample=mine[0])
             for batch in mine:

@@ -27,6 +27,7 @@ from shoal.runtime.session import leave, world
 
 _PACKAGE = Path(__file__).parent
 _FLOAT64_CRITERION = 1e-10
+_NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -77,6 +78,15 @@ def main() -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
 
 
+def _in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse, before any work, a file that cannot be written when the work is done."""
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(
+            f"there is no folder {path.parent}", got=f"{option.opts[0]} {path}", do="make the folder first"
+        )
+    return path
+
+
 def _recipe_command(function: Any) -> Any:
     """What every command on a recipe takes."""
     options = [
@@ -112,7 +122,7 @@ def _request(pin: tuple[str, ...], strategy: tuple[str, ...], plan: str = "auto"
 @main.command()
 @_recipe_command
 @click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
-@click.option("--save-plan", type=click.Path(path_type=Path), help="Write the plan there.")
+@click.option("--save-plan", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 @click.option("--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default.")
 @click.option("--steps", type=click.IntRange(1), help="End after this many steps.")
 def train(
@@ -139,7 +149,7 @@ def train(
 @click.option(
     "--cores-per-rank", default=2.0, show_default=True, help="With --ranks: below 2, lanes take compute time."
 )
-@click.option("--save", type=click.Path(path_type=Path), help="Write the plan there.")
+@click.option("--save", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 def plan(
     recipe: Path,
     workers: int | None,
@@ -151,7 +161,7 @@ def plan(
     cores_per_rank: float,
     save: Path | None,
 ) -> None:
-    """Plan RECIPE and say why; for the ranks there are, or for imagined ones."""
+    """Plan RECIPE and say why, for these ranks or imagined ones."""
     loaded, request = load(recipe), _request(pin, strategy, save=save)
     _distributed(workers)
     cluster = None
@@ -190,7 +200,7 @@ def check(
 @click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns that each contender takes.")
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write all figures there.")
+@click.option("--json", "json_path", type=_NEW_FILE, callback=_in_a_folder, help="Write all figures there.")
 def bench(
     recipe: Path,
     workers: int | None,
@@ -222,7 +232,9 @@ def probe(workers: int | None) -> None:
 @click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def lab(hosts: int, rate: str, delay: str | None, command: tuple[str, ...]) -> None:
-    """Run COMMAND on hosts made of network namespaces with shaped links (root, Linux).
+    """Run COMMAND on hosts with shaped links (root, Linux).
+
+    The hosts are network namespaces of this machine; rank r runs on host h<r>, and its output carries that name.
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """

@@ -180,7 +180,7 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
             timed_step(single, recipe.loss(), single_optimizer, x, y)
         rate = max(float(group["lr"]) for group in single_optimizer.param_groups)
         rows = [
-            (name, float((a - b).abs().max()) / max(float(a.abs().max()), rate))
+            (name, float((a.detach() - b.detach()).abs().max()) / max(float(a.detach().abs().max()), rate))
             for (name, a), (_, b) in zip(single.named_parameters(), model.named_parameters(), strict=True)
         ]
         console.print(text.differences(rows))

@@ -98,8 +98,7 @@ class Training:
         def work(comm: ThreadComm) -> State:
             mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in self.batches]
             model = copies[comm.rank]
-            with using(comm) as session:
-                session.cluster = Cluster(Topology(("here",) * ranks), Link(1e-4, 1e9))  # nobody need measure it
+            with using(comm, cluster_of(ranks)):
                 model, loss_fn, optimizer = shoal.parallelize(
                     model,
                     copy.deepcopy(self.loss_fn),  # a module's hooks are one rank's
@@ -119,12 +118,17 @@ class Training:
         rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
         if strategy in BUCKETED:
             return {"*": rest}
-        kind, cluster = found(strategies, Strategy)[strategy](), Cluster(Topology(("here",) * 2), Link(1e-4, 1e9))
+        kind, cluster = found(strategies, Strategy)[strategy](), cluster_of(2)
         model = copy.deepcopy(self.model)
         profile = profile_model(model, self.loss_fn, [], self.batches[0], ThreadComm(), repeats=1)
         served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
         assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
         return {"*": rest} | dict.fromkeys(served, strategy)
+
+
+def cluster_of(ranks: int) -> Cluster:
+    """Some links, so that nobody need measure them."""
+    return Cluster(Topology(("here",) * ranks), Link(latency_s=1e-4, bytes_per_s=1e9))
 
 
 def state(model: nn.Module) -> State:
@@ -163,12 +167,21 @@ def assert_same_bits(states: Sequence[State]) -> None:
 
 
 def assert_same(
-    training: Training, ranks: int = 3, way: str = BUCKETED[0], *, uneven: bool = False, within: float = 1e-10
+    training: Training,
+    ranks: int = 3,
+    way: str = BUCKETED[0],
+    *,
+    uneven: bool = False,
+    within: float = 1e-10,
+    expected: State | None = None,
 ) -> None:
-    """Ranks get what one process gets, and every rank the same bits; and training did change something."""
-    before, expected, got = state(training.model), training.alone(), training.on_ranks(ranks, way, uneven=uneven)
+    """Ranks get what one process gets, and every rank the same bits; and training did change something.
+
+    `expected` is what one process gets, where that is known already.
+    """
+    expected, got = expected or training.alone(), training.on_ranks(ranks, way, uneven=uneven)
     assert_same_bits(got)
-    assert difference(before, expected) > 1e-3, "training changed nothing, so nothing was compared"
+    assert difference(state(training.model), expected) > 1e-3, "training changed nothing, so nothing was compared"
     error = difference(expected, got[0])
     assert error <= within, f"{error:.1e} from one process, more than {within:g}"
 

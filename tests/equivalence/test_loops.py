@@ -14,6 +14,7 @@ from one_process import (
     assert_same,
     assert_same_bits,
     built,
+    cluster_of,
     difference,
     features,
     integers,
@@ -29,7 +30,6 @@ from torch.optim.lr_scheduler import StepLR
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.core.facts import Cluster, Link, Topology
 from shoal.runtime.session import using
 
 WAY = pytest.mark.parametrize("way", WAYS)
@@ -104,8 +104,7 @@ def test_two_models_side_by_side(way, uneven, freeze):
     def work(comm: ThreadComm) -> dict[str, Tensor]:
         mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
         make, judge = copies[comm.rank].make, copies[comm.rank].judge
-        with using(comm) as session:
-            session.cluster = Cluster(Topology(("here",) * ranks), Link(1e-4, 1e9))
+        with using(comm, cluster_of(ranks)):
             plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": {"*": way}}
             make, _, makes = shoal.parallelize(
                 make, optimizer=adamw(make.parameters()), sample=(mine[0][0], 0), **plain

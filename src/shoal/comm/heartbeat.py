@@ -206,11 +206,13 @@ class Heartbeat:
 
     def _guard(self) -> None:
         """The thread that sees when the other one is stuck, because the store's process is stopped or its host away."""
+        turn, ticks = self._turn, 0
         while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
-            limit_s = 2 * _DEAD_S if self._doubt else _SILENT_S
+            turn, ticks = self._turn, ticks + 1 if turn == self._turn else 0  # not seconds: this process may be stopped
+            limit_s = math.inf
             if not self._server.is_alive():
                 limit_s = 0.0 if self._doubt else math.inf  # it let go of a store whose holder has left
-            if time.monotonic() - self._turn > limit_s:
+            if ticks * _BEAT_S > limit_s:
                 self._conclude(self._without_store("gives no sign of life"))
 
     def _conclude(self, verdict: Verdict) -> None:
@@ -235,7 +237,7 @@ class Heartbeat:
     def _lost(self, ranks: list[int], limit_s: float, or_left: bool) -> Verdict | None:
         for rank in ranks:
             beat = self._read(rank)
-            if beat.state == BEATING and time.monotonic() - beat.seen > limit_s:
+            if beat.state == BEATING and self._turn - beat.seen > limit_s:
                 what = f"rank {rank} (host {beat.host}) gives no sign of life, last seen at: {beat.at}"
                 return Verdict(what, rank)
             if beat.state == LEFT and or_left:
@@ -282,7 +284,7 @@ class Heartbeat:
         if self._store.check([f"beat/{rank}"]):
             words = json.loads(self._store.get(f"beat/{rank}"))
         if not self._beats[rank].seen or self._beats[rank].count != words.get("count", -1):
-            self._beats[rank] = _Beat(**words, seen=time.monotonic())
+            self._beats[rank] = _Beat(**words, seen=self._turn)
         return self._beats[rank]
 
     def _published(self) -> Verdict | None:

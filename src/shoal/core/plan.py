@@ -96,8 +96,11 @@ class Plan:
         return "\n".join([*lines, '  "choices": [', rows, "  ]", "}"]) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.to_json())
+        """Write the plan as JSON (PlanError where it cannot be written)."""
+        try:
+            Path(path).write_text(self.to_json())
+        except OSError as error:
+            raise PlanError(f"the plan cannot be saved as {path}", got=str(error), do="give another path") from error
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> Plan:

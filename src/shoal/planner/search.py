@@ -149,7 +149,10 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
     """The strategies that may be used, all by default (PlanError for a name that does not exist)."""
     if strategies is None:
         return tuple(found(all_strategies, Strategy))
-    return tuple(named(all_strategies, Strategy, name).name for name in strategies)
+    listed = [] if isinstance(strategies, str) else list(strategies)
+    if not listed:
+        raise PlanError("strategies is a list of names, at least one", got=repr(strategies), do='write ["replicate"]')
+    return tuple(named(all_strategies, Strategy, name).name for name in listed)
 
 
 def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -46,6 +46,8 @@ class Sample:
                 do="give one batch of the kind the training loop will see",
             )
         x, y = sample
+        if any(tensor.dim() and not len(tensor) for tensor in tensors_in(x)):
+            raise SampleError("the sample has no rows", got=f"x = {describe(x)}", do="give a batch with some")
         if loss_fn is None and y is not None:
             raise SampleError(
                 "the sample has a target, but there is no loss_fn to take it",

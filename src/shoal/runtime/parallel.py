@@ -28,7 +28,7 @@ from shoal import exchange as exchanges
 from shoal.core.contracts import Comm, Exchange
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
-from shoal.core.plan import Plan
+from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
 from shoal.planner.search import known, repredicted, resolve, search
 from shoal.profiling.identity import trainable_layers
@@ -83,19 +83,17 @@ def parallelize(
     session = current()
     comm = session.comm
     comm.reached("parallelize: comparing what the ranks were given")
+    given = _agreed(comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies))
     optimizers = _listed(optimizer)
-    given = _agreed(comm, lambda: _checked(model, loss_fn, optimizers, plan, pins, strategies))
-    _require_same_request(comm, given, pins, strategies, count)
+    _require_same_request(comm, given, pins, strategies, count, optimizers)
     if comm.size == 1:
-        if isinstance(given, Plan):
-            check(given, model, 1)
         return model, loss_fn, optimizer
     comm.reached("parallelize: measuring the model")
     profile = profile_model(model, loss_fn, optimizers, sample, comm)
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
     comm.reached("parallelize: planning and rewriting")
-    chosen = _from_first(comm, lambda: _chosen(model, given, profile, cluster, pins, strategies))
+    chosen = _from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies))
     transfers = apply(model, chosen, comm)
     prefix = f"model{len(session.attached)}"
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
@@ -179,7 +177,6 @@ def _machine() -> str:
 
 
 def _chosen(
-    model: nn.Module,
     given: Plan | None,
     profile: ModelProfile,
     cluster: Cluster,
@@ -188,7 +185,6 @@ def _chosen(
 ) -> Plan:
     if given is None:
         return search(profile, cluster, pins=pins, strategies=strategies)
-    check(given, model, cluster.size)
     check_served(given, profile, cluster)
     return repredicted(given, profile, cluster)
 
@@ -263,26 +259,54 @@ def _listed(optimizer: Any) -> list[Optimizer]:
 
 
 def _require_same_request(
-    comm: Comm, plan: Plan | None, pins: Any, strategies: Any, count: Callable[..., Any] | None
+    comm: Comm,
+    plan: Plan | None,
+    pins: Mapping[str, str] | None,
+    strategies: Iterable[str] | None,
+    count: Callable[..., Any] | None,
+    optimizers: list[Optimizer],
 ) -> None:
     """Compare what the ranks asked for; the models themselves are compared when they are profiled."""
+    chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
+    other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in ("model", "bucket_bytes", "lanes")}
     mine = {
-        "plan": plan.to_json() if plan else "auto",
+        "plan": "auto" if plan is None else "a plan of its own",
+        **chosen,
+        **other,
+        "order of layers in the plan": list(chosen),
         "pins": sorted((pins or {}).items()),
-        "strategies": None if strategies is None else sorted(strategies),
-        "count": count is not None,
+        "strategies": "all" if strategies is None else sorted(strategies),
+        "count": "none" if count is None else "a function",
+        **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
     }
     first, *others = comm.gather_objects(mine)
-    for rank, other in enumerate(others, start=1):
-        for what, value in first.items():
-            if other[what] != value:
+    for rank, theirs in enumerate(others, start=1):
+        for what in [*first, *(key for key in theirs if key not in first)]:
+            if theirs.get(what) != first.get(what):
                 raise RanksDiffer(
-                    f"rank {rank} calls parallelize with another {what} than rank 0",
-                    got=str(other[what])[:200],
-                    expected=str(value)[:200],
-                    do=f"give the same {what} on every rank",
+                    f"rank {rank} and rank 0 call parallelize differently: {what}",
+                    got=f"rank {rank}: {str(theirs.get(what, 'none'))[:200]}",
+                    expected=f"as on rank 0: {str(first.get(what, 'none'))[:200]}",
+                    do="give the same on every rank",
                     rank=rank,
                 )
+
+
+def _served(choice: Choice) -> str:
+    return f"{choice.strategy} {choice.exchange}".rstrip()
+
+
+def _settings(optimizer: Optimizer) -> str:
+    """An optimizer as messages show it: its type, and each group's plain settings."""
+    groups = [
+        {
+            key: float(value) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
 
 
 def _agreed(comm: Comm, work: Callable[[], T]) -> T:

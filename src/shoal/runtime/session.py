@@ -59,6 +59,12 @@ class Session:
         """This process's place among the ranks."""
         return World(self.comm.rank, self.comm.size, self.host)
 
+    def close(self) -> None:
+        """End the threads of every parallelised model."""
+        for attached in self.attached.values():
+            attached.engine.close()
+            attached.weigher.close()
+
 
 _session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
 
@@ -67,8 +73,8 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
     """Join the other ranks, as torchrun's environment variables say; without them this process is alone.
 
     Args:
-        timeout_s: seconds after which an exchange that a rank does not take part in is an error. A rank that dies is
-            noticed within seconds, whatever this says.
+        timeout_s: seconds after which an exchange that a rank does not take part in is an error. Whatever this says, a
+            rank that dies is noticed within seconds, and one that is stopped within 20.
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
@@ -117,8 +123,10 @@ def current() -> Session:
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the links."""
-    token = _session.set(Session(comm, f"thread{comm.rank}", cluster))
+    session = Session(comm, f"thread{comm.rank}", cluster)
+    token = _session.set(session)
     try:
-        yield current()
+        yield session
+        session.close()  # after an error a lane may wait for a message that will not come
     finally:
         _session.reset(token)

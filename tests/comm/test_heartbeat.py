@@ -1,0 +1,238 @@
+"""The heartbeat among threads over a store in memory: who is named, by whom, and who is woken."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from torch.distributed import Store
+
+from shoal.comm import heartbeat
+from shoal.comm.heartbeat import Heartbeat
+from shoal.core.errors import DeadlinePassed, PeerLost, UsageError, WorldError
+
+
+class MemoryStore:
+    """A store that can go away, or stop answering."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.lock = threading.Lock()
+        self.gone = False
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def clone(self) -> MemoryStore:
+        return self
+
+    def set_timeout(self, timeout: Any) -> None:
+        pass
+
+    def set(self, key: str, value: str) -> None:
+        with self._reached():
+            self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        with self._reached():
+            return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        with self._reached():
+            return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        with self._reached():
+            if self.values.get(key, "") == expected:
+                self.values[key] = value
+            return self.values[key].encode()
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
+        self.answers.wait()
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        with self.lock:
+            yield
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"_BEAT_S": 0.02, "_DEAD_S": 0.2, "_SILENT_S": 0.6, "_FAREWELL_S": 0.5}.items():
+        monkeypatch.setattr(heartbeat, name, seconds)
+
+
+@pytest.fixture
+def jumped(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """By how much the clock that all ranks read has jumped, as it does for processes that are stopped."""
+    jump = SimpleNamespace(seconds=0.0)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jump.seconds, sleep=time.sleep)
+    monkeypatch.setattr(heartbeat, "time", clock)
+    return jump
+
+
+class Ranks:
+    """Heartbeats of some ranks; `woken` are those who were freed from an exchange. A dead rank beat once."""
+
+    def __init__(self, size: int, dead: tuple[int, ...] = (), holder: int | None = None) -> None:
+        self.store = MemoryStore()
+        self.woken: set[int] = set()
+        self.beating: dict[int, Heartbeat] = {}
+        for rank in range(size):
+            if rank in dead:
+                words = {"count": 1, "at": "forward 3", "host": f"h{rank}", "waiting": False, "state": "beating"}
+                self.store.values[f"beat/{rank}"] = json.dumps(words)
+            else:
+                self.beating[rank] = Heartbeat(cast(Store, self.store), rank, size, f"h{rank}", holder)
+                self.beating[rank].wake[0] = lambda rank=rank: self.woken.add(rank)  # type: ignore[misc]
+
+    def told(self, rank: int, within_s: float = 5.0) -> WorldError:
+        """What the rank hears, as it waits somewhere."""
+        until = time.monotonic() + within_s
+        while time.monotonic() < until:
+            try:
+                self.beating[rank].check("forward 5")
+            except WorldError as error:
+                return error
+            time.sleep(0.01)
+        raise AssertionError(f"rank {rank} heard nothing in {within_s} s")
+
+    def end(self) -> None:
+        self.store.answers.set()
+        for beating in self.beating.values():
+            beating.leave(None)
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    made = Ranks(*getattr(request, "param", (3,)))
+    yield made
+    made.end()
+
+
+dead_rank_1 = pytest.mark.parametrize("ranks", [(3, (1,))], indirect=True)
+rank_0_holds = pytest.mark.parametrize("ranks", [(3, (), 0)], indirect=True)
+
+
+def test_nothing_is_told_while_all_live(ranks: Ranks) -> None:
+    until = time.monotonic() + 1.0  # more than the silent limit
+    while time.monotonic() < until:
+        for rank in range(3):
+            ranks.beating[rank].check("forward 5")
+        time.sleep(0.05)
+    assert ranks.woken == set()
+
+
+@dead_rank_1
+def test_a_broken_exchange_names_the_rank_that_stopped_beating_and_all_agree(ranks: Ranks) -> None:
+    began = time.monotonic()
+    error = ranks.beating[2].judge("Connection closed by peer", None)
+    assert time.monotonic() - began < 0.6  # before silence alone would have told
+    assert isinstance(error, PeerLost)
+    assert error.rank == 1
+    assert "rank 1 (host h1) gives no sign of life, last seen at: forward 3" in str(error)
+    assert ranks.told(0).what == error.what
+    assert ranks.woken == {0, 2}
+
+
+@dead_rank_1
+def test_silence_is_noticed_by_the_rank_before_and_told_to_those_who_only_wait(ranks: Ranks) -> None:
+    began = time.monotonic()
+    errors = [ranks.told(rank) for rank in (0, 2)]
+    assert time.monotonic() - began > 0.5
+    assert [error.rank for error in errors] == [1, 1]
+    assert ranks.woken == {0, 2}
+
+
+def test_who_ends_with_an_error_says_which(ranks: Ranks) -> None:
+    ranks.beating[1].leave(KeyError("boom"))
+    ranks.beating[2].leave(UsageError("followed from it", do="nothing"))
+    error = ranks.told(0)
+    assert error.rank == 1
+    assert "rank 1 (host h1) failed: KeyError: 'boom'" in error.what
+
+
+def test_who_is_done_is_missed_only_by_those_who_need_it(ranks: Ranks) -> None:
+    ranks.beating[1].reached("after backward 9")
+    time.sleep(0.1)
+    ranks.beating[1].leave(None)
+    time.sleep(1.0)  # more than the silent limit
+    ranks.beating[0].check("forward 10")
+    error = ranks.beating[0].judge("Connection closed by peer", None)
+    assert "rank 1 (host h1) has ended its program, last at: after backward 9" in str(error)
+
+
+def test_a_deadline_names_who_does_not_wait(ranks: Ranks) -> None:
+    ranks.beating[0].check("forward 5")
+    ranks.beating[2].check("forward 5, site 1")
+    ranks.beating[1].reached("after backward 4")
+    time.sleep(0.1)
+    error = ranks.beating[0].judge("Timed out", 7.0)
+    assert isinstance(error, DeadlinePassed)
+    assert error.rank == 1
+    assert "within 7 s: rank 0 waited at: forward 5" in error.what
+    assert error.got == "absent: rank 1 (last at: after backward 4)"
+    assert isinstance(ranks.told(1), DeadlinePassed)  # it hears that itself was missed
+
+
+def test_a_deadline_on_which_all_wait_names_who_waits_elsewhere(ranks: Ranks) -> None:
+    for rank, where in enumerate(["forward 5", "forward 5", "backward 4"]):
+        ranks.beating[rank].check(where)
+    time.sleep(0.1)
+    assert ranks.beating[0].judge("Timed out", 7.0).got == "absent: rank 2 (last at: backward 4)"
+
+
+def test_an_exchange_may_break_though_all_live(ranks: Ranks) -> None:
+    error = ranks.beating[0].judge("Broken pipe", None)
+    assert error.rank is None
+    assert error.got == "Broken pipe"
+
+
+@rank_0_holds
+@pytest.mark.parametrize("how", ["gone", "stopped"])
+def test_a_lost_store_is_the_loss_of_the_rank_that_holds_it(ranks: Ranks, how: str) -> None:
+    time.sleep(0.1)
+    if how == "gone":
+        ranks.store.gone = True
+    else:
+        ranks.store.answers.clear()
+    error = ranks.beating[1].judge("Connection closed by peer", None)
+    assert error.rank == 0
+    assert "rank 0 (host h0), which held the store" in error.what
+    assert ranks.told(2).rank == 0
+
+
+def test_a_lost_store_of_a_launcher_is_no_ranks_fault(ranks: Ranks) -> None:
+    ranks.store.gone = True
+    assert "the launcher, which holds the store" in ranks.told(1).what
+
+
+@rank_0_holds
+def test_the_holder_waits_until_the_others_let_go_of_its_store(ranks: Ranks) -> None:
+    ranks.beating[0].leave(None)
+    ranks.store.gone = True  # its process ends
+    time.sleep(1.0)
+    ranks.beating[1].check("evaluation")  # nobody is lost as long as nobody needs it
+    assert "rank 0 (host h0), which held the store, has ended" in ranks.beating[1].judge("Broken pipe", None).what
+
+
+def test_leaving_frees_threads_that_are_inside_an_exchange(ranks: Ranks) -> None:
+    mine = ranks.beating[0]
+    mine.busy.add(7)
+    mine.wake[0] = lambda: mine.busy.discard(7)
+    mine.leave(None)
+    assert not mine.busy
+
+
+def test_all_that_were_stopped_together_blame_nobody(jumped: SimpleNamespace, ranks: Ranks) -> None:
+    """As after Ctrl-Z and fg, or when a laptop wakes: no beat is new, yet no rank is lost."""
+    for _ in range(3):
+        jumped.seconds += 100
+        time.sleep(0.1)
+    for rank in range(3):
+        ranks.beating[rank].check("forward 5")

@@ -1,0 +1,174 @@
+"""Ranks as processes: joining, or the error that says why not; messages; and an end in silence."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from shoal.comm.process_group import alone, join
+from shoal.core.errors import MissingRank, RanksDiffer, UsageError
+from shoal.core.job import Job
+from shoal.launch.local import Local
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+MESSAGES = """
+import torch
+from shoal.comm.process_group import join
+from shoal.core.errors import RanksDiffer
+
+comm = join(timeout_s=60, start_timeout_s=60, host="here")
+rank, size = comm.rank, comm.size
+lane, other = comm.channel("lane"), comm.channel("other")
+
+got = torch.zeros(2)
+receiving = lane.receive(got, (rank - 1) % size)
+lane.send(torch.full((2,), float(rank)), (rank + 1) % size).wait()
+receiving.wait()
+assert got.tolist() == [(rank - 1) % size] * 2
+
+total = torch.full((5,), float(rank + 1))
+other.all_reduce(total)
+assert total.tolist() == [6.0] * 5
+
+parts = [torch.zeros(r + 1) for r in range(size)]
+lane.all_gather(parts, torch.full((rank + 1,), float(rank)))
+assert [part.tolist() for part in parts] == [[0.0], [1.0] * 2, [2.0] * 3]
+
+root = torch.full((3,), float(rank))
+other.broadcast(root, root=2)
+assert root.tolist() == [2.0] * 3
+assert comm.gather_objects({"rank": rank}) == [{"rank": r} for r in range(size)]
+
+lane.close()
+try:
+    comm.channel("mine" if rank == 1 else "ours")
+except RanksDiffer as error:
+    assert "'mine'" in str(error) and "'ours'" in str(error), error
+else:
+    raise AssertionError("ranks opened different channels")
+
+if rank == 0:  # a thread of this rank still waits for a message that nobody sends
+    import threading, time
+    threading.Thread(target=lambda: other.receive(torch.zeros(1), 1).wait(), daemon=True).start()
+    time.sleep(0.2)
+"""
+
+# The script has its own process group already.
+GIVEN_GROUP = """
+import torch
+import torch.distributed as dist
+from shoal.comm.process_group import alone, join
+
+dist.init_process_group("gloo")
+group = dist.group.WORLD
+assert not alone()
+comm = join(timeout_s=60, start_timeout_s=60, host="here")
+assert comm.channel("lane").gather_objects(comm.rank) == [0, 1]
+assert dist.group.WORLD is group
+"""
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+    """A launcher's store, and the variables of a rank 0 of 3 that lead there."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    values = ("0", "3", "127.0.0.1", str(store.port), "True")
+    for name, value in zip(VARIABLES, values, strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    yield store
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"RANK": None}, "RANK is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"MASTER_PORT": "here"}, "'here'"),
+        ({"RANK": "3"}, "RANK=3, WORLD_SIZE=3"),
+        ({"RANK": "-1"}, "'-1'"),
+    ],
+    ids=str,
+)
+def test_variables_that_do_not_fit_are_named(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], said: str
+) -> None:
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name)
+    assert not alone()
+    with pytest.raises(UsageError, match=said):
+        join(1, 1, "here")
+
+
+@pytest.mark.parametrize(("variables", "expected"), [({}, True), ({"WORLD_SIZE": "1", "RANK": "0"}, True)])
+def test_a_process_without_others_is_alone(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: bool
+) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert alone() is expected
+
+
+def test_missing_ranks_are_named_within_the_time_and_a_late_one_hears_it_at_once(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(MissingRank, match=r"2 of 3 ranks did not start within 0\.4 s: rank 1, rank 2") as error:
+        join(60, 0.4, "here")
+    assert 0.3 < time.monotonic() - began < 2
+    assert error.value.rank == 1
+    monkeypatch.setenv("RANK", "2")
+    began = time.monotonic()
+    with pytest.raises(MissingRank, match="2 of 3 ranks"):
+        join(60, 30, "here")
+    assert time.monotonic() - began < 2
+
+
+def test_a_missing_rank_0_is_named_within_the_time(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    free = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # it has ended by now
+    for name, value in {"RANK": "1", "MASTER_PORT": str(free), "TORCHELASTIC_USE_AGENT_STORE": "False"}.items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(MissingRank, match=f"rank 0 .* did not start within 0.5 s: no answer from 127.0.0.1:{free}"):
+        join(60, 0.5, "here")
+    assert time.monotonic() - began < 2
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_is_taken_is_said(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # so rank 0 holds the store itself
+    with pytest.raises(UsageError, match=f"cannot listen at 127.0.0.1:{store.port}"):
+        join(60, 1, "here")
+
+
+def test_two_processes_with_one_rank_are_told(store: TCPStore) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        errors = {type(each.exception()) for each in [threads.submit(join, 60, 0.5, "here") for _ in range(2)]}
+    assert errors == {UsageError, MissingRank}  # the second one, and the first, which goes on waiting for the others
+
+
+def test_another_world_size_is_told(store: TCPStore) -> None:
+    meeting = PrefixStore("shoal/0", store)
+    for rank, size in [(1, 3), (2, 4)]:
+        meeting.set(f"here/{rank}", f'{{"host": "h{rank}", "size": {size}}}')
+    with pytest.raises(RanksDiffer, match=r"rank 2 \(host h2\) was started with another WORLD_SIZE"):
+        join(60, 5, "here")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("script", "ranks"), [(MESSAGES, 3), (GIVEN_GROUP, 2)], ids=["messages", "given group"])
+def test_ranks_exchange_and_end_in_silence(script: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+    result = Local().launch(Job((sys.executable, "-c", script), ranks))
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+    assert result.exit_codes == (0,) * ranks

@@ -1,0 +1,294 @@
+"""Bad input as data: every rank hears, before the first step, what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import PlanError, RanksDiffer, SampleError, UsageError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.profiling.identity import model_digest
+from shoal.runtime.session import using
+
+RANKS = 3
+
+
+def batch(rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+
+
+def model(hidden: int = 8) -> nn.Module:
+    layers = {"norm": nn.LayerNorm(6), "hidden": nn.Linear(6, hidden), "relu": nn.ReLU(), "head": nn.Linear(hidden, 3)}
+    return nn.Sequential(OrderedDict(layers))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+PLAN = shoal.Plan(
+    ranks=RANKS,
+    model=model_digest(model()),
+    choices=tuple(shoal.Choice(layer, "replicate", "ring") for layer in ("head", "hidden", "norm")),
+    bucket_bytes=1 << 20,
+    lanes=2,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What each rank gives, as functions of the rank, and what every rank is told."""
+
+    error: type[Exception]
+    said: tuple[str, ...]
+    model: Callable[[int], Any] = lambda rank: model()
+    loss: Callable[[int], Any] = lambda rank: nn.CrossEntropyLoss()
+    optimizer: Callable[[int, Any], Any] = lambda rank, model: sgd(model.parameters())
+    options: Callable[[int], dict[str, Any]] = field(default=lambda rank: {})
+    batch: Callable[[int], Any] = batch  # what the loop feeds; a case that gets there fails at its first forward
+
+
+def only(bad_rank: int, bad: Any, good: Any) -> Callable[[int], Any]:
+    return lambda rank: bad if rank == bad_rank else good
+
+
+def option(**options: Any) -> Callable[[int], dict[str, Any]]:
+    return lambda rank: options
+
+
+PLANS = {
+    "a pin that matches nothing": Case(
+        PlanError, ("'hiden'", "such as hidden"), options=option(pins={"hiden": "factor"})
+    ),
+    "a glob that matches nothing": Case(
+        PlanError, ("'classifier.*'", "norm, hidden, head"), options=option(pins={"classifier.*": "factor"})
+    ),
+    "a pin to no strategy": Case(
+        PlanError, ("'fctor'", "did you mean 'factor'"), options=option(pins={"hidden": "fctor"})
+    ),
+    "a pin to no exchange": Case(
+        PlanError, ("'rign'", "did you mean 'ring'"), options=option(pins={"hidden": "replicate:rign"})
+    ),
+    "a pin with an exchange too many": Case(
+        PlanError, ("factor", "layer hidden", "takes no exchange"), options=option(pins={"hidden": "factor:ring"})
+    ),
+    "a pin to a strategy that cannot": Case(
+        PlanError, ("factor cannot serve layer norm", "LayerNorm"), options=option(pins={"norm": "factor"})
+    ),
+    "a plan with a strategy that cannot": Case(
+        PlanError,
+        ("factor cannot serve layer norm", "LayerNorm", "replicate"),
+        options=option(plan=PLAN.with_choice(shoal.Choice("norm", "factor"))),
+    ),
+    "no strategy that can": Case(
+        PlanError, ("no allowed strategy serves layer norm", "LayerNorm"), options=option(strategies=["factor"])
+    ),
+    "no strategies": Case(PlanError, ("at least one",), options=option(strategies=[])),
+    "strategies as one name": Case(PlanError, ("a list of names", "'factor'"), options=option(strategies="factor")),
+    "a strategy that is none": Case(PlanError, ("'fctor'", "'factor'"), options=option(strategies=["fctor"])),
+    "a plan that names another layer": Case(
+        PlanError,
+        ("'hidden.0'", "lacks", "expected: hidden"),
+        options=option(plan=replace(PLAN, choices=(*PLAN.choices, shoal.Choice("hidden.0", "replicate", "ring")))),
+    ),
+    "a plan that leaves a layer out": Case(
+        PlanError, ("leaves out norm",), options=option(plan=replace(PLAN, choices=PLAN.choices[:2]))
+    ),
+    "a plan for other ranks": Case(PlanError, ("3 ranks", "expected: 4"), options=option(plan=replace(PLAN, ranks=4))),
+    "a plan for another model": Case(
+        PlanError, ("made for another model",), model=lambda rank: model(9), options=option(plan=PLAN)
+    ),
+    "a plan that is nowhere": Case(PlanError, ("nowhere.json", "check the path"), options=option(plan="nowhere.json")),
+    "a plan that is none": Case(PlanError, ("NoneType",), options=option(plan=None)),
+    "a plan and pins": Case(PlanError, ("both",), options=option(plan=PLAN, pins={"hidden": "factor"})),
+}
+
+RANKS_THAT_DIFFER = {
+    "models": Case(
+        RanksDiffer, ("rank 2", "layer hidden", "(9, 6)", "(8, 6)"), model=lambda rank: model(8 + rank // 2)
+    ),
+    "a plan's layer": Case(
+        RanksDiffer,
+        ("rank 2", "layer hidden", "replicate tree", "replicate ring"),
+        options=lambda rank: {
+            "plan": only(2, PLAN.with_choice(shoal.Choice("hidden", "replicate", "tree")), PLAN)(rank)
+        },
+    ),
+    "a plan's lanes": Case(
+        RanksDiffer, ("rank 1", "lanes", "3"), options=lambda rank: {"plan": replace(PLAN, lanes=2 + rank % 2)}
+    ),
+    "a plan's order": Case(
+        RanksDiffer,
+        ("rank 1", "order of layers"),
+        options=lambda rank: {"plan": only(1, replace(PLAN, choices=PLAN.choices[::-1]), PLAN)(rank)},
+    ),
+    "a plan on one rank": Case(RanksDiffer, ("rank 1", "auto"), options=lambda r: {"plan": only(1, PLAN, "auto")(r)}),
+    "pins": Case(
+        RanksDiffer, ("rank 1", "pins", "factor"), options=lambda r: {"pins": only(1, {"hidden": "factor"}, None)(r)}
+    ),
+    "strategies": Case(
+        RanksDiffer, ("rank 2", "replicate"), options=lambda r: {"strategies": only(2, ["replicate"], None)(r)}
+    ),
+    "count": Case(RanksDiffer, ("rank 1", "count"), options=lambda r: {"count": only(1, lambda o, t: 4.0, None)(r)}),
+    "optimizers": Case(
+        RanksDiffer,
+        ("rank 1", "'lr': 0.2", "'lr': 0.1"),
+        optimizer=lambda rank, model: torch.optim.SGD(model.parameters(), lr=only(1, 0.2, 0.1)(rank)),
+    ),
+    "the same batch": Case(RanksDiffer, ("same batch", "shoal.shard"), batch=lambda rank: batch(0)),
+}
+
+SAMPLES = {
+    "no sample": Case(SampleError, ("there is no sample", "sample=(x, y)"), options=option(sample=None)),
+    "not a pair": Case(SampleError, ("not a pair", "float32 (4, 6)"), options=option(sample=batch(0)[0])),
+    "a triple": Case(SampleError, ("not a pair",), options=option(sample=(*batch(0), 1))),
+    "no rows": Case(SampleError, ("no rows",), options=option(sample=(torch.empty(0, 6), torch.empty(0)))),
+    "a wrong shape": Case(
+        SampleError,
+        ("(4, 7)", "normalized_shape", "try loss_fn"),
+        options=option(sample=(torch.ones(4, 7), batch(0)[1])),
+    ),
+    "wrong keys": Case(
+        SampleError, ("'inputs'", "{inputs: "), options=option(sample=({"inputs": batch(0)[0]}, batch(0)[1]))
+    ),
+    "a wrong target": Case(
+        SampleError, ("loss_fn does not take", "float32 (4,)"), options=option(sample=(batch(0)[0], torch.ones(4)))
+    ),
+    "a loss of many": Case(
+        SampleError, ("(4,)", "not a scalar", ".mean()"), loss=lambda rank: nn.CrossEntropyLoss(reduction="none")
+    ),
+    "a loss that is a number": Case(SampleError, ("no loss", "got: 1.0"), loss=lambda rank: lambda o, t: 1.0),
+    "a loss of nothing": Case(
+        SampleError, ("does not depend",), loss=lambda rank: lambda o, t: torch.ones((), requires_grad=False)
+    ),
+    "a target without a loss": Case(SampleError, ("no loss_fn to take it",), loss=lambda rank: None),
+    "a model without its loss": Case(
+        SampleError, ("(4, 3)", ".loss"), loss=lambda rank: None, options=option(sample=(batch(0)[0], None))
+    ),
+}
+
+OTHERS = {
+    "no optimizer": Case(UsageError, ("not a torch optimizer", "str"), optimizer=lambda rank, model: "sgd"),
+    "another model's optimizer": Case(
+        UsageError, ("holds none",), optimizer=lambda rank, other: sgd(model().parameters())
+    ),
+    "a model that is none": Case(
+        UsageError,
+        ("not an nn.Module", "str"),
+        model=lambda r: "model",
+        optimizer=lambda r, _: sgd(model().parameters()),
+    ),
+    "a frozen model": Case(
+        UsageError,
+        ("no trainable parameter",),
+        model=lambda rank: model().requires_grad_(False),
+        optimizer=lambda rank, _: sgd(model().parameters()),
+    ),
+    "a compiled model": Case(
+        UsageError, ("compiled already", "block"), model=lambda rank: torch.compile(model(), backend="eager")
+    ),
+}
+
+
+def told(case: Case, ranks: int = RANKS) -> list[Exception]:
+    """What every rank hears as it parallelises and makes one step."""
+
+    def work(comm: ThreadComm) -> Exception:
+        with using(comm) as session:
+            hosts = tuple(f"h{rank}" for rank in range(ranks))
+            session.cluster = Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)  # so no links are measured
+            its_model = case.model(comm.rank)
+            optimizer = case.optimizer(comm.rank, its_model)
+            options = {"sample": batch(comm.rank), **case.options(comm.rank)}
+            try:
+                its_model, loss, optimizer = shoal.parallelize(its_model, case.loss(comm.rank), optimizer, **options)
+                x, y = case.batch(comm.rank)
+                loss(its_model(x), y).backward()
+            except UsageError as error:
+                return error
+        raise AssertionError(f"rank {comm.rank} went on")
+
+    return run(ranks, work, timeout_s=20)
+
+
+ALL = {
+    **PLANS,
+    **{f"ranks with different {name}": each for name, each in RANKS_THAT_DIFFER.items()},
+    **SAMPLES,
+    **OTHERS,
+}
+
+
+@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
+def test_every_rank_hears_what_is_wrong_before_the_first_step(case: Case) -> None:
+    for error in told(case):
+        assert type(error) is case.error
+        for words in case.said:
+            assert words in str(error)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(SampleError, ("(4, 7)",), options=lambda r: {"sample": (torch.ones(4, only(1, 7, 6)(r)), batch(r)[1])}),
+        Case(UsageError, ("not a torch optimizer",), optimizer=lambda r, m: only(1, "sgd", sgd(m.parameters()))(r)),
+        Case(PlanError, ("'7'",), options=lambda rank: {"pins": only(1, {"7": "factor"}, None)(rank)}),
+        Case(SampleError, ("no loss_fn",), loss=only(1, None, nn.CrossEntropyLoss())),
+    ],
+    ids=["sample", "optimizer", "pin", "loss"],
+)
+def test_what_is_wrong_on_one_rank_only_is_told_on_all_with_its_name(case: Case) -> None:
+    first, its_own, last = told(case)
+    assert type(its_own) is case.error
+    for error in (first, last):
+        assert isinstance(error, UsageError)
+        assert str(error).startswith("rank 1 ")
+        assert error.rank == 1
+        for words in case.said:
+            assert words in str(its_own) and words in str(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["a pin that matches nothing", "no strategies", "a plan for other ranks", "a frozen model"]
+)
+def test_a_process_alone_hears_the_same(name: str) -> None:
+    case = ALL[name]
+    (error,) = told(case, ranks=1)
+    assert type(error) is case.error
+
+
+def test_a_plan_file_that_was_edited_wrongly_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json().replace('"strategy": "replicate"', '"strategie": "replicate"', 1))
+    for error in told(Case(PlanError, (), options=option(plan=str(path)))):
+        assert f"{path}, choice 0 has unknown fields" in str(error)
+        assert "strategie" in str(error)
+
+
+def test_the_same_model_twice() -> None:
+    def work(comm: ThreadComm) -> None:
+        with using(comm):
+            its_model = model()
+            for _ in range(2):
+                shoal.parallelize(
+                    its_model, nn.CrossEntropyLoss(), sgd(its_model.parameters()), sample=batch(comm.rank)
+                )
+
+    with pytest.raises(UsageError, match="parallelised already"):
+        run(2, work)
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"start_timeout_s": -1}])
+def test_time_outs_are_checked(options: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="more than 0 s"):
+        shoal.init(**options)  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""Ranks that are lost, as data: the others end soon, each naming the rank, and nothing is left running.
+
+Most run on threads. Real processes show what only they can: connections that break, a process that is stopped, exits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm.faulty import Drop, Fault, FaultyComm, Kill, Killed
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.contracts import Launcher
+from shoal.core.errors import DeadlinePassed, PeerLost
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.job import Job
+from shoal.launch.lab import Lab
+from shoal.launch.local import Local
+from shoal.launch.namespaces import NAMES
+from shoal.launch.torchrun import Torchrun
+from shoal.runtime.session import using
+
+_SOON_S = 10.0  # on a loaded machine: about 3 to tell who is lost or what passed, 1 for PyTorch to end
+_LAUNCHER_S = 4.0  # to end a rank that does not end by itself
+
+needs_lab = pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
+
+# Trains a tiny model; at step 5 rank WHO does what FAULT says. The links are not measured, to be quick.
+TRAIN = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import shoal
+from shoal.comm import heartbeat
+from shoal.core.facts import Link
+from shoal.runtime.session import current
+
+heartbeat._SILENT_S = 2.0
+world = shoal.init(timeout_s=float(os.environ["TIMEOUT_S"]), start_timeout_s=60)
+assert shoal.init() == world
+hosts = tuple(str(rank) for rank in range(world.size))
+current().cluster = shoal.Cluster(shoal.Topology(hosts), Link(1e-4, 1e8), 1.0)
+generator = torch.Generator().manual_seed(world.rank)
+def batch():
+    return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+shoal.parallelize(model, loss_fn, optimizer, sample=batch())
+faults = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": lambda: {}["boom"],
+    "exit": sys.exit,
+    "one backward more": lambda: loss_fn(model(batch()[0]), batch()[1]).backward(),
+}
+for step in range(8):
+    x, y = batch()
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    if step == 5 and world.rank == int(os.environ["WHO"]) and os.environ["FAULT"]:
+        print("fault at", time.time(), flush=True)
+        faults[os.environ["FAULT"]]()
+if os.environ["FAULT"] == "one backward more" and world.rank != int(os.environ["WHO"]):
+    time.sleep(60)
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one rank of a job does, and what is said of it on how many ranks."""
+
+    launcher: str
+    fault: str
+    said: tuple[str, ...]
+    exit_codes: tuple[int, ...]
+    heard_on: int
+    who: int = 1
+    ends: bool = True  # whether all ranks end without the launcher's doing
+    timeout_s: float = 60.0
+
+
+CASES = (
+    Case("local", "kill", ("a peer was lost: rank 1 (host {host}) gives no sign of life",), (1, 137, 1), 2),
+    Case("local", "raise", ("a peer was lost: rank 1 (host {host}) failed: KeyError: 'boom'",), (1, 1), 1),
+    Case("local", "exit", ("a peer was lost: rank 1 (host {host}) has ended its program, last at:",), (1, 0), 1),
+    Case("local", "stop", ("a peer was lost: rank 1 (host {host}) gives no sign of life",), (1, 137), 1, ends=False),
+    Case(
+        "local",
+        "one backward more",
+        ("DeadlinePassed: an exchange did not end within 2 s", "absent: rank 1 (last at: after backward 7)"),
+        (1, 143),
+        1,
+        who=0,
+        ends=False,
+        timeout_s=2.0,
+    ),
+    Case("by hand", "kill", ("rank 0 (host {host}), which held the store, is gone",), (137, 1, 1), 2, who=0),
+    Case("torchrun", "kill", (), (143, 137), 0),  # it ends the others before they can say anything, and names the rank
+    Case("lab", "kill", ("a peer was lost: rank 1 (host h1) gives no sign of life",), (1, 137), 1),
+)
+
+
+def launched(case: Case) -> tuple[int, ...]:
+    """Run the case; the ranks' exit codes."""
+    variables = {"FAULT": case.fault, "WHO": str(case.who), "TIMEOUT_S": str(case.timeout_s), "SHOAL_TEST": "1"}
+    job = Job((sys.executable, "-c", TRAIN), len(case.exit_codes), variables, grace_s=15.0 if case.ends else 0.5)
+    if case.launcher == "by hand":
+        return by_hand(job)
+    launchers: dict[str, Launcher] = {
+        "local": Local(),
+        "torchrun": Torchrun(),
+        "lab": Lab(hosts=job.ranks, rate="none"),
+    }
+    return launchers[case.launcher].launch(job).exit_codes
+
+
+def by_hand(job: Job) -> tuple[int, ...]:
+    """Ranks with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and no launcher: rank 0 holds the store."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(job.ranks)}
+    shared = {**os.environ, **job.environment, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen(job.command, env={**shared, "RANK": str(rank)}) for rank in range(job.ranks)]
+    codes = [rank.wait(timeout=60) for rank in ranks]
+    return tuple(code if code >= 0 else 128 - code for code in codes)
+
+
+def left_running() -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if b"SHOAL_TEST=1" in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.fault}, {case.launcher}",
+            marks=[pytest.mark.lab, needs_lab] if case.launcher == "lab" else [],
+        )
+        for case in CASES
+    ],
+)
+def test_the_others_end_soon_with_an_error_that_names_the_rank(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+    codes = launched(case)
+    ended = time.time()
+    printed = capfd.readouterr()
+    assert codes == case.exit_codes
+    fault_at = re.search(r"fault at ([\d.]+)", printed.out)
+    assert fault_at is not None
+    assert ended - float(fault_at[1]) < _SOON_S + (0 if case.ends else _LAUNCHER_S)
+    for words in case.said:
+        assert printed.err.count(words.format(host=socket.gethostname())) == case.heard_on
+    assert "terminate called" not in printed.err
+    assert left_running() == []
+    assert [path.name for path in NAMES.glob(f"shoal-{os.getpid()}-*")] == []
+
+
+@pytest.mark.processes
+def test_an_ordinary_end_is_silent_where_rank_0_holds_the_store(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launched(Case("by hand", "", (), (0, 0), 0)) == (0, 0)
+    assert capfd.readouterr() == ("", "")
+
+
+def train(comm: ThreadComm, faults: Sequence[Fault], more: int = 0) -> None:
+    """Eight steps of a tiny model on every rank, and `more` backwards on rank 0."""
+    with using(FaultyComm(comm, faults)) as session:
+        hosts = tuple(str(rank) for rank in range(comm.size))
+        session.cluster = Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)
+        generator = torch.Generator().manual_seed(comm.rank)
+        batches = [
+            (torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)) for _ in range(9)
+        ]
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+        pins = {"0": "replicate:direct", "2": "factor"}
+        shoal.parallelize(model, loss_fn, optimizer, sample=batches[0], pins=pins)
+        for x, y in batches[: 8 + (more if comm.rank == 0 else 0)]:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("at", [5, 30, 61])  # operations of that rank on all its channels: the 2nd step, … the 8th
+def test_a_rank_that_is_killed_among_threads_is_named_by_the_others(rank: int, at: int) -> None:
+    heard: dict[int, Exception] = {}
+
+    def work(comm: ThreadComm) -> None:
+        try:
+            train(comm, [Kill(rank, at)])
+        except Exception as error:
+            heard[comm.rank] = error
+            raise
+
+    with pytest.raises(Killed):
+        run(3, work, timeout_s=20)
+    others = [error for other, error in heard.items() if other != rank]
+    assert [type(error) for error in others] == [PeerLost, PeerLost]
+    assert [error.rank for error in others if isinstance(error, PeerLost)] == [rank, rank]
+
+
+def test_a_rank_whose_messages_are_lost_is_a_deadline() -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlinePassed, match=r"rank \d sent nothing to rank \d"):  # rank 0 waits, so rank 1 does
+        run(2, lambda comm: train(comm, [Drop(rank=1, at=9)]), timeout_s=1.0)
+    assert time.monotonic() - began < 10
+
+
+def test_one_backward_more_on_one_rank_is_a_deadline() -> None:
+    with pytest.raises(DeadlinePassed, match=r"forward 8, row counts .*rank 0") as error:
+        run(3, lambda comm: train(comm, [], more=1), timeout_s=1.0)
+    assert error.value.rank in (1, 2)

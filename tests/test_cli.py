@@ -1,0 +1,210 @@
+"""The command line: each command on a tiny recipe, what it prints, how it exits. Ranks are threads where they can."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from shoal.cli import main
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.plan import Plan
+from shoal.launch.lab import Lab
+from shoal.runtime.session import using
+
+RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
+COMMANDS = ("bench", "check", "lab", "plan", "probe", "train")
+needs_lab = pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def shoal(*arguments: str | Path, ranks: int = 1) -> list[int]:
+    """Run `shoal ARGUMENTS` on threads as ranks; their exit codes."""
+
+    def work(comm: ThreadComm) -> int:
+        with using(comm) if ranks > 1 else nullcontext():
+            try:
+                main([str(each) for each in arguments], prog_name="shoal")
+            except SystemExit as ended:
+                return int(ended.code or 0)
+        raise AssertionError("a command line always exits")
+
+    return run(ranks, work, timeout_s=30)
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def test_help_lists_every_command_on_one_line() -> None:
+    shown = CliRunner().invoke(main, ["--help"]).output
+    assert sorted(main.commands) == sorted(COMMANDS)
+    for name in COMMANDS:
+        assert re.search(rf"^  {name}  +[A-Z].*\.$", shown, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option(command: str) -> None:
+    result = CliRunner().invoke(main, [command, "--help"])
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+    for parameter in main.commands[command].params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help and parameter.help.endswith((".", ")"))
+            assert parameter.opts[0] in result.output
+
+
+def test_train_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("train", RECIPE, "--epochs", "3") == [0]
+    printed = capsys.readouterr().out
+    assert "epoch 3: loss" in printed
+    assert "36 steps" in printed
+    assert float(re.search(r"test accuracy ([\d.]+)%", printed)[1]) > 75  # type: ignore[index]
+
+
+def test_train_on_two_ranks_shows_the_plan_and_compares_the_prediction(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    assert shoal("train", RECIPE, "--steps", "6", "--pin", "2=factor", "--save-plan", path, ranks=2) == [0, 0]
+    printed = squeezed(capsys.readouterr().out)
+    assert printed.count("plan for 2 ranks") == 1
+    assert "6 steps" in printed
+    assert re.search(r"predicted step [\d.]+ ms: \d+% (under|over) the measured one", printed)
+    assert Plan.load(path).choice("2").strategy == "factor"
+
+
+def test_a_plan_made_without_a_network_is_saved_and_followed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    assert shoal("plan", RECIPE, "--ranks", "3", "--rate", "200mbit", "--pin", "*=factor", "--save", path) == [0]
+    assert "plan for 3 ranks" in squeezed(capsys.readouterr().out)
+    assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=3) == [0, 0, 0]
+    assert squeezed(capsys.readouterr().out).count("│ factor │") == 2
+    assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [2, 2]
+    assert "another number of ranks" in capsys.readouterr().err
+
+
+def test_check_passes_where_ranks_equal_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("check", RECIPE, "--steps", "3", ranks=2) == [0, 0]
+    printed = squeezed(capsys.readouterr().out)
+    worst = re.search(r"2 ranks against one process, 3 steps in float64: largest relative difference (\S+)", printed)
+    assert worst is not None and float(worst[1]) < 1e-10
+    assert "0.weight" in printed
+
+
+def test_check_fails_where_they_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("check", RECIPE, "--steps", "3", "--pin", "2=replicate:nothing", ranks=2) == [1, 1]
+    assert "not the same as one process" in capsys.readouterr().err
+
+
+def test_probe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("probe", ranks=2) == [0, 0]
+    printed = squeezed(capsys.readouterr().out)
+    assert printed.count("link rate, each direction") == 1
+    assert re.search(r"link rate, each direction │ [\d,]+ Mbit/s", printed)
+
+
+@pytest.mark.processes
+def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    options = ("--against", "ddp", "--rounds", "2", "--steps", "1", "--json", str(path))
+    command = (sys.executable, "-m", "shoal", "bench", RECIPE, "-w", "2", *options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    figures = json.loads(path.read_text())
+    assert set(figures["median_s"]) == {"shoal", "ddp"}
+    assert [len(times) for times in figures["rounds_s"].values()] == [2, 2]
+    ratio = figures["ratio_to_shoal"]["ddp"]
+    assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert f"{ratio['median']:.2f}" in done.stdout
+
+
+@pytest.mark.processes
+def test_train_starts_workers_that_end_in_silence() -> None:
+    command = (str(Path(sys.executable).parent / "shoal"), "train", RECIPE, "--workers", "2", "--steps", "3")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "[rank 0] 3 steps" in done.stdout
+    assert all(line.startswith("[rank 0] ") for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("trian", RECIPE), "Did you mean 'train'?"),
+        (("train",), "RECIPE"),
+        (("train", RECIPE.replace("recipe", "recipee")), "did you mean"),
+        (("train", RECIPE, "--pin", "2"), "a pin is LAYER=STRATEGY"),
+        (("train", RECIPE, "--pin", "3=factor"), "such as 0, 2"),
+        (("train", RECIPE, "--strategy", "fctor"), "did you mean 'factor'?"),
+        (("train", RECIPE, "--plan", "nowhere.json"), "nowhere.json cannot be read"),
+        (("train", RECIPE, "--save-plan", "nowhere/plan.json"), "there is no folder nowhere"),
+        (("train", RECIPE, "--workers", "0"), "--workers"),
+        (("plan", RECIPE, "--ranks", "2", "--rate", "1gb"), "--rate 200mbit"),
+        (("bench", RECIPE), "add --workers 2"),
+        (("bench", RECIPE, "--against", "dpd"), "plain, ddp, fsdp2"),
+        (("bench", RECIPE, "--json", "nowhere/b.json"), "there is no folder nowhere"),
+        (("lab",), "COMMAND"),
+        (("lab", "--rate", "fast", "--", "true"), "200mbit"),
+        (("lab", "--hosts", "0", "--", "true"), "--hosts"),
+    ],
+    ids=lambda value: " ".join(value[:3]).replace(RECIPE, "R") if isinstance(value, tuple) else "",
+)
+def test_mistakes_exit_with_2_and_a_message(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal(*arguments) == [2]
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+
+
+def test_of_several_ranks_only_the_first_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("train", RECIPE, "--pin", "3=factor", ranks=3) == [2, 2, 2]
+    printed = capsys.readouterr().err
+    assert printed.count("the pin '3' matches no layer") == 3
+    assert printed.count("do this:") == 1
+
+
+def test_an_error_in_the_recipe_shows_its_lines_and_none_of_shoals(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "broken.py"
+    text = Path(RECIPE).read_text().replace("    return nn.Sequential(", "    {}['width']\n    return nn.Sequential(")
+    path.write_text(text)
+    at = text[: text.index("{}['width']")].count("\n") + 1
+    assert shoal("train", path) == [1]
+    printed = capsys.readouterr().err
+    assert printed.startswith("shoal: the recipe failed\nTraceback")
+    assert f'File "{path}", line {at}, in model' in printed
+    assert printed.endswith("KeyError: 'width'\n")
+    assert printed.count('File "') == 1
+
+
+def test_lab_says_what_this_machine_lacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lab, "missing", lambda self: "it needs root, to make network namespaces")
+    assert shoal("lab", "--", "true") == [2]
+    assert "a lab cannot be built here: it needs root" in capsys.readouterr().err
+
+
+@pytest.mark.lab
+@needs_lab
+def test_lab_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[str]) -> None:
+    script = 'echo $RANK of $WORLD_SIZE: "$@"; exit $((RANK * 3))'
+    assert shoal("lab", "--hosts", "2", "--rate", "none", "--", "sh", "-c", script, "sh", "--rate", "x") == [3]
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[h0] 0 of 2: --rate x", "[h1] 1 of 2: --rate x"]
