@@ -37,7 +37,7 @@ _LAUNCHER_S = 4.0  # to end a rank that does not end by itself
 
 needs_lab = pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
 
-# Trains a tiny model; at step 5 rank WHO does what FAULT says. The links are not measured, to be quick.
+# Trains a tiny model; rank WHO does what FAULT says, at step 5 or before set-up. No links are measured, to be quick.
 TRAIN = """
 import os, signal, sys, time
 import torch
@@ -57,7 +57,6 @@ def batch():
     return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
 model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-shoal.parallelize(model, loss_fn, optimizer, sample=batch())
 faults = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -65,14 +64,18 @@ faults = {
     "exit": sys.exit,
     "one backward more": lambda: loss_fn(model(batch()[0]), batch()[1]).backward(),
 }
+def strike(at):
+    if (at, str(world.rank)) == (os.environ["AT"], os.environ["WHO"]):
+        print("fault at", time.time(), flush=True)
+        faults[os.environ["FAULT"]]()
+strike("set-up")
+shoal.parallelize(model, loss_fn, optimizer, sample=batch())
 for step in range(8):
     x, y = batch()
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
     optimizer.step()
-    if step == 5 and world.rank == int(os.environ["WHO"]) and os.environ["FAULT"]:
-        print("fault at", time.time(), flush=True)
-        faults[os.environ["FAULT"]]()
+    strike(str(step))
 if os.environ["FAULT"] == "one backward more" and world.rank != int(os.environ["WHO"]):
     time.sleep(60)
 """
@@ -88,6 +91,7 @@ class Case:
     exit_codes: tuple[int, ...]
     heard_on: int
     who: int = 1
+    at: str = "5"  # the step, or "set-up"
     ends: bool = True  # whether all ranks end without the launcher's doing
     timeout_s: float = 60.0
 
@@ -96,7 +100,15 @@ CASES = (
     Case("local", "kill", ("a peer was lost: rank 1 (host {host}) gives no sign of life",), (1, 137, 1), 2),
     Case("local", "raise", ("a peer was lost: rank 1 (host {host}) failed: KeyError: 'boom'",), (1, 1), 1),
     Case("local", "exit", ("a peer was lost: rank 1 (host {host}) has ended its program, last at:",), (1, 0), 1),
-    Case("local", "stop", ("a peer was lost: rank 1 (host {host}) gives no sign of life",), (1, 137), 1, ends=False),
+    Case(
+        "local",
+        "stop",
+        ("a peer was lost: rank 1 (host {host}) gives no sign of life",),
+        (1, 137),
+        1,
+        at="set-up",
+        ends=False,
+    ),
     Case(
         "local",
         "one backward more",
@@ -115,7 +127,13 @@ CASES = (
 
 def launched(case: Case) -> tuple[int, ...]:
     """Run the case; the ranks' exit codes."""
-    variables = {"FAULT": case.fault, "WHO": str(case.who), "TIMEOUT_S": str(case.timeout_s), "SHOAL_TEST": "1"}
+    variables = {
+        "FAULT": case.fault,
+        "WHO": str(case.who),
+        "AT": case.at,
+        "TIMEOUT_S": str(case.timeout_s),
+        "SHOAL_TEST": "1",
+    }
     job = Job((sys.executable, "-c", TRAIN), len(case.exit_codes), variables, grace_s=15.0 if case.ends else 0.5)
     if case.launcher == "by hand":
         return by_hand(job)
@@ -177,7 +195,7 @@ def test_the_others_end_soon_with_an_error_that_names_the_rank(case: Case, capfd
 
 @pytest.mark.processes
 def test_an_ordinary_end_is_silent_where_rank_0_holds_the_store(capfd: pytest.CaptureFixture[str]) -> None:
-    assert launched(Case("by hand", "", (), (0, 0), 0)) == (0, 0)
+    assert launched(Case("by hand", "", (), (0, 0), 0, at="never")) == (0, 0)
     assert capfd.readouterr() == ("", "")
 
 

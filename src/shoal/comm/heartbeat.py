@@ -209,7 +209,7 @@ class Heartbeat:
         turn, ticks = self._turn, 0
         while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
             turn, ticks = self._turn, ticks + 1 if turn == self._turn else 0  # not seconds: this process may be stopped
-            limit_s = math.inf
+            limit_s = 2 * _DEAD_S if self._doubt else _SILENT_S
             if not self._server.is_alive():
                 limit_s = 0.0 if self._doubt else math.inf  # it let go of a store whose holder has left
             if ticks * _BEAT_S > limit_s:
