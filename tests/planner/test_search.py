@@ -75,12 +75,11 @@ def test_the_search_is_within_one_percent_of_trying_everything(seed: int) -> Non
                 for each, strategy in zip(layers, picks, strict=True)
             ],
             bucket_bytes,
-            lanes,
+            LANES,
         ).step_s
         for picks in itertools.product(*ways)
         for exchange in carriers
         for bucket_bytes in BUCKET_BYTES
-        for lanes in LANES
     )
     assert search(net, where).predicted_s <= 1.01 * best
 

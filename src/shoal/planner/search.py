@@ -23,10 +23,10 @@ from shoal.core.registry import found, named
 from shoal.planner.timeline import Predictor
 
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
-LANES = (1, 2, 3)
+LANES = 3  # in flight at once: with one, the link idles between buckets; more gain nothing
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
 _PLAIN = "replicate"
-_START = ("allreduce", 4 << 20, 3)
+_START = ("allreduce", 4 << 20, LANES)
 
 
 def search(
@@ -91,7 +91,7 @@ class _Search:
         return best_s, self._choices(picks, carrier[0]), carrier[1], carrier[2]
 
     def _carriers(self) -> list[tuple[str, int, int]]:
-        return [(e, b, lanes) for e in self._exchanges for b in BUCKET_BYTES for lanes in LANES]
+        return [(exchange, nbytes, LANES) for exchange in self._exchanges for nbytes in BUCKET_BYTES]
 
     def _choices(self, picks: Mapping[str, tuple[str, str]], exchange: str) -> list[Choice]:
         return [

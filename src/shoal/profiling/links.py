@@ -26,6 +26,7 @@ _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
 _GROUPS, _MOST_IN_GROUP = 9, 16  # of messages timed together, so that clumps even out; the median group counts
 _SMALL_BUCKET = 1 << 20
 _SHARE_BUDGET_S = 1.5  # for each exchange
+_COMPUTE_WIDTH = 256  # of the products that the main thread computes meanwhile: under a millisecond each
 _MOST_ROUNDS = 16
 
 
@@ -97,6 +98,8 @@ def probe_shares(
 ) -> dict[str, float]:
     """Measure at what share of the link's rate each exchange moves its stated bytes, as the engine will run it.
 
+    The main thread computes meanwhile, as it does in backward: where ranks share cores, messages wait for a processor.
+
     Args:
         comm: the ranks, all of which call this at once with the same exchanges.
         link: what `probe_link` measured.
@@ -132,7 +135,9 @@ def _stated_s(exchange: Exchange, bucket: Bucket, topology: Topology, link: Link
 def _measured_s(
     comm: Comm, exchange: Exchange, bucket: Bucket, lanes: Sequence[Comm], pool: Executor, device: torch.device
 ) -> float:
-    """Seconds a bucket, with as many of them in flight as there are lanes, back to back."""
+    """Seconds a bucket, with as many of them in flight as there are lanes, back to back, beside compute."""
+    operand = torch.ones(_COMPUTE_WIDTH, _COMPUTE_WIDTH, device=device)
+    product = torch.empty_like(operand)
     flats = [torch.zeros(bucket.numel, dtype=torch.float32, device=device) for _ in lanes]
 
     def serve(lane: Comm, flat: Tensor, rounds: int) -> None:
@@ -143,7 +148,11 @@ def _measured_s(
     def slowest(rounds: int) -> float:
         comm.gather_objects(None)
         start = time.perf_counter()
-        list(pool.map(serve, lanes, flats, [rounds] * len(lanes)))
+        serving = [pool.submit(serve, lane, flat, rounds) for lane, flat in zip(lanes, flats, strict=True)]
+        while not all(each.done() for each in serving):
+            torch.mm(operand, operand, out=product)
+        for each in serving:
+            each.result()
         _finish(device)
         round_s: list[float] = comm.gather_objects((time.perf_counter() - start) / rounds)
         return max(round_s)

@@ -30,7 +30,7 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
-from shoal.planner.search import known, repredicted, resolve, search
+from shoal.planner.search import LANES, known, repredicted, resolve, search
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link, probe_shares
@@ -42,7 +42,6 @@ from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
 
 T = TypeVar("T")
-_PROBE_LANES = 2
 
 
 def parallelize(
@@ -159,7 +158,7 @@ def measured_cluster(session: Session) -> Cluster:
             session.cluster = Cluster(topology, Link(0.0, math.inf), cores)
         else:
             link = probe_link(comm)
-            lanes = [comm.channel(f"probe{i}") for i in range(_PROBE_LANES)]
+            lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
             exact = {name: kind() for name, kind in found(exchanges, Exchange).items() if kind.exact}
             shares = probe_shares(comm, link, exact, lanes=lanes, topology=topology)
             for lane in lanes:
@@ -218,6 +217,14 @@ def _checked(
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(
                 "sparse gradients are not exchanged", where=f"module {name}", do="build it with sparse=False"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks and current().comm.size > 1:
+            raise UsageError(
+                "a hook takes the parameter's gradient while it is this rank's own (an optimizer within backward?)",
+                where=f"parameter {name}",
+                got="register_post_accumulate_grad_hook",
+                do="do its work after loss.backward(), where every gradient is the global one",
             )
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not parameters:
