@@ -218,14 +218,6 @@ def _checked(
             raise UsageError(
                 "sparse gradients are not exchanged", where=f"module {name}", do="build it with sparse=False"
             )
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks and current().comm.size > 1:
-            raise UsageError(
-                "a hook takes the parameter's gradient while it is this rank's own (an optimizer within backward?)",
-                where=f"parameter {name}",
-                got="register_post_accumulate_grad_hook",
-                do="do its work after loss.backward(), where every gradient is the global one",
-            )
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not parameters:
         raise UsageError("the model has no trainable parameter", do="unfreeze a layer before parallelize")
