@@ -60,9 +60,9 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, ranks: int) -> None:
             loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(mine.parameters(), 0.1)
             shoal.parallelize(mine, loss_fn, optimizer, sample=(ids[rows], labels[rows]), pins={"*": pin})
             attached = session.attached[mine]
-        before = traced.counts.bytes_sent, traced.counts.bytes_received
-        loss_fn(mine(ids[rows]), labels[rows]).backward()
-        counted = traced.counts.bytes_sent - before[0], traced.counts.bytes_received - before[1]
+            before = traced.counts.bytes_sent, traced.counts.bytes_received
+            loss_fn(mine(ids[rows]), labels[rows]).backward()
+            counted = traced.counts.bytes_sent - before[0], traced.counts.bytes_received - before[1]
         predictor = Predictor(attached.profile, attached.cluster)
         layers = {layer.name: layer for layer in trainable_layers(mine)}
         costs = [predictor.cost(site).traffic for site in sites(attached.plan, layers)]

@@ -82,6 +82,13 @@ def test_no_thread_is_left_after_close() -> None:
     assert set(threading.enumerate()) == before
 
 
+def test_a_backward_after_the_session_is_refused() -> None:
+    engine, _, _, loss = scripted("cba")
+    engine.close()
+    with pytest.raises(WorldError, match="has ended"):
+        loss.backward()
+
+
 def trained(comm: Comm, model: nn.Module, rows: Tensor, pins: dict[str, str], plan: Plan | None = None) -> Trained:
     """Train a copy, by a plan or one made for the pins; the plan and the parameters it ends with."""
     mine = copy.deepcopy(model)

@@ -14,6 +14,7 @@ from typing import final
 import torch
 
 from shoal.core.contracts import Comm
+from shoal.core.errors import WorldError
 
 _POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
 
@@ -50,12 +51,15 @@ class Lane:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
+        self._closed = False
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
         self._thread.start()
 
     def run(self, work: Callable[[Comm], None]) -> Errand:
-        """Queue `work(comm)` behind what the lane has."""
+        """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would do it)."""
+        if self._closed:
+            raise WorldError("the session that the model was parallelised in has ended", do="train within the session")
         errand = Errand(work, self._comm)
         self._queue.put(errand)
         return errand
@@ -66,6 +70,7 @@ class Lane:
 
     def close(self) -> None:
         """End the thread after what is queued, and give back the channel."""
+        self._closed = True
         self._queue.put(None)
         self._thread.join(timeout=1.0)
         self._comm.close()
