@@ -14,8 +14,8 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 lint: .venv/ready
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
 
 lab: .venv/ready
