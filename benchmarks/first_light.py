@@ -49,12 +49,12 @@ class Case:
 
 
 CASES = [
-    Case("alexnet", "1gbit", rounds=7, steps=4, against="ddp,plain"),
-    Case("alexnet", "200mbit", rounds=4, steps=2),
-    Case("resnet18", "1gbit", rounds=15, steps=5, against="ddp,plain"),
-    Case("resnet18", "none", rounds=15, steps=5, against="ddp,plain"),
-    Case("gpt", "1gbit", rounds=7, steps=5),
+    Case("alexnet", "1gbit", rounds=5, steps=3, against="ddp,plain"),
+    Case("resnet18", "none", rounds=12, steps=4),
+    Case("alexnet", "200mbit", rounds=4, steps=1),
+    Case("resnet18", "1gbit", rounds=12, steps=4),
     Case("digits", "1gbit", rounds=7, steps=20),
+    Case("gpt", "1gbit", rounds=7, steps=4),
 ]
 
 
