@@ -1,4 +1,4 @@
-"""Chooses: the strategy of every layer, and the exchange, bucket size and number of lanes that carry the rest.
+"""Chooses: the strategy of every layer, and the exchange and bucket size that carry the rest.
 
 Coordinate descent on the predicted step: from all-replicated, and from each layer's cheapest choice alone, take the
 layers one at a time, largest first, and keep a change that makes the step shorter; then the ways to carry the buckets;
