@@ -71,7 +71,7 @@ def bench(
         for name, peer in contenders.items():
             figures[name].append(slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1))))
     report = {
-        "command": sys.argv,
+        "command": ["shoal", *sys.argv[1:]],
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
         "ranks": current().comm.size,
         "link_mbit_per_s": attached.cluster.link.bytes_per_s * 8e-6,
