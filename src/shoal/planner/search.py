@@ -23,7 +23,7 @@ from shoal.core.registry import found, named
 from shoal.planner.timeline import Predictor
 
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
-LANES = 3  # in flight at once: with one, the link idles between buckets; more gain nothing
+LANES = 3  # in flight at once: with one, the link idles between buckets
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
 _PLAIN = "replicate"
 _START = ("allreduce", 4 << 20, LANES)

@@ -37,7 +37,7 @@ from shoal.profiling.links import probe_link, probe_shares
 from shoal.rewrite.apply import apply, check, check_served
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
-from shoal.runtime.session import Attached, Session, current
+from shoal.runtime.session import Attached, Session, current, ranks
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
 
@@ -121,10 +121,10 @@ def plan(
     Raises:
         UsageError: as for `parallelize`; or no cluster and no session.
     """
-    session = current()
-    profile = profile_model(model, loss_fn, _listed(optimizer), sample, session.comm)
-    where = cluster or measured_cluster(session)
-    return _from_first(session.comm, lambda: search(profile, where, pins=pins, strategies=strategies))
+    comm = ranks() if cluster else current().comm
+    profile = profile_model(model, loss_fn, _listed(optimizer), sample, comm)
+    where = cluster or measured_cluster(current())
+    return _from_first(comm, lambda: search(profile, where, pins=pins, strategies=strategies))
 
 
 def shard(loader: DataLoader[T]) -> DataLoader[T]:

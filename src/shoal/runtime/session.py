@@ -120,6 +120,12 @@ def current() -> Session:
     return session
 
 
+def ranks() -> Comm:
+    """The session's ranks; before `init`, this process alone."""
+    session = _session.get()
+    return ThreadComm() if session is None else session.comm
+
+
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the links."""
