@@ -120,7 +120,7 @@ class Training:
             return {"*": rest}
         kind, cluster = found(strategies, Strategy)[strategy](), cluster_of(2)
         model = copy.deepcopy(self.model)
-        profile = profile_model(model, self.loss_fn, [], self.batches[0], ThreadComm(), repeats=1)
+        profile = profile_model(model, self.loss_fn, [], self.batches[0], ThreadComm())
         served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
         assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
         return {"*": rest} | dict.fromkeys(served, strategy)

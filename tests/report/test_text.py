@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from shoal.core.cost import Pace, Price
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice
@@ -31,9 +32,19 @@ def test_an_explained_plan_shows_choice_alternatives_and_refusals() -> None:
     assert max(map(len, out.splitlines())) <= 130
 
 
-def test_a_cluster_shows_link_and_shares() -> None:
-    out = printed(text.measured_cluster(Cluster(Topology(("a", "b")), Link(2e-4, 25e6, 1e-9), 0.5, {"ring": 0.91})))
-    for expected in ("2 ranks on 2 hosts", "200 Mbit/s", "200 µs", "1.00 ns", "0.91"):
+def test_a_cluster_shows_link_and_paces() -> None:
+    ring = Pace(wall=Price(3e-4, 5e-8), cpu=Price(4e-5, 7e-9))
+    out = printed(text.measured_cluster(Cluster(Topology(("a", "b")), Link(2e-4, 25e6, 1e-9), 0.5, {"ring": ring})))
+    for expected in (
+        "2 ranks on 2 hosts",
+        "200 Mbit/s",
+        "200 µs",
+        "1.00 ns",
+        "160 Mbit/s",
+        "300 µs",
+        "7.00 ns",
+        "40 µs",
+    ):
         assert expected in out
 
 

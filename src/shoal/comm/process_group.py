@@ -14,8 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -27,21 +25,43 @@ from shoal.comm.heartbeat import Heartbeat
 from shoal.core.contracts import Comm
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 
+_TAG = 0
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
 @final
-class _Work:
-    """A torch.distributed work handle, which may be None for a rank outside the group."""
+class _Inside:
+    """While in it a thread is inside torch.distributed: its errors come out as what they stand for, who is lost.
 
-    def __init__(self, work: dist.Work | None, comm: ProcessGroupComm) -> None:
+    A class and not a generator, as it stands around every message.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, timeout_s: float) -> None:
+        self._heartbeat = heartbeat
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> None:
+        self._heartbeat.busy.add(threading.get_ident())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._heartbeat.busy.discard(threading.get_ident())
+        if isinstance(error, RuntimeError):
+            text = str(error)
+            timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+            raise self._heartbeat.judge(text.splitlines()[0], self._timeout_s if timed_out else None) from None
+
+
+@final
+class _Work:
+    """A torch.distributed work handle."""
+
+    def __init__(self, work: dist.Work, inside: _Inside) -> None:
         self._work = work
-        self._comm = comm
+        self._inside = inside
 
     def wait(self) -> None:
-        if self._work is not None:
-            with self._comm.inside():
-                self._work.wait()
+        with self._inside:
+            self._work.wait()
 
 
 @final
@@ -54,22 +74,23 @@ class ProcessGroupComm(Comm):
         self._group = group
         self._timeout_s = timeout_s
         self._heartbeat = heartbeat
+        self._inside = _Inside(heartbeat, timeout_s)
         heartbeat.wake[id(self)] = self._wake
 
     def send(self, tensor: Tensor, to: int) -> _Work:
-        with self.inside():
-            return _Work(dist.isend(tensor, group=self._group, group_dst=to), self)
+        with self._inside:  # the group's own call: dist.isend looks up the group anew, at twice the processor time
+            return _Work(self._group.send([tensor], to, _TAG), self._inside)
 
     def receive(self, tensor: Tensor, source: int) -> _Work:
-        with self.inside():
-            return _Work(dist.irecv(tensor, group=self._group, group_src=source), self)
+        with self._inside:
+            return _Work(self._group.recv([tensor], source, _TAG), self._inside)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        with self.inside():
+        with self._inside:
             dist.all_reduce(tensor, group=self._group)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
-        with self.inside():
+        with self._inside:
             dist.broadcast(tensor, group=self._group, group_src=root)
 
     def channel(self, name: str) -> ProcessGroupComm:
@@ -82,7 +103,7 @@ class ProcessGroupComm(Comm):
                     rank=rank,
                 )
         ranks = dist.get_process_group_ranks(self._group)
-        with self.inside():
+        with self._inside:
             group = dist.new_group(ranks, timeout=_seconds(self._timeout_s), group_desc=f"shoal-{name}")
         assert isinstance(group, dist.ProcessGroup)
         return ProcessGroupComm(group, self._timeout_s, self._heartbeat)
@@ -90,7 +111,7 @@ class ProcessGroupComm(Comm):
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         self.check("")
-        with self.inside():
+        with self._inside:
             dist.all_gather_object(values, value, group=self._group)
         self.reached(self._heartbeat.at)
         return values
@@ -111,21 +132,6 @@ class ProcessGroupComm(Comm):
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         return error.struck(f"rank {self.rank} at {where}") if isinstance(error, WorldError) else error
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Be inside torch.distributed: its errors come out as what they stand for, who is lost or absent."""
-        thread, busy = threading.get_ident(), self._heartbeat.busy
-        busy.add(thread)
-        try:
-            yield
-        except RuntimeError as error:
-            busy.discard(thread)
-            text = str(error)
-            timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-            raise self._heartbeat.judge(text.splitlines()[0], self._timeout_s if timed_out else None) from None
-        finally:
-            busy.discard(thread)
 
     def _wake(self) -> None:
         """Let everything that is blocked on this channel fail: there is a verdict.

@@ -1,4 +1,4 @@
-"""Costs as data: bytes that each rank sends, and seconds that a site adds to a step."""
+"""Costs as data: bytes that each rank sends, what they are priced at, and seconds that a site adds to a step."""
 
 from __future__ import annotations
 
@@ -25,6 +25,26 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Price:
+    """Seconds of traffic: `round_s` for each message that follows another, `byte_s` for each byte of the worst rank."""
+
+    round_s: float
+    byte_s: float
+
+    def of(self, traffic: Traffic) -> float:
+        """Seconds that this traffic takes."""
+        return traffic.rounds * self.round_s + traffic.worst * self.byte_s
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How an exchange does on one cluster, with as many buckets in flight as training has."""
+
+    wall: Price  # seconds on link and lane
+    cpu: Price  # seconds of one rank's processor
+
+
+@dataclass(frozen=True)
 class Cost:
     """What serving a site costs one rank in one step.
 
@@ -33,7 +53,7 @@ class Cost:
     """
 
     traffic: Traffic
-    share: float = 1.0  # of the link's rate that the traffic reaches
+    pace: Pace  # of the exchange that moves it
     backward_s: float = 0.0
     lane_s: float = 0.0
     memory_bytes: float = 0.0

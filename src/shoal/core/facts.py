@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from shoal.core.cost import Pace, Price
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -40,21 +42,26 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks and the links between them, with each exchange's measured share of the link's rate.
+    """The ranks and the links between them, with each exchange's measured pace.
 
-    `shares["direct"]` = 0.9 says that `direct` moves its stated bytes at 0.9 of `link.bytes_per_s`.
     `cores_per_rank` below 2 says that a rank's communication threads and its compute share a processor.
     """
 
     topology: Topology
     link: Link
     cores_per_rank: float = 1.0
-    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    paces: Mapping[str, Pace] = field(default_factory=lambda: MappingProxyType({}))
+    pack_byte_s: float = 0.0  # seconds of the main thread to bring a byte of gradient into its bucket
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return self.topology.size
+
+    def pace(self, exchange: str) -> Pace:
+        """An exchange's pace: as measured, else all that the link gives at the processor time that its bytes cost."""
+        unmeasured = Pace(Price(self.link.latency_s, 1 / self.link.bytes_per_s), Price(0.0, self.link.cpu_s_per_byte))
+        return self.paces.get(exchange, unmeasured)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ One rank's main thread computes; its lanes take transfers in the plan's order, s
                                                                                 gradient is there and a lane is free
     step = forward + max(backward, last lane) + optimizer                       (predict)
 
-The link is served in order of start at bytes / (rate · share) (send_s); latency is paid per round on the lane alone.
-Where ranks have less than two cores each, what lanes compute, and the processor time that bytes cost, is taken from the
+The link is served in order of start at the exchange's pace; what follows a message is paid on the lane alone.
+Where ranks have less than two cores each, what lanes compute, and the processor time of the exchange, is taken from the
 main thread (stolen). What hides costs nothing until link or processor is full. Equations: docs/planner.md.
 """
 
@@ -89,12 +89,7 @@ class Predictor:
     def alone_s(self, choice: Choice) -> tuple[float, float]:
         """Bytes, and seconds of link and lane, of one layer served by itself."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
-        seconds = self.send_s(cost) + cost.traffic.rounds * self.cluster.link.latency_s + cost.lane_s
-        return cost.traffic.worst, seconds
-
-    def send_s(self, cost: Cost) -> float:
-        """Seconds that the link is taken: bytes / (rate · share)."""
-        return cost.traffic.worst / (self.cluster.link.bytes_per_s * cost.share)
+        return cost.traffic.worst, cost.pace.wall.of(cost.traffic) + cost.lane_s
 
     def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> Timeline:
         """The timeline of a step under these choices."""
@@ -107,9 +102,8 @@ class Predictor:
         return self._run(sites, waiting, changes, lanes)
 
     def _run(self, sites: list[Site], waiting: dict[str, list[int]], changes: dict[str, float], lanes: int) -> Timeline:
-        link = self.cluster.link
         stolen_part = min(1.0, max(0.0, 2.0 - self.cluster.cores_per_rank))
-        cpu_s_per_byte = link.cpu_s_per_byte / min(1.0, self.cluster.cores_per_rank)
+        cores = min(1.0, self.cluster.cores_per_rank)
         lane_free = [0.0] * lanes
         link_free = lane_cpu_free = clock = profiled = sent_bytes = 0.0
         debts: list[tuple[float, float]] = []  # (when, seconds of lane compute that the main thread will feel)
@@ -120,13 +114,13 @@ class Predictor:
             index = len(spans)
             cost, lane = self.cost(sites[index]), index % lanes
             begin = max(now, lane_free[lane])
-            sent = max(begin, link_free) + self.send_s(cost)
+            sent = max(begin, link_free) + cost.traffic.worst * cost.pace.wall.byte_s
             link_free = sent
-            arrived = sent + cost.traffic.rounds * link.latency_s
+            arrived = sent + cost.traffic.rounds * cost.pace.wall.round_s
             end = max(arrived, lane_cpu_free if stolen_part else 0.0) + cost.lane_s
             lane_cpu_free = end
             lane_free[lane] = end
-            debts.append((arrived, stolen_part * (cost.lane_s + cpu_s_per_byte * cost.traffic.worst)))
+            debts.append((arrived, stolen_part * (cost.lane_s + cost.pace.cpu.of(cost.traffic) / cores)))
             spans.append(Span(sites[index], now, sent, end))
             sent_bytes += cost.traffic.worst
 

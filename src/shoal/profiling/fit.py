@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def fit_line(seconds: Mapping[int, float]) -> tuple[float, float]:
+def fit_line(seconds: Mapping[int, float] | Mapping[float, float]) -> tuple[float, float]:
     """Least squares of `seconds[size]` = fixed + slope · size with neither part below 0.
 
     Weighted by 1/seconds: the large sizes decide the slope, the small ones the fixed part.

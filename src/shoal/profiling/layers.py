@@ -1,8 +1,8 @@
 """Measures a model on a sample: for each layer its size as a product, its times, and when its gradients come.
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training will find them;
-the profile is the maximum over ranks, the same on every rank. Costs a few training steps (of a slow model two, or what
-20 seconds allow) and leaves no trace: see untraced.py.
+the profile is the maximum over ranks, the same on every rank. Costs some training steps (of a slow model two, of a
+quick one half a second's) and leaves no trace: see untraced.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median_low
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,8 @@ from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, outside_use
 
 T = TypeVar("T")
-_BUDGET_S = 20.0  # for the measured steps of a slow model
+_FEWEST, _MOST = 3, 25  # measured steps, after one to warm up
+_ENOUGH_S, _BUDGET_S = 0.5, 20.0  # for more than the fewest; for more than one
 
 
 def profile_model(
@@ -38,8 +40,6 @@ def profile_model(
     optimizers: Sequence[Optimizer],
     sample: Any,
     comm: Comm,
-    *,
-    repeats: int = 3,
 ) -> ModelProfile:
     """Measure a training step of the model on one batch, on all ranks at once.
 
@@ -49,7 +49,6 @@ def profile_model(
         optimizers: those of the model; their step is measured on copies.
         sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of keyword arguments.
         comm: the ranks that measure together; with one rank nothing is exchanged.
-        repeats: steps to measure after one to warm up; fewer where they would take more than 20 seconds.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -64,7 +63,7 @@ def profile_model(
     clock = Clock(_device(layers))
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
-        borrowed, step = _measured_step(checked, layers, clock, comm, repeats)
+        borrowed, step = _measured_step(checked, layers, clock, comm)
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
@@ -105,10 +104,11 @@ def _agreed(work: Callable[[], T], comm: Comm) -> T:
     return result
 
 
-def _measured_step(
-    sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm, repeats: int
-) -> tuple[dict[str, str], Step]:
-    """Warm up, finding borrowed weights, then measure: those weights, and the step of median duration, whole."""
+def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm) -> tuple[dict[str, str], Step]:
+    """Warm up, finding borrowed weights, then measure: those weights, and one step, whole.
+
+    It is the same step on every rank: that in which the slowest rank took what it takes in the median.
+    """
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
 
@@ -123,11 +123,14 @@ def _measured_step(
         return watch_step(sample, layers, clock)
 
     borrowed, first = _agreed(warm_up, comm)
-    affordable = int((_BUDGET_S - (time.perf_counter() - start)) / first.total_s)
-    count = max(1, min(comm.gather_objects(min(repeats, affordable))))
-    steps = sorted((measure() for _ in range(count)), key=lambda step: step.total_s)
+    left_s = _BUDGET_S - (time.perf_counter() - start)
+    affordable = min(max(_FEWEST, int(_ENOUGH_S / first.total_s)), int(left_s / first.total_s), _MOST)
+    count = max(1, min(comm.gather_objects(affordable)))
+    steps = [measure() for _ in range(count)]
     drop_gradients(parameters)
-    return borrowed, steps[len(steps) // 2]
+    ranks: list[list[float]] = comm.gather_objects([step.total_s for step in steps])
+    slowest_s = [max(same) for same in zip(*ranks, strict=True)]
+    return borrowed, steps[slowest_s.index(median_low(slowest_s))]
 
 
 def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, outside: str) -> LayerProfile:

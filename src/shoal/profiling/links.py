@@ -1,4 +1,4 @@
-"""Measures the links: latency, rate and processor cost of a byte, and how much of the rate each exchange reaches.
+"""Measures the links: latency, rate and processor cost of a byte.
 
 Every rank sends to the next and receives from the one before, all at once, back to back: after a pause a shaped link
 lets a burst (128 KB in the lab) pass for free, so each size begins with messages that are not counted, and the large
@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Sequence
 from statistics import median
 
 import torch
-from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange
-from shoal.core.facts import Link, Topology
+from shoal.core.contracts import Comm
+from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _CPU = torch.device("cpu")
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
 _GROUPS, _MOST_IN_GROUP = 9, 16  # of messages timed together, so that clumps even out; the median group counts
-_SMALL_BUCKET = 1 << 20
-_SHARE_BUDGET_S = 1.5  # for each exchange
-_COMPUTE_WIDTH = 256  # of the products that the main thread computes meanwhile: under a millisecond each
-_MOST_ROUNDS = 16
 
 
 def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.0, device: torch.device = _CPU) -> Link:
@@ -84,81 +78,6 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, device: torch.device
     cpu_s_per_byte = (time.process_time() - cpu_start) / (groups * in_group * size)
     ranks = comm.gather_objects((message_s, cpu_s_per_byte))
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
-
-
-def probe_shares(
-    comm: Comm,
-    link: Link,
-    exchanges: Mapping[str, Exchange],
-    *,
-    lanes: Sequence[Comm],
-    nbytes: int = 4 << 20,
-    topology: Topology | None = None,
-    device: torch.device = _CPU,
-) -> dict[str, float]:
-    """Measure at what share of the link's rate each exchange moves its stated bytes, as the engine will run it.
-
-    The main thread computes meanwhile, as it does in backward: where ranks share cores, messages wait for a processor.
-
-    Args:
-        comm: the ranks, all of which call this at once with the same exchanges.
-        link: what `probe_link` measured.
-        exchanges: by name.
-        lanes: one channel for each bucket in flight at once; each gets a thread.
-        nbytes: of a bucket; 1 MiB where that would take too long on this link.
-        topology: which hosts the ranks are on; each on its own where it is not given.
-        device: where buckets lie.
-
-    Returns:
-        By name: seconds that the stated bytes and rounds should take / seconds that a bucket took, between 0.01 and 4
-        (above 1 where lanes hide each other's latency); 1 for an exchange that sends nothing. The same on every rank.
-    """
-    topology = topology or Topology(tuple(f"host {rank}" for rank in range(comm.size)))
-    shares = {}
-    with ThreadPoolExecutor(len(lanes), thread_name_prefix="probe lane") as pool:
-        for name, exchange in exchanges.items():
-            bucket = Bucket(nbytes // 4, 4)
-            if 2 * len(lanes) * _stated_s(exchange, bucket, topology, link) > _SHARE_BUDGET_S:
-                bucket = Bucket(min(nbytes, _SMALL_BUCKET) // 4, 4)
-            stated_s = _stated_s(exchange, bucket, topology, link)
-            measured_s = _measured_s(comm, exchange, bucket, lanes, pool, device) if stated_s else 0.0
-            shares[name] = min(max(stated_s / measured_s, 0.01), 4.0) if stated_s else 1.0
-    return shares
-
-
-def _stated_s(exchange: Exchange, bucket: Bucket, topology: Topology, link: Link) -> float:
-    """Seconds that a bucket takes at the link's full rate; 0 for an exchange that sends nothing."""
-    traffic = exchange.traffic(bucket, topology)
-    return traffic.worst / link.bytes_per_s + traffic.rounds * link.latency_s if traffic.worst else 0.0
-
-
-def _measured_s(
-    comm: Comm, exchange: Exchange, bucket: Bucket, lanes: Sequence[Comm], pool: Executor, device: torch.device
-) -> float:
-    """Seconds a bucket, with as many of them in flight as there are lanes, back to back, beside compute."""
-    operand = torch.ones(_COMPUTE_WIDTH, _COMPUTE_WIDTH, device=device)
-    product = torch.empty_like(operand)
-    flats = [torch.zeros(bucket.numel, dtype=torch.float32, device=device) for _ in lanes]
-
-    def serve(lane: Comm, flat: Tensor, rounds: int) -> None:
-        for _ in range(rounds):
-            exchange.reduce(flat, lane)
-            exchange.gather(flat, lane)
-
-    def slowest(rounds: int) -> float:
-        comm.gather_objects(None)
-        start = time.perf_counter()
-        serving = [pool.submit(serve, lane, flat, rounds) for lane, flat in zip(lanes, flats, strict=True)]
-        while not all(each.done() for each in serving):
-            torch.mm(operand, operand, out=product)
-        for each in serving:
-            each.result()
-        _finish(device)
-        round_s: list[float] = comm.gather_objects((time.perf_counter() - start) / rounds)
-        return max(round_s)
-
-    first_s = slowest(1)  # makes the connections, and uses up the burst
-    return slowest(max(2, min(int(_SHARE_BUDGET_S / first_s), _MOST_ROUNDS))) / len(lanes)
 
 
 def _finish(device: torch.device) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from shoal.profiling.timeline import Clock
 
 _MOST_ELEMENTS = 16_000_000  # 64 MB of float32: beyond every cache, and still small beside a model's own memory
-_REPEATS = 3
 _PASSES = 5  # over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
 
 
@@ -35,8 +33,7 @@ def _seconds(optimizer: Optimizer) -> float:
     clock = Clock(tensors[0].device)
     try:
         copy = type(optimizer)(groups, **_options(optimizer))
-        copy.step()
-        measured = median(clock.time(copy.step) for _ in range(_REPEATS))
+        measured = clock.usual(copy.step)
     except Exception:  # it needs a closure, other arguments, sparse gradients … : whatever it is, its cost is memory
         measured = _PASSES * _copy_seconds(tensors, clock)
     return measured / share
@@ -82,4 +79,4 @@ def _copy_seconds(tensors: list[Tensor], clock: Clock) -> float:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     source = torch.zeros(max(nbytes, 1 << 20), dtype=torch.uint8, device=tensors[0].device)
     target = torch.zeros_like(source)
-    return median(clock.time(lambda: target.copy_(source)) for _ in range(_REPEATS)) * nbytes / source.numel()
+    return clock.usual(lambda: target.copy_(source)) * nbytes / source.numel()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from shoal.profiling.fit import fit_line
 from shoal.profiling.timeline import Clock
 
 _MOST_WORK = 2e9  # multiplications in one measurement: larger ones only take longer to say the same
-_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,7 @@ def measure_products(products: Mapping[str, Product], ranks: int) -> dict[str, P
 def _measure(product: Product, ranks: int) -> ProductCost:
     clock = Clock(product.device)
 
-    def seconds(work: Callable[[], object]) -> float:
-        work()
-        return median(clock.time(work) for _ in range(_REPEATS))
-
     low, high = product.sizes(ranks)
-    fixed_s, s_per_row = fit_line({rows: seconds(product.work(rows)) for rows in (low, high)})
-    own_s = seconds(product.work(low, anew=True)) + s_per_row * (product.rows - low)
+    fixed_s, s_per_row = fit_line({rows: clock.usual(product.work(rows)) for rows in (low, high)})
+    own_s = clock.usual(product.work(low, anew=True)) + s_per_row * (product.rows - low)
     return ProductCost(fixed_s, s_per_row, own_s)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from shoal.profiling.sample import Sample, tensors_in
 
 Mark = Any  # a moment: seconds on a CPU, an event on CUDA
 NOBODY = ""
+_FEWEST, _MOST, _ENOUGH_S = 3, 25, 0.05
 
 
 class Clock:
@@ -50,8 +52,13 @@ class Clock:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
-    def time(self, work: Callable[[], object]) -> float:
-        """Seconds that `work` takes."""
+    def usual(self, work: Callable[[], object]) -> float:
+        """Seconds that `work` takes, the median of a few times (of many, where it is quick) after one to warm up."""
+        first_s = self._time(work)
+        times = max(_FEWEST, min(int(_ENOUGH_S / max(first_s, 1e-9)), _MOST))
+        return median(self._time(work) for _ in range(times))
+
+    def _time(self, work: Callable[[], object]) -> float:
         start = self.mark()
         work()
         return self.seconds(start, self.mark())

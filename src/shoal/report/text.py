@@ -101,7 +101,7 @@ def _step(explanation: Explanation) -> Text:
 
 
 def measured_cluster(cluster: Cluster) -> RenderableType:
-    """The links as probed, and what share of them each exchange reaches."""
+    """The links as probed, and how fast each exchange goes over them."""
     table = Table(title=f"{cluster.size} ranks on {len(set(cluster.topology.hosts))} hosts", title_justify="left")
     table.add_column("what")
     table.add_column("measured", justify="right")
@@ -109,8 +109,14 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
     table.add_row("latency of a message", f"{cluster.link.latency_s * 1e6:.0f} µs")
     table.add_row("processor time of a byte", f"{cluster.link.cpu_s_per_byte * 1e9:.2f} ns")
     table.add_row("cores a rank", f"{cluster.cores_per_rank:g}")
-    for name, share in sorted(cluster.shares.items()):
-        table.add_row(f"{name}: share of the link's rate", f"{share:.2f}")
+    for name, pace in sorted(cluster.paces.items()):
+        rate = _rate(1 / pace.wall.byte_s) if pace.wall.byte_s else "no limit"
+        table.add_row(f"{name}: rate of its stated bytes", rate)
+        table.add_row(f"{name}: time of a message that follows another", f"{pace.wall.round_s * 1e6:,.0f} µs")
+        table.add_row(
+            f"{name}: processor time",
+            f"{pace.cpu.byte_s * 1e9:.2f} ns a byte, {pace.cpu.round_s * 1e6:.0f} µs a message",
+        )
     return table
 
 

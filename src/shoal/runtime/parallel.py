@@ -33,7 +33,8 @@ from shoal.core.registry import found
 from shoal.planner.search import LANES, known, repredicted, resolve, search
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.layers import profile_model
-from shoal.profiling.links import probe_link, probe_shares
+from shoal.profiling.links import probe_link
+from shoal.profiling.paces import probe_paces, probe_pack
 from shoal.rewrite.apply import apply, check, check_served
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
@@ -160,10 +161,10 @@ def measured_cluster(session: Session) -> Cluster:
             link = probe_link(comm)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
             exact = {name: kind() for name, kind in found(exchanges, Exchange).items() if kind.exact}
-            shares = probe_shares(comm, link, exact, lanes=lanes, topology=topology)
+            paces = probe_paces(comm, link, exact, lanes=lanes, topology=topology)
             for lane in lanes:
                 lane.close()
-            session.cluster = Cluster(topology, link, cores, shares)
+            session.cluster = Cluster(topology, link, cores, paces, probe_pack(comm))
     return session.cluster
 
 

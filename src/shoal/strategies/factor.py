@@ -58,8 +58,8 @@ class Factor(Strategy):
         sent = (layer.rows * row_bytes + _HEADER_BYTES) * (ranks - 1)
         itemsize = layer.parameters[0].itemsize
         return Cost(
-            Traffic((sent,) * ranks, (sent,) * ranks, rounds=3),
-            share=cluster.shares.get("direct", 1.0),  # its gathers are `direct`'s second half
+            Traffic((sent,) * ranks, (sent,) * ranks, rounds=2),
+            cluster.pace("direct"),  # its gathers are `direct`'s second half
             backward_s=-min(layer.own_product_s, layer.backward_s),
             lane_s=layer.product_s(layer.rows * ranks),
             memory_bytes=layer.nbytes + ranks * layer.rows * (layer.inputs + layer.outputs) * itemsize,
@@ -210,15 +210,10 @@ class FactorTransfer(Transfer):
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
         left, right = self._packed
-        counts = [torch.empty(1, dtype=torch.int64, device=left.device) for _ in range(comm.size)]
-        comm.all_gather(counts, torch.tensor([len(left)], device=left.device))
-        rows = [int(count) for count in counts]
-        self._rows = sum(rows)
+        all_left, all_right = _gathered(comm, left, right)
+        self._rows = len(all_left)
         if not self._rows:
             return
-        all_left, all_right = left.new_empty(self._rows, left.shape[1]), right.new_empty(self._rows, right.shape[1])
-        comm.all_gather(all_left.split(rows), left)
-        comm.all_gather(all_right.split(rows), right)
         for target in self._training:
             buffer, add = self._buffer(target), self._accumulate[target]
             if target is self._product.weight:
@@ -240,6 +235,26 @@ class FactorTransfer(Transfer):
                     target.grad.add_(self._buffers[target])
         self._packed = None
         self._expected, self._rows = None, 0
+
+
+def _gathered(comm: Comm, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """All ranks' rows, in rank order. Everything is sent at once; a peer receives when it knows how much there is."""
+    peers = [r for r in range(comm.size) if r != comm.rank]
+    count = torch.tensor([len(left)], device=left.device)
+    counts = [count if r == comm.rank else torch.empty_like(count) for r in range(comm.size)]
+    pending = [comm.receive(counts[r], r) for r in peers]
+    sends = [comm.send(each, r) for each in (count, left, right)[: 3 if len(left) else 1] for r in peers]
+    for each in pending:
+        each.wait()
+    rows = [int(each) for each in counts]
+    all_left, all_right = left.new_empty(sum(rows), left.shape[1]), right.new_empty(sum(rows), right.shape[1])
+    lefts, rights = all_left.split(rows), all_right.split(rows)
+    pending = [comm.receive(parts[r], r) for parts in (lefts, rights) for r in peers if rows[r]]
+    lefts[comm.rank].copy_(left)
+    rights[comm.rank].copy_(right)
+    for each in (*pending, *sends):
+        each.wait()
+    return all_left, all_right
 
 
 def _accumulator(parameter: Tensor) -> Any:

@@ -40,7 +40,8 @@ class Replicate(Strategy):
         itemsize = max(p.itemsize for p in parameters)
         bucket = Bucket(sum(p.numel for p in parameters) + len(parameters), itemsize)
         traffic = exchange.traffic(bucket, cluster.topology)
-        return Cost(traffic, share=cluster.shares.get(exchange.name, 1.0), memory_bytes=bucket.nbytes)
+        pack_s = bucket.nbytes * cluster.pack_byte_s
+        return Cost(traffic, cluster.pace(exchange.name), backward_s=pack_s, memory_bytes=bucket.nbytes)
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert exchange is not None

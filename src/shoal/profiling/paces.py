@@ -1,0 +1,108 @@
+"""Measures the pace of each exchange as the engine will run it: seconds of the wall and of the processor.
+
+As many buckets are in flight as there are lanes, back to back, small ones and large ones:
+
+    seconds of a round of buckets, one on each lane  = messages in a row · round_s + lanes · bytes · byte_s
+    processor seconds of one bucket                  = messages in a row · round_s + bytes · byte_s
+
+Nobody computes meanwhile. Ranks that share cores do not keep step: when the last of them comes to a gradient the others
+wait for it, and their processors are free. (Measured with every rank computing, on four ranks and two cores, an
+all-reduce of 64 KB took anything from 2 to 400 ms: no figure to plan with.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from shoal.core.contracts import Bucket, Comm, Exchange
+from shoal.core.cost import Pace, Price, Traffic
+from shoal.core.facts import Link, Topology
+from shoal.profiling.fit import fit_line
+
+_SMALL, _LARGE = 1 << 16, (4 << 20, 1 << 20, 1 << 18)  # bytes of a bucket; of the large, the first that fits
+_BUDGET_S = 0.5  # for each exchange and size
+_MOST_ROUNDS = 64
+_PACK_S = 0.1
+
+
+def probe_paces(
+    comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, lanes: Sequence[Comm], topology: Topology
+) -> dict[str, Pace]:
+    """Measure what each exchange takes to move its stated bytes.
+
+    Args:
+        comm: the ranks, all of which call this at once with the same exchanges.
+        link: what `probe_link` measured.
+        exchanges: by name; about a second for each.
+        lanes: one channel for each bucket in flight at once; each gets a thread.
+        topology: which hosts the ranks are on.
+
+    Returns:
+        By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends nothing. The processor
+        time is the whole process's: where ranks are threads it counts them all.
+    """
+    with ThreadPoolExecutor(len(lanes), thread_name_prefix="probe lane") as pool:
+
+        def run(exchange: Exchange, nbytes: int, rounds: int) -> tuple[float, float]:
+            """(seconds, processor seconds) of so many rounds, the slowest rank's."""
+            flats = [torch.zeros(nbytes // 4) for _ in lanes]
+
+            def serve(lane: Comm, flat: Tensor) -> None:
+                for _ in range(rounds):
+                    exchange.reduce(flat, lane)
+                    exchange.gather(flat, lane)
+
+            comm.gather_objects(None)
+            start, cpu_start = time.perf_counter(), time.process_time()
+            for served in pool.map(serve, lanes, flats):
+                assert served is None
+            mine = time.perf_counter() - start, time.process_time() - cpu_start
+            ranks: list[tuple[float, float]] = comm.gather_objects(mine)
+            return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
+
+        def pace(exchange: Exchange) -> Pace:
+            traffic = {nbytes: exchange.traffic(Bucket(nbytes // 4, 4), topology) for nbytes in (_SMALL, *_LARGE)}
+            if not traffic[_SMALL].worst:
+                return Pace(Price(0.0, 0.0), Price(0.0, 0.0))
+            wall, cpu = {}, {}
+            for nbytes in (_SMALL, _large(traffic, link, len(lanes))):
+                first_s, _ = run(exchange, nbytes, 1)  # makes the connections, and uses up the burst
+                rounds = max(2, min(int(_BUDGET_S / first_s), _MOST_ROUNDS))
+                seconds, cpu_seconds = run(exchange, nbytes, rounds)
+                wall[len(lanes) * traffic[nbytes].worst] = seconds / rounds
+                cpu[traffic[nbytes].worst] = cpu_seconds / rounds / len(lanes)
+            return Pace(_price(wall, traffic[_SMALL].rounds), _price(cpu, traffic[_SMALL].rounds))
+
+        return {name: pace(exchange) for name, exchange in exchanges.items()}
+
+
+def probe_pack(comm: Comm) -> float:
+    """Seconds that a byte of gradient takes into its bucket (read, scaled, written) while every rank packs."""
+    gradient = torch.ones(_LARGE[0] // 4)
+    bucket = torch.empty_like(gradient)
+    torch.mul(gradient, 0.5, out=bucket)
+    comm.gather_objects(None)
+    start, times = time.perf_counter(), 0
+    while time.perf_counter() - start < _PACK_S:
+        torch.mul(gradient, 0.5, out=bucket)
+        times += 1
+    seconds: list[float] = comm.gather_objects((time.perf_counter() - start) / (times * gradient.nbytes))
+    return max(seconds)
+
+
+def _large(traffic: Mapping[int, Traffic], link: Link, in_flight: int) -> int:
+    """The largest bucket of which three rounds go through the link within the budget, else the smallest."""
+    for nbytes in _LARGE:
+        if 3 * in_flight * traffic[nbytes].worst / link.bytes_per_s <= _BUDGET_S:
+            break
+    return nbytes
+
+
+def _price(seconds: Mapping[float, float], rounds: int) -> Price:
+    fixed_s, byte_s = fit_line(seconds)
+    return Price(fixed_s / rounds, byte_s)

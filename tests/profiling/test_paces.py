@@ -1,0 +1,115 @@
+"""The pace that is found is what was built: messages of a stated time, on links that lanes share or do not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from shaped import ShapedComm
+from torch import Tensor
+
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.contracts import Bucket, Exchange, cut
+from shoal.core.cost import Pace, Price, Traffic
+from shoal.core.facts import Link, Topology
+from shoal.profiling.paces import probe_paces, probe_pack
+
+LINK = Link(ShapedComm.latency_s, ShapedComm.bytes_per_s)
+HOSTS = Topology(("a", "b"))
+
+
+@dataclass(frozen=True)
+class Shift(Exchange):
+    """Sends every element to the next rank `times` times and states it once."""
+
+    times: int = 1
+    name: ClassVar[str] = "shift"
+
+    def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
+        sent = tuple(float(bucket.nbytes) for _ in topology.hosts)
+        return Traffic(sent, sent, 1)
+
+    def reduce(self, flat: Tensor, comm: ThreadComm) -> None:
+        for _ in range(self.times):
+            landed = torch.empty_like(flat)
+            pending = comm.receive(landed, (comm.rank - 1) % comm.size)
+            comm.send(flat, (comm.rank + 1) % comm.size).wait()
+            pending.wait()
+
+    def gather(self, flat: Tensor, comm: ThreadComm) -> None:
+        assert len(cut(flat, comm.size)) == comm.size
+
+
+class Silent(Shift):
+    """Sends nothing and says so."""
+
+    name: ClassVar[str] = "silent"
+
+    def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
+        nothing = (0.0,) * topology.size
+        return Traffic(nothing, nothing, 0)
+
+    def reduce(self, flat: Tensor, comm: ThreadComm) -> None:
+        raise AssertionError("there is nothing to measure")
+
+
+class Busy(Shift):
+    """Computes for 5 ms of processor time before it sends."""
+
+    name: ClassVar[str] = "busy"
+
+    def reduce(self, flat: Tensor, comm: ThreadComm) -> None:
+        start = time.thread_time()
+        while time.thread_time() - start < 5e-3:
+            pass
+        super().reduce(flat, comm)
+
+
+def paces(*exchanges: Shift, lanes: int = 1) -> dict[str, Pace]:
+    """Two ranks' paces, found equal; each lane has a link of its own."""
+
+    def work(comm: ThreadComm) -> dict[str, Pace]:
+        channels = [ShapedComm.of(comm.channel(f"lane {i}")) for i in range(lanes)]
+        return probe_paces(comm, LINK, {e.name: e for e in exchanges}, lanes=channels, topology=HOSTS)
+
+    first, second = run(2, work)
+    assert first == second
+    return first
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.profiling.paces._BUDGET_S", 0.3)
+
+
+def test_a_pace_follows_what_is_really_sent() -> None:
+    once, thrice = paces(Shift())["shift"], paces(Shift(times=3))["shift"]
+    assert once.wall.byte_s == pytest.approx(1 / LINK.bytes_per_s, rel=0.3)
+    assert once.wall.round_s == pytest.approx(LINK.latency_s, rel=0.5)
+    assert thrice.wall.byte_s == pytest.approx(3 / LINK.bytes_per_s, rel=0.3)
+    assert thrice.wall.round_s == pytest.approx(3 * LINK.latency_s, rel=0.5)
+
+
+def test_what_sends_nothing_costs_nothing() -> None:
+    assert paces(Silent()) == {"silent": Pace(Price(0.0, 0.0), Price(0.0, 0.0))}
+
+
+def test_lanes_run_at_once() -> None:
+    """Each lane here has a link of its own, so three of them reach three times the rate at the same latency."""
+    wall = paces(Shift(), lanes=3)["shift"].wall
+    assert 1.5 < 1 / wall.byte_s / LINK.bytes_per_s < 3.5
+    assert wall.round_s == pytest.approx(LINK.latency_s, rel=1.0)
+
+
+def test_processor_time_is_counted_for_all_ranks_of_a_process() -> None:
+    cpu = paces(Busy())["busy"].cpu
+    assert cpu.round_s == pytest.approx(2 * 5e-3, rel=0.5)
+
+
+def test_packing_is_priced_by_the_byte() -> None:
+    first, second = run(2, probe_pack)
+    assert first == second
+    assert 0 < first < 1e-7
