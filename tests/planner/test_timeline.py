@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from made_up import cluster, layer, linear, model
 
+from shoal.core.cost import Pace, Price
 from shoal.core.facts import ModelProfile
 from shoal.core.plan import Choice
 from shoal.planner.timeline import Predictor, Timeline
@@ -63,3 +66,14 @@ def test_processor_time_of_bytes_counts_where_cores_are_shared() -> None:
     assert timeline(profile, cores=2.0, cpu=1e-7).end_s == pytest.approx(2.0, **NEARLY)
     assert timeline(profile, cores=1.0, cpu=1e-7).end_s == pytest.approx(2.1, **NEARLY)
     assert timeline(profile, cores=0.5, cpu=1e-7).end_s == pytest.approx(2.2, **NEARLY)
+
+
+def test_a_measured_pace_counts_for_wall_and_processor_and_packing_for_backward() -> None:
+    profile = model(layer("b", 0.5, MB), layer("a", 2.0, 1))
+    choices = [Choice(each.name, "replicate", "allreduce") for each in profile.layers]
+    slow = Pace(wall=Price(0.1, 2e-7), cpu=Price(0.01, 1e-7))  # two messages in a row
+    crowded = replace(cluster(2, 1e6, cores=1.0), paces={"allreduce": slow}, pack_byte_s=1e-7)
+    found = Predictor(profile, crowded).predict(choices, bucket_bytes=1, lanes=1)
+    assert found.spans[0].sent_s == pytest.approx(0.5 + 0.1 + 0.2, **NEARLY), "packed, then sent"
+    assert found.backward_s == pytest.approx(2.0 + 0.1 + 2 * 0.01 + 0.1, **NEARLY)
+    assert found.end_s == pytest.approx(found.backward_s + 2 * 0.1, **NEARLY)
