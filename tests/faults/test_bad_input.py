@@ -288,6 +288,29 @@ def test_the_same_model_twice() -> None:
         run(2, work)
 
 
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "gradient": lambda p: p.register_hook(lambda grad: grad if grad is None else grad.clamp(-1, 1)),
+    "accumulated": lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "hook"), [("factor", "gradient"), ("factor", "accumulated"), ("replicate", "accumulated")]
+)
+def test_a_gradient_hook_put_on_later_is_refused_where_it_would_see_no_global_gradient(way: str, hook: str) -> None:
+    def work(comm: ThreadComm) -> None:
+        with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8))):
+            its_model, (x, y) = model(), batch(comm.rank)
+            _, loss_fn, _ = shoal.parallelize(
+                its_model, nn.CrossEntropyLoss(), sgd(its_model.parameters()), sample=(x, y), pins={"head": way}
+            )
+            HOOKS[hook](its_model.head.weight)
+            loss_fn(its_model(x), y).backward()
+
+    with pytest.raises(UsageError, match=r"gradient hook was put|hook on the accumulated gradient"):
+        run(2, work)
+
+
 @pytest.mark.parametrize("options", [{"timeout_s": 0}, {"start_timeout_s": -1}])
 def test_time_outs_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="more than 0 s"):

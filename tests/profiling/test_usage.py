@@ -137,8 +137,10 @@ class Scaled(nn.Linear):
         (lambda net: setattr(net.b, "forward", lambda x: F.linear(x, net.b.weight)), "its forward has been replaced"),
         (lambda net: net.b.weight.requires_grad_(False), "its weight is frozen"),
         (lambda net: net.b.register_forward_pre_hook(lambda m, x: (x[0] + m.weight,)), "its weight is read by add"),
+        (lambda net: net.b.weight.register_hook(lambda grad: grad.clamp(-1, 1)), "its weight has a gradient hook"),
+        (lambda net: net.b.bias.register_post_accumulate_grad_hook(lambda p: None), "its bias has a gradient hook"),
     ],
-    ids=["subclass", "forward", "frozen", "hook"],
+    ids=["subclass", "forward", "frozen", "hook", "gradient hook", "accumulated gradient hook"],
 )
 def test_a_layer_that_is_not_torchs_own(change: Callable[[Net], object], reason: str) -> None:
     class Four(Net):

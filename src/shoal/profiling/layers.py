@@ -8,7 +8,7 @@ quick one half a second's) and leaves no trace: see untraced.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median_low
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
+from shoal.comm.agreement import agreed
 from shoal.core.contracts import Comm
 from shoal.core.errors import SampleError
 from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
@@ -57,7 +58,7 @@ def profile_model(
         SampleError: the model or the loss does not take the sample (on every rank, if it is so on any).
         RanksDiffer: the ranks have different models.
     """
-    checked = _agreed(lambda: Sample.of(model, loss_fn, sample), comm)
+    checked = agreed(comm, lambda: Sample.of(model, loss_fn, sample), SampleError)
     require_same_model(model, comm)
     layers = trainable_layers(model)
     clock = Clock(_device(layers))
@@ -91,19 +92,6 @@ def _meet(comm: Comm) -> None:
     comm.gather_objects(None)
 
 
-def _agreed(work: Callable[[], T], comm: Comm) -> T:
-    """Do something that a bad sample makes fail; if it fails on any rank, raise on all of them."""
-    try:
-        result = work()
-    except SampleError as error:
-        comm.gather_objects(str(error))
-        raise
-    for rank, failure in enumerate(comm.gather_objects(None)):
-        if failure is not None:
-            raise SampleError(f"rank {rank} cannot use its sample: {failure}", rank=rank)
-    return result
-
-
 def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm) -> tuple[dict[str, str], Step]:
     """Warm up, finding borrowed weights, then measure: those weights, and one step, whole.
 
@@ -122,7 +110,7 @@ def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: 
         _meet(comm)  # the ranks' forwards run side by side, and so do their backwards
         return watch_step(sample, layers, clock)
 
-    borrowed, first = _agreed(warm_up, comm)
+    borrowed, first = agreed(comm, warm_up, SampleError)
     left_s = _BUDGET_S - (time.perf_counter() - start)
     affordable = min(max(_FEWEST, int(_ENOUGH_S / first.total_s)), int(left_s / first.total_s), _MOST)
     count = max(1, min(comm.gather_objects(affordable)))

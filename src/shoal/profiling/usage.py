@@ -76,7 +76,8 @@ def outside_use(model: nn.Module, layers: Sequence[Layer], borrowed: Mapping[str
     """For each layer why its weight cannot be served through its own forward, or ''; `borrowed` is from `Readers`."""
     tied = _tied(model)
     return {
-        layer.name: tied.get(layer.name) or borrowed.get(layer.name) or _unlike_torch(layer.module) for layer in layers
+        layer.name: tied.get(layer.name) or borrowed.get(layer.name) or _unlike_torch(layer.module) or _hooked(layer)
+        for layer in layers
     }
 
 
@@ -98,6 +99,14 @@ def _tied(model: nn.Module) -> dict[str, str]:
             if other is not None:
                 reasons.setdefault(name, f"its {leaf} is tied to {other}")
     return reasons
+
+
+def _hooked(layer: Layer) -> str:
+    """Whether somebody looks at the gradients of its parameters, or changes them, as they come."""
+    for name, parameter in layer.parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return f"its {name.rpartition('.')[2]} has a gradient hook"
+    return ""
 
 
 def _unlike_torch(module: nn.Module) -> str:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal import exchange as exchanges
+from shoal.comm.agreement import agreed, from_first
 from shoal.core.contracts import Comm, Exchange
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
@@ -83,7 +84,7 @@ def parallelize(
     session = current()
     comm = session.comm
     comm.reached("parallelize: comparing what the ranks were given")
-    given = _agreed(comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies))
+    given = agreed(comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies))
     optimizers = _listed(optimizer)
     _require_same_request(comm, given, pins, strategies, count, optimizers)
     if comm.size == 1:
@@ -93,7 +94,7 @@ def parallelize(
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
     comm.reached("parallelize: planning and rewriting")
-    chosen = _from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies))
+    chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies))
     transfers = apply(model, chosen, comm)
     prefix = f"model{len(session.attached)}"
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
@@ -125,7 +126,7 @@ def plan(
     comm = ranks() if cluster else current().comm
     profile = profile_model(model, loss_fn, _listed(optimizer), sample, comm)
     where = cluster or measured_cluster(current())
-    return _from_first(comm, lambda: search(profile, where, pins=pins, strategies=strategies))
+    return from_first(comm, lambda: search(profile, where, pins=pins, strategies=strategies))
 
 
 def shard(loader: DataLoader[T]) -> DataLoader[T]:
@@ -143,8 +144,8 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
         UsageError: not a DataLoader, one whose batches cannot be cut, or fewer rows than ranks.
     """
     comm = current().comm
-    seed = comm.gather_objects(_agreed(comm, lambda: feed.proposed_seed(loader)))[0]
-    return _agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
+    seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
+    return agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
 
 
 def measured_cluster(session: Session) -> Cluster:
@@ -307,33 +308,3 @@ def _settings(optimizer: Optimizer) -> str:
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} {groups}"
-
-
-def _agreed(comm: Comm, work: Callable[[], T]) -> T:
-    """Do something that a mistake makes fail; if it fails on any rank, raise on all of them."""
-    result, failure = None, None
-    try:
-        result = work()
-    except UsageError as error:
-        failure = error
-    failures = comm.gather_objects(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(failures):
-        if text is not None:
-            raise RanksDiffer(f"rank {rank} cannot go on: {text}", rank=rank, do="see that rank's own message")
-    return result  # type: ignore[return-value]
-
-
-def _from_first(comm: Comm, work: Callable[[], T]) -> T:
-    """Do something on rank 0 and give every rank its result, or its error."""
-    mine: T | UsageError | None = None
-    if comm.rank == 0:
-        try:
-            mine = work()
-        except UsageError as error:
-            mine = error
-    first = comm.gather_objects(mine)[0]
-    if isinstance(first, UsageError):
-        raise first
-    return first  # type: ignore[no-any-return]

@@ -205,6 +205,13 @@ class FactorTransfer(Transfer):
         self._pairs.clear()
         self._training = [target for target in self._targets if target.requires_grad]
         for target in self._training:
+            if len(target._backward_hooks or ()) > 1 or target._post_accumulate_grad_hooks:
+                raise UsageError(
+                    "a gradient hook was put on the layer after parallelize: factor makes its gradient elsewhere",
+                    where=self.label,
+                    do='pin the layer to "replicate", or look at .grad after backward',
+                )
+        for target in self._training:
             self._accumulate[target] = target.grad is not None and target.grad is self._buffers.get(target)
 
     def run(self, comm: Comm) -> None:

@@ -98,6 +98,13 @@ class BucketTransfer(Transfer):
 
     def pack(self) -> None:
         self._packed = True
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+                raise UsageError(
+                    f"a hook on the accumulated gradient of {name} sees this rank's own gradient, not the global one",
+                    where=self.label,
+                    do="do after loss.backward() what the hook does (an optimizer's step, a look at .grad)",
+                )
         used = [float(i in self._landed) for i in range(len(self._parameters))]
         for index, parameter in enumerate(self._parameters):
             if not used[index]:

@@ -1,0 +1,47 @@
+"""Doing on every rank what may fail on some: all go on, or all stop and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from shoal.core.contracts import Comm
+from shoal.core.errors import RanksDiffer, UsageError
+
+T = TypeVar("T")
+
+
+def agreed(comm: Comm, work: Callable[[], T], elsewhere: type[UsageError] = RanksDiffer) -> T:
+    """Do something that a mistake makes fail; if it fails on any rank, raise on all of them.
+
+    Args:
+        comm: the ranks, all of which call this at once.
+        work: what to do; a mistake is a UsageError.
+        elsewhere: the error of the ranks on which it did not fail.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except UsageError as error:
+        failure = error
+    failures = comm.gather_objects(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise elsewhere(f"rank {rank} cannot go on: {text}", rank=rank, do="see that rank's own message")
+    return result  # type: ignore[return-value]
+
+
+def from_first(comm: Comm, work: Callable[[], T]) -> T:
+    """Do something on rank 0 and give every rank its result, or its error."""
+    mine: T | UsageError | None = None
+    if comm.rank == 0:
+        try:
+            mine = work()
+        except UsageError as error:
+            mine = error
+    first = comm.gather_objects(mine)[0]
+    if isinstance(first, UsageError):
+        raise first
+    return first  # type: ignore[no-any-return]
