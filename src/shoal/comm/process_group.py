@@ -65,6 +65,18 @@ class _Work:
 
 
 @final
+class _Landing:
+    """What is received beside the device that wants it."""
+
+    def __init__(self, work: _Work, landed: Tensor, wanted: Tensor) -> None:
+        self._work, self._landed, self._wanted = work, landed, wanted
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._wanted.copy_(self._landed)
+
+
+@final
 class ProcessGroupComm(Comm):
     """A channel over one torch.distributed process group."""
 
@@ -78,12 +90,15 @@ class ProcessGroupComm(Comm):
         heartbeat.wake[id(self)] = self._wake
 
     def send(self, tensor: Tensor, to: int) -> _Work:
+        # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides receive first
         with self._inside:  # the group's own call: dist.isend looks up the group anew, at twice the processor time
-            return _Work(self._group.send([tensor], to, _TAG), self._inside)
+            return _Work(self._group.send([tensor.cpu()], to, _TAG), self._inside)
 
-    def receive(self, tensor: Tensor, source: int) -> _Work:
+    def receive(self, tensor: Tensor, source: int) -> _Work | _Landing:
+        landed = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         with self._inside:
-            return _Work(self._group.recv([tensor], source, _TAG), self._inside)
+            work = _Work(self._group.recv([landed], source, _TAG), self._inside)
+        return work if landed is tensor else _Landing(work, landed, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
         with self._inside:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median_low
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +30,6 @@ from shoal.profiling.timeline import Clock, Step, Watched, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, outside_use
 
-T = TypeVar("T")
 _FEWEST, _MOST = 3, 25  # measured steps, after one to warm up
 _ENOUGH_S, _BUDGET_S = 0.5, 20.0  # for more than the fewest; for more than one
 
