@@ -35,4 +35,5 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")
+    if shoal.world().rank == 0:  # each rank's loss is that of its own rows
+        print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")

@@ -26,7 +26,6 @@ from shoal.runtime.recipe import load
 from shoal.runtime.session import leave, world
 
 _PACKAGE = Path(__file__).parent
-_FLOAT64_CRITERION = 1e-10
 _NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -189,8 +188,8 @@ def check(
     loaded, request = load(recipe), _request(pin, strategy, plan)
     _distributed(workers)
     worst = worker.check(loaded, request, steps=steps, dtype=torch.float32 if float32 else torch.float64)
-    if not float32 and not worst <= _FLOAT64_CRITERION:
-        click.echo(f"shoal: not the same as one process: {worst:.1e} is over {_FLOAT64_CRITERION:.0e}", err=True)
+    if not float32 and not worst <= worker.CRITERION:
+        click.echo(f"shoal: not the same as one process: {worst:.1e} is over {worker.CRITERION:.0e}", err=True)
         sys.exit(1)
 
 

@@ -133,3 +133,10 @@ def test_a_builder_that_returns_something_else_is_refused(write, builder, change
 def test_loaders_come_back_as_they_are(write):
     train, _ = load(write(GOOD)).data()
     assert type(train) is DataLoader
+
+
+def test_a_script_is_refused_before_it_runs(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("model = loss = optimizer = None\nraise SystemExit('it ran')\n")
+    with pytest.raises(UsageError, match="the recipe has no function data"):
+        load(path)

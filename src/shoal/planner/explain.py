@@ -82,7 +82,7 @@ def _alternative(plan: Plan, choice: Choice, predictor: Predictor, step_s: float
 def _reason(chosen: Alternative, others: list[Alternative]) -> str:
     rivals = [other for other in others if other.choice.strategy != chosen.choice.strategy]
     if not rivals:
-        return "nothing else serves it"
+        return "no other strategy serves it"
     rival = min(rivals, key=lambda other: other.step_s)
     name, gain_s = rival.choice.strategy, rival.step_s - chosen.step_s
     sends = f"sends {chosen.sent_bytes / 1e6:.2f} MB instead of {rival.sent_bytes / 1e6:.2f} MB"

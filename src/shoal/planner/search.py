@@ -171,7 +171,7 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, tuple[st
             raise PlanError(
                 f"the pin {pattern!r} matches no layer with trainable parameters",
                 expected="a layer such as " + ", ".join(near),
-                do="use a dotted name or a glob such as 'classifier.*'",
+                do=f"use a dotted name or a glob, such as {near[0]!r}",
             )
         resolved |= dict.fromkeys(matches, (strategy, exchange))
     return resolved

@@ -210,11 +210,13 @@ def _checked(
             raise UsageError(
                 "the model is compiled already, so a rewrite of its layers would not be seen",
                 where=f"module {name or '(model)'}",
-                do="parallelise first, then compile block by block: for block in model.blocks: block.compile()",
+                do="parallelise first, then compile block by block: for block in model.children(): block.compile()",
             )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
-                f"the model is wrapped in {type(module).__name__}", where=f"module {name}", do="give the bare model"
+                f"the model is wrapped in {type(module).__name__}",
+                where=f"module {name or '(model)'}",
+                do="give the bare model",
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import symtable
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ def load(path: str | Path) -> Recipe:
         UsageError: the file is missing, does not run, lacks a builder, or has one that takes other arguments.
     """
     path = Path(path)
+    _require_recipe(path)
     module = _execute(path)
     there = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
     own = [name for name, value in there.items() if getattr(value, "__module__", "") == module.__name__]
@@ -111,12 +113,26 @@ def load(path: str | Path) -> Recipe:
     return Recipe(path, {name: there[name] for name in _BUILDERS}, there.get("accuracy"), epochs)
 
 
-def _execute(path: Path) -> ModuleType:
-    """Run the file as a module of its own."""
+def _require_recipe(path: Path) -> None:
+    """Refuse what is no recipe before it runs: a script would train first."""
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], n=1)
         do = f"did you mean {path.parent / near[0]}?" if near else "give the path of a Python file"
         raise UsageError("there is no such recipe", got=str(path), do=do)
+    try:
+        source = path.read_text()
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+    except (SyntaxError, ValueError):
+        return  # running it says it better
+    bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    own = [each.get_name() for each in symbols if each.is_namespace()]
+    for name, usage in _BUILDERS.items():
+        if name not in bound and "import *" not in source:
+            raise _missing(path, own, name, usage)
+
+
+def _execute(path: Path) -> ModuleType:
+    """Run the file as a module of its own."""
     name = f"shoal_recipe_{path.stem}"  # not the bare stem: a recipe may be called as a library is
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
