@@ -88,6 +88,11 @@ def test_a_forward_that_no_backward_follows(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=True)
 
 
+def checkpointed(block, x, use_reentrant):
+    """Without the random state: threads that save torch's at once can lock each other out for good."""
+    return checkpoint(block, x, use_reentrant=use_reentrant, preserve_rng_state=False)
+
+
 class Checkpointed(nn.Module):
     """Two checkpointed blocks, and a layer outside of them unless `whole`."""
 
@@ -99,9 +104,9 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()  # or the reentrant kind would not train the first block
-        h = checkpoint(self.first, x, use_reentrant=self.use_reentrant)
-        h = checkpoint(self.second, h, use_reentrant=self.use_reentrant)
-        return checkpoint(self.head, h, use_reentrant=self.use_reentrant) if self.whole else self.head(h)
+        h = checkpointed(self.first, x, self.use_reentrant)
+        h = checkpointed(self.second, h, self.use_reentrant)
+        return checkpointed(self.head, h, self.use_reentrant) if self.whole else self.head(h)
 
 
 @UNEVEN
@@ -120,7 +125,7 @@ def test_the_whole_model_checkpointed_from_outside(way, use_reentrant, uneven):
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:
             optimizer.zero_grad()
-            loss_fn(checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant), y).backward()
+            loss_fn(checkpointed(model, x.requires_grad_(), use_reentrant), y).backward()
             optimizer.step()
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=uneven)
@@ -137,7 +142,7 @@ class Repeating(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for _ in range(2):
-            x = torch.tanh(checkpoint(self.body, x, use_reentrant=self.use_reentrant))
+            x = torch.tanh(checkpointed(self.body, x, self.use_reentrant))
         return self.head(x)
 
 

@@ -8,6 +8,7 @@ Costs one copy of the parameters and buffers for as long as it lasts.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.profiling.sample import Sample
+
+# The process has one random state, and ranks may be its threads. Two threads that read torch's at once can lock each
+# other out for good, since torch takes the generator's lock while it holds Python's.
+RANDOM_STATE = threading.Lock()
 
 
 @contextmanager
@@ -39,7 +44,7 @@ def untraced(sample: Sample) -> Iterator[None]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        with _forked(devices), torch.enable_grad():
             drop_gradients(leaves)
             if not sample.model.training:  # a model in training may have single modules in eval on purpose
                 sample.model.train()
@@ -59,6 +64,19 @@ def untraced(sample: Sample) -> Iterator[None]:
             leaf.grad = gradient
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+@contextmanager
+def _forked(devices: Iterable[int]) -> Iterator[None]:
+    """torch's fork_rng, its beginning and end one rank at a time."""
+    fork = torch.random.fork_rng(devices=devices)
+    with RANDOM_STATE:
+        fork.__enter__()
+    try:
+        yield
+    finally:
+        with RANDOM_STATE:
+            fork.__exit__(None, None, None)
 
 
 def drop_gradients(leaves: Iterable[Tensor]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -27,10 +26,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from shoal.core.contracts import cut_sizes
 from shoal.core.errors import UsageError
+from shoal.profiling.untraced import RANDOM_STATE
 
 T = TypeVar("T")
 _BY_HAND = "shoal.world() gives rank and size: give each rank rows of its own by hand, as many batches on each"
-_RANDOM_STATE = threading.Lock()  # the process has one random state, and ranks may be its threads
 
 
 def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[T]:
@@ -185,7 +184,7 @@ def _batches(loader: DataLoader[Any]) -> BatchSampler:
 def _drawing_from(seed: int, generator: Any) -> Iterator[None]:
     """Let all that a sampler may draw from start from `seed`; afterwards it is as if nothing had been drawn."""
     generators = [torch.default_generator, *([generator] if isinstance(generator, torch.Generator) else [])]
-    with _RANDOM_STATE:
+    with RANDOM_STATE:
         states = [each.get_state() for each in generators]
         python_state, numpy_state = random.getstate(), np.random.get_state()
         try:
