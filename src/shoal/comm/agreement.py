@@ -19,18 +19,15 @@ def agreed(comm: Comm, work: Callable[[], T], elsewhere: type[UsageError] = Rank
         work: what to do; a mistake is a UsageError.
         elsewhere: the error of the ranks on which it did not fail.
     """
-    result, failure = None, None
     try:
         result = work()
     except UsageError as error:
-        failure = error
-    failures = comm.gather_objects(None if failure is None else str(failure))
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(failures):
+        comm.gather_objects(str(error))
+        raise
+    for rank, text in enumerate(comm.gather_objects(None)):
         if text is not None:
             raise elsewhere(f"rank {rank} cannot go on: {text}", rank=rank, do="see that rank's own message")
-    return result  # type: ignore[return-value]
+    return result
 
 
 def from_first(comm: Comm, work: Callable[[], T]) -> T:
@@ -41,7 +38,7 @@ def from_first(comm: Comm, work: Callable[[], T]) -> T:
             mine = work()
         except UsageError as error:
             mine = error
-    first = comm.gather_objects(mine)[0]
+    first: T | UsageError = comm.gather_objects(mine)[0]
     if isinstance(first, UsageError):
         raise first
-    return first  # type: ignore[no-any-return]
+    return first

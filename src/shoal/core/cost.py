@@ -18,11 +18,6 @@ class Traffic:
         """Bytes through the busiest direction of the busiest rank: the link's work."""
         return max(*self.sent, *self.received)
 
-    def __add__(self, other: Traffic) -> Traffic:
-        sent = tuple(a + b for a, b in zip(self.sent, other.sent, strict=True))
-        received = tuple(a + b for a, b in zip(self.received, other.received, strict=True))
-        return Traffic(sent, received, self.rounds + other.rounds)
-
 
 @dataclass(frozen=True)
 class Price:

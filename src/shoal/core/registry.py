@@ -7,11 +7,16 @@ import importlib
 import inspect
 import pkgutil
 from types import ModuleType
-from typing import TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from shoal.core.errors import PlanError
 
-T = TypeVar("T")
+
+class _Named(Protocol):
+    name: ClassVar[str]
+
+
+T = TypeVar("T", bound=_Named)
 
 
 def found(package: ModuleType, contract: type[T]) -> dict[str, type[T]]:
@@ -21,7 +26,7 @@ def found(package: ModuleType, contract: type[T]) -> dict[str, type[T]]:
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for _, value in inspect.getmembers(module, inspect.isclass):
             if issubclass(value, contract) and value.__module__ == module.__name__ and not inspect.isabstract(value):
-                classes[value.name] = value  # type: ignore[attr-defined]
+                classes[value.name] = value
     return dict(sorted(classes.items()))
 
 

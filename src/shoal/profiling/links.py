@@ -19,19 +19,17 @@ from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-_CPU = torch.device("cpu")
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
 _GROUPS, _MOST_IN_GROUP = 9, 16  # of messages timed together, so that clumps even out; the median group counts
 
 
-def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.0, device: torch.device = _CPU) -> Link:
+def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.0) -> Link:
     """Measure what one rank's way to the others carries while all of them use theirs.
 
     Args:
         comm: the ranks, all of which call this at once.
         sizes: bytes of a message, at least two of them; on a slow link the largest are left out.
         budget_s: about how long it may take; at most twice that.
-        device: where messages lie (nccl moves CUDA tensors only).
 
     Returns:
         The same link on every rank. `cpu_s_per_byte` is the whole process's: where ranks are threads it counts them
@@ -49,14 +47,14 @@ def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.
             latency_s, s_per_byte = fit_line(seconds)
             if 2 * (latency_s + s_per_byte * size) > left_s:  # one to warm up, one to measure
                 break
-        seconds[size], cpu_s_per_byte = _time_messages(comm, size, left_s / (len(ordered) - index), device)
+        seconds[size], cpu_s_per_byte = _time_messages(comm, size, left_s / (len(ordered) - index))
     latency_s, s_per_byte = fit_line(seconds)
     return Link(latency_s, 1 / max(s_per_byte, 1e-13), cpu_s_per_byte)
 
 
-def _time_messages(comm: Comm, size: int, allowed_s: float, device: torch.device) -> tuple[float, float]:
+def _time_messages(comm: Comm, size: int, allowed_s: float) -> tuple[float, float]:
     """(seconds a message, processor seconds a byte) of messages of one size, back to back, in about `allowed_s`."""
-    outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
+    outgoing = torch.zeros(size, dtype=torch.uint8)
     incoming = torch.empty_like(outgoing)
 
     def shift(messages: int) -> float:
@@ -66,7 +64,6 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, device: torch.device
             sent = comm.send(outgoing, (comm.rank + 1) % comm.size)
             received.wait()
             sent.wait()
-        _finish(device)
         return (time.perf_counter() - start) / messages
 
     warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
@@ -78,9 +75,3 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, device: torch.device
     cpu_s_per_byte = (time.process_time() - cpu_start) / (groups * in_group * size)
     ranks = comm.gather_objects((message_s, cpu_s_per_byte))
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for what is queued on the device; on a CPU nothing is."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.profiling.fit import fit_line
 from shoal.profiling.timeline import Clock
@@ -51,18 +51,17 @@ class Product:
 
     def work(self, rows: int, anew: bool = False) -> Callable[[], object]:
         """The product over that many rows, its operands made beforehand, and its buffer too unless taken `anew`."""
-        place = {"dtype": self.dtype, "device": self.device}
-        dy = torch.rand(rows, self.outputs, **place)  # type: ignore[call-overload]
+        dy = torch.rand(rows, self.outputs, dtype=self.dtype, device=self.device)
         if self.embedding:
-            table: Tensor = torch.empty(self.inputs, self.outputs, **place)  # type: ignore[call-overload]
+            table = dy.new_zeros(self.inputs, self.outputs)
             ids = torch.randint(self.inputs, (rows,), device=self.device)
             if anew:
-                return lambda: torch.zeros(self.inputs, self.outputs, **place).index_add_(0, ids, dy)  # type: ignore[call-overload]
+                return lambda: torch.zeros_like(table).index_add_(0, ids, dy)
             return lambda: table.zero_().index_add_(0, ids, dy)
-        x = torch.rand(rows, self.inputs, **place)  # type: ignore[call-overload]
+        x = torch.rand(rows, self.inputs, dtype=self.dtype, device=self.device)
         if anew:
             return lambda: torch.mm(dy.T, x)
-        buffer: Tensor = torch.empty(self.outputs, self.inputs, **place)  # type: ignore[call-overload]
+        buffer = dy.new_empty(self.outputs, self.inputs)
         return lambda: torch.mm(dy.T, x, out=buffer)
 
 
