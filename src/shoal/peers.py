@@ -119,10 +119,14 @@ PEERS: dict[str, Callable[[Workload], Peer]] = {"plain": plain, "ddp": tuned_ddp
 
 
 def step_times(peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0) -> Iterator[float]:
-    """Seconds of each step on this rank, back to back; the ranks start together."""
+    """Seconds of each step on this rank, back to back; the ranks start together.
+
+    From the end of one step to the end of the next: what a step leaves to be done beside the one after it (parameters
+    on their way) is billed, since the first measured step pays for the last one that warmed up.
+    """
+    dist.barrier()
     for _ in range(num_warm_up):
         peer.step(*batch)
-    dist.barrier()
     for _ in range(num_steps):
         start = time.perf_counter()
         peer.step(*batch)

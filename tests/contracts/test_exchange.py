@@ -13,9 +13,10 @@ import shoal.exchange
 from shoal.comm.faulty import Fault, FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
-from shoal.core.contracts import Bucket, Comm, Exchange, Pending, cut
+from shoal.core.contracts import Bucket, Comm, Exchange, Pending
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
+from shoal.core.pieces import cut
 from shoal.core.registry import found
 from shoal.exchange.direct import Direct
 from shoal.exchange.ring import Ring

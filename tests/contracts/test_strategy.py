@@ -38,12 +38,15 @@ class Net(nn.Module):
 
 
 def pins() -> list[str]:
-    exchanges = [name for name, kind in found(shoal.exchange, Exchange).items() if kind.exact]
-    return [
-        f"{name}:{exchange}" if kind.bucketed else name
-        for name, kind in found(strategies, Strategy).items()
-        for exchange in (exchanges if kind.bucketed else [""])
+    """Every strategy, with every exact exchange that it takes."""
+    kinds = found(strategies, Strategy)
+    carried = [
+        f"{name}:{exchange}"
+        for name, kind in kinds.items()
+        for exchange, carrier in found(shoal.exchange, Exchange).items()
+        if carrier.exact and kind().takes(carrier())
     ]
+    return carried + [name for name, kind in kinds.items() if not kind.bucketed]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -62,6 +65,9 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, ranks: int) -> None:
             attached = session.attached[mine]
             before = traced.counts.bytes_sent, traced.counts.bytes_received
             loss_fn(mine(ids[rows]), labels[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()  # sends nothing
+            mine.state_dict()  # waits for parameters that are on their way
             counted = traced.counts.bytes_sent - before[0], traced.counts.bytes_received - before[1]
         predictor = Predictor(attached.profile, attached.cluster)
         layers = {layer.name: layer for layer in trainable_layers(mine)}

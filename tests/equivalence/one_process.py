@@ -115,9 +115,9 @@ class Training:
     def pins_of(self, way: str) -> dict[str, str]:
         """Pins for "replicate", for "replicate:ring", or for "factor:ring": factor where it serves, ring elsewhere."""
         strategy, _, exchange = way.partition(":")
-        rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
         if strategy in BUCKETED:
-            return {"*": rest}
+            return {"*": way}
+        rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
         kind, cluster = found(strategies, Strategy)[strategy](), cluster_of(2)
         model = copy.deepcopy(self.model)
         profile = profile_model(model, self.loss_fn, [], self.batches[0], ThreadComm())

@@ -26,8 +26,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal import strategies
+from shoal.core.contracts import Strategy
+from shoal.core.registry import named
+from shoal.rewrite.apply import carriers
 
-WAYS = [f"{strategy}:{exchange}" for strategy in [*BUCKETED, *OTHERS] for exchange in EXACT]
+WAYS = [
+    *(
+        f"{strategy}:{exchange}"
+        for strategy in BUCKETED
+        for exchange in carriers(named(strategies, Strategy, strategy))
+    ),
+    *(f"{strategy}:{exchange}" for strategy in OTHERS for exchange in EXACT),
+]
 
 
 class Odd(nn.Module):

@@ -69,7 +69,7 @@ def strike(at):
         print("fault at", time.time(), flush=True)
         faults[os.environ["FAULT"]]()
 strike("set-up")
-shoal.parallelize(model, loss_fn, optimizer, sample=batch())
+shoal.parallelize(model, loss_fn, optimizer, sample=batch(), strategies=["replicate"])
 for step in range(8):
     x, y = batch()
     optimizer.zero_grad()

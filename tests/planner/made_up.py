@@ -17,9 +17,11 @@ def linear(name: str, ready_s: float, inputs: int, outputs: int, rows: int, prod
     return layer(name, ready_s, inputs * outputs, "Linear", rows=rows, inputs=inputs, outputs=outputs, **facts)
 
 
-def model(*layers: LayerProfile, forward_s: float = 1.0, backward_s: float = 2.0) -> ModelProfile:
-    """A model of these layers; its optimizer takes half a second."""
-    return ModelProfile(layers, forward_s, backward_s, optimizer_s=0.5, digest="made up")
+def model(
+    *layers: LayerProfile, forward_s: float = 1.0, backward_s: float = 2.0, optimizer_s: float = 0.5
+) -> ModelProfile:
+    """A model of these layers."""
+    return ModelProfile(layers, forward_s, backward_s, optimizer_s, digest="made up")
 
 
 def cluster(ranks: int, bytes_per_s: float, latency_s: float = 0.0, cores: float = 2.0, cpu: float = 0.0) -> Cluster:

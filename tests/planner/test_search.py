@@ -8,11 +8,8 @@ import random
 import pytest
 from made_up import cluster, layer, linear, model
 
-from shoal import exchange as exchanges
-from shoal.core.contracts import Exchange
 from shoal.core.errors import PlanError
 from shoal.core.plan import Choice
-from shoal.core.registry import found
 from shoal.planner.explain import explain
 from shoal.planner.search import BUCKET_BYTES, LANES, search
 from shoal.planner.timeline import Predictor
@@ -30,14 +27,21 @@ def strategies_of(profile_layer_choices: tuple[Choice, ...]) -> dict[str, str]:
 
 def test_fat_layers_send_factors_and_convolutions_gradients() -> None:
     plan = search(NET, cluster(4, 25e6))
-    assert strategies_of(plan.choices) == {"head.fc2": "factor", "head.fc1": "factor", "body.conv": "replicate"}
-    assert plan.ranks == 4 and plan.model == "made up" and plan.predicted_s > 3.5
+    assert strategies_of(plan.choices) == {"head.fc2": "factor", "head.fc1": "factor", "body.conv": "sliced"}
+    assert plan.ranks == 4 and plan.model == "made up" and plan.predicted_s > 3.4
 
 
 def test_where_traffic_hides_anyway_nothing_is_changed() -> None:
-    net = model(linear("fc", 0.1, 4096, 4096, rows=8), layer("conv", 2.0, 1000))
+    net = model(linear("fc", 0.1, 4096, 4096, rows=8), layer("conv", 2.0, 1000), optimizer_s=0.0)
     plan = search(net, cluster(4, 1e10))
     assert set(strategies_of(plan.choices).values()) == {"replicate"}
+
+
+def test_owners_share_an_update_that_takes_long() -> None:
+    net = model(linear("fc", 0.1, 4096, 4096, rows=1000), layer("conv", 2.0, 1000), optimizer_s=0.5)
+    plan = search(net, cluster(4, 1e10))
+    assert strategies_of(plan.choices)["fc"] == "sliced"
+    assert plan.predicted_s < 3.4 and search(net, cluster(4, 1e10), strategies=["replicate"]).predicted_s >= 3.5
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -46,8 +50,9 @@ def test_the_choice_flips_where_the_formula_says(ranks: int) -> None:
     crossing = 2 * inputs * outputs / (ranks * (inputs + outputs))
     for rows, expected in ((int(crossing * 0.9), "factor"), (int(crossing * 1.1) + 1, "replicate")):
         net = model(linear("fc", 0.0, inputs, outputs, rows=rows), backward_s=0.0, forward_s=0.0)
-        assert strategies_of(search(net, cluster(ranks, 1e5)).choices) == {"fc": expected}
-        (row,) = explain(search(net, cluster(ranks, 1e5)), net, cluster(ranks, 1e5)).layers
+        plan = search(net, cluster(ranks, 1e5), strategies=["replicate", "factor"])
+        assert strategies_of(plan.choices) == {"fc": expected}
+        (row,) = explain(plan, net, cluster(ranks, 1e5)).layers
         assert f"K < {crossing:.0f}" in row.flips
 
 
@@ -66,19 +71,19 @@ def test_the_search_is_within_one_percent_of_trying_everything(seed: int) -> Non
         draw.choice([2, 4, 8]), 10 ** draw.uniform(6.5, 9), draw.choice([0, 1e-4, 1e-2]), draw.choice([0.5, 2])
     )
     predictor = Predictor(net, where)
-    carriers = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
-    ways = [["replicate", "factor"] if each.kind == "Linear" else ["replicate"] for each in layers]
+    bucketed = ["replicate", "sliced"]
+    ways = [[*bucketed, "factor"] if each.kind == "Linear" else bucketed for each in layers]
     best = min(
         predictor.predict(
             [
-                Choice(each.name, strategy, exchange if strategy == "replicate" else "")
+                Choice(each.name, strategy, dict(zip(bucketed, carriers, strict=True)).get(strategy, ""))
                 for each, strategy in zip(layers, picks, strict=True)
             ],
             bucket_bytes,
             LANES,
         ).step_s
         for picks in itertools.product(*ways)
-        for exchange in carriers
+        for carriers in itertools.product(*map(predictor.carriers, bucketed))
         for bucket_bytes in BUCKET_BYTES
     )
     assert search(net, where).predicted_s <= 1.01 * best
@@ -104,6 +109,7 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
         ({"head.fc1": "replicate:rong"}, "no exchange called 'rong'(.|\n)*did you mean 'ring'"),
         ({"body.conv": "factor"}, r"factor cannot serve layer body\.conv: .*Conv2d"),
         ({"head.fc1": "factor:ring"}, "it takes no exchange"),
+        ({"head.fc1": "sliced:tree"}, "tree cannot carry it, but direct, ring can"),
         ({"head.fc1": 3}, "not a strategy's name"),
     ],
 )

@@ -77,3 +77,34 @@ def test_a_measured_pace_counts_for_wall_and_processor_and_packing_for_backward(
     assert found.spans[0].sent_s == pytest.approx(0.5 + 0.1 + 0.2, **NEARLY), "packed, then sent"
     assert found.backward_s == pytest.approx(2.0 + 0.1 + 2 * 0.01 + 0.1, **NEARLY)
     assert found.end_s == pytest.approx(found.backward_s + 2 * 0.1, **NEARLY)
+
+
+def sliced(profile: ModelProfile, lanes: int = 2, cores: float = 2.0) -> Timeline:
+    choices = [Choice(each.name, "sliced", "direct") for each in profile.layers]
+    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(choices, bucket_bytes=1, lanes=lanes)
+
+
+def test_owners_send_half_in_backward_and_half_into_the_next_forward() -> None:
+    found = sliced(model(layer("b", 0.5, 2 * MB, needed_s=0.9), layer("a", 2.0, 1), optimizer_s=0.0))
+    assert [span.sent_s for span in found.spans] == pytest.approx([1.5, 2.0], **NEARLY), "2 MB, of which one is a half"
+    assert found.end_s == pytest.approx(2.0, **NEARLY), "nobody waits for it"
+    assert found.waited_s == pytest.approx(0.1, **NEARLY), "back from 2.0 to 3.0, needed at 2.9"
+    assert found.step_s == pytest.approx(3.1, **NEARLY)
+
+
+def test_what_the_next_forward_needs_first_comes_back_first() -> None:
+    late, early = layer("late", 0.5, 2 * MB, needed_s=0.9), layer("early", 2.0, 2 * MB, needed_s=0.0)
+    found = sliced(model(late, early, optimizer_s=0.0))
+    assert found.spans[1].end_s == pytest.approx(3.0, **NEARLY)
+    assert found.waited_s == pytest.approx(2.0 + 0.1, **NEARLY), "early at 4.0 instead of 2.0, then late at 5.0"
+
+
+def test_owners_update_their_share_on_a_lane() -> None:
+    half = model(layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.0), optimizer_s=0.8)
+    choices = [Choice("b", "sliced", "direct"), Choice("a", "replicate", "direct")]
+    found = Predictor(half, cluster(2, 1e6)).predict(choices, bucket_bytes=1, lanes=2)
+    assert found.optimizer_s == pytest.approx(0.4, **NEARLY), "of what is not owned"
+    assert found.end_s == pytest.approx(3.0, **NEARLY), "a, whole; b's half went before it"
+    assert found.waited_s == pytest.approx(0.0, **NEARLY), "b: 0.2 s of update, half a second back, from 3.0 to 3.7"
+    shared = sliced(half, cores=1.0)
+    assert shared.forward_s == pytest.approx(1.0 + 2 * 0.2, **NEARLY), "its processor is the main thread's"

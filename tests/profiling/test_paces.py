@@ -12,9 +12,10 @@ from shaped import ShapedComm
 from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Bucket, Exchange, cut
+from shoal.core.contracts import Bucket, Exchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link, Topology
+from shoal.core.pieces import cut
 from shoal.profiling.paces import probe_paces, probe_pack
 
 LINK = Link(ShapedComm.latency_s, ShapedComm.bytes_per_s)

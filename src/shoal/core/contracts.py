@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shoal.core.cost import Cost, Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.job import Job, Result
+from shoal.core.pieces import Piece, cut
 
 
 class Pending(Protocol):
@@ -104,17 +105,6 @@ class Comm(ABC):
         return error
 
 
-def cut(flat: Tensor, parts: int) -> list[Tensor]:
-    """Cut a flat tensor into `parts` slices whose sizes differ by at most one; views, the larger ones first."""
-    return list(torch.tensor_split(flat, parts))
-
-
-def cut_sizes(numel: int, parts: int) -> list[int]:
-    """Sizes of the slices that `cut` makes."""
-    base, extra = divmod(numel, parts)
-    return [base + (i < extra) for i in range(parts)]
-
-
 def _both(*pending: Pending) -> None:
     for each in pending:
         each.wait()
@@ -142,6 +132,7 @@ class Exchange(ABC):
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True  # False: the result is not the sum (to measure headroom); never chosen by itself
+    splits: ClassVar[bool] = False  # True: each half is half of the traffic, and `gather` brings slices of anything
 
     @abstractmethod
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
@@ -180,12 +171,46 @@ class Transfer(ABC):
         """Put the global gradients where the optimizer looks: `parameter.grad`. Then be ready for the next backward."""
 
 
+class OwnedTransfer(Transfer):
+    """A transfer whose sums stay with their owners, who update their pieces and send them back.
+
+    After `run` each rank holds the global gradients of its own pieces, until they are dropped. What the owners do with
+    them (runtime/owners.py) goes over the same lane: `gather` brings any values of the pieces to every rank.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    owned: tuple[tuple[Piece, ...], ...]  # each rank's pieces
+    pieces: tuple[Piece, ...]  # this rank's own
+    settle: Callable[[], None]  # set by the engine: waits for what a lane still does with this transfer
+
+    @abstractmethod
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient is at its owners; else `.grad` is the truth."""
+
+    @abstractmethod
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Forget the gradient at the owners, as `.grad = None` does. Waits for nothing."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor | None]:
+        """Of each own piece the global gradient, None where no rank used the parameter. For a lane, after `run`."""
+
+    @abstractmethod
+    def gather(self, values: Sequence[Tensor], comm: Comm) -> list[tuple[Piece, Tensor]]:
+        """Give one flat tensor for each own piece, and get every rank's; what is got is valid until the next call."""
+
+    @abstractmethod
+    def used(self, parameter: nn.Parameter) -> bool:
+        """Whether any rank used the parameter in what was reduced. Known after `gather`."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a strategy works: the model's modules by layer name, their parameters, and the ranks."""
+    """Where a strategy works: the model's modules by layer name, their parameters, and this rank among the ranks."""
 
     layers: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]  # the site's own trainable ones, by dotted name, in the plan's order
+    rank: int
     ranks: int
 
 
@@ -194,6 +219,10 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     bucketed: ClassVar[bool] = False  # takes several layers as one site and an exchange to carry them
+
+    def takes(self, exchange: Exchange) -> bool:
+        """Whether that exchange can carry it."""
+        return self.bucketed
 
     @abstractmethod
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:

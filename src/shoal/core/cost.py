@@ -18,6 +18,11 @@ class Traffic:
         """Bytes through the busiest direction of the busiest rank: the link's work."""
         return max(*self.sent, *self.received)
 
+    @property
+    def half(self) -> Traffic:
+        """What one of two equal halves moves."""
+        return Traffic(tuple(n / 2 for n in self.sent), tuple(n / 2 for n in self.received), self.rounds // 2)
+
 
 @dataclass(frozen=True)
 class Price:
@@ -45,6 +50,8 @@ class Cost:
 
     `backward_s` is what the strategy changes in the layer's own backward (negative where it leaves work out),
     `lane_s` is compute that runs beside backward, after the site's bytes have come; `memory_bytes` is extra memory.
+    `owned`: owners update their slices, so that half of the traffic, and `lane_s`, come after optimizer.step(), and
+    this rank updates one P-th of the site.
     """
 
     traffic: Traffic
@@ -52,3 +59,4 @@ class Cost:
     backward_s: float = 0.0
     lane_s: float = 0.0
     memory_bytes: float = 0.0
+    owned: bool = False

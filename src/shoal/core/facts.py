@@ -96,12 +96,14 @@ class LayerProfile:
     inputs: int = 0
     outputs: int = 0
     calls: int = 1
+    needed_s: float = 0.0  # seconds from the start of forward until the layer is first called
     forward_s: float = 0.0
     backward_s: float = 0.0
     activation_bytes: int = 0
     product_fixed_s: float = 0.0
     product_s_per_row: float = 0.0
     own_product_s: float = 0.0  # the product of its own K rows as autograd makes it, its memory taken anew each time
+    whole_update: str = ""  # why its optimizer cannot update parts of its parameters by themselves
     outside_use: str = ""  # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
 
     @property

@@ -13,9 +13,10 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange, cut_sizes
+from shoal.core.contracts import Bucket, Comm, Exchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
+from shoal.core.pieces import cut_sizes
 
 
 @final

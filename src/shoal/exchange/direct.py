@@ -17,9 +17,10 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange, cut, cut_sizes
+from shoal.core.contracts import Bucket, Comm, Exchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
+from shoal.core.pieces import cut, cut_sizes
 
 
 @final
@@ -28,6 +29,7 @@ class Direct(Exchange):
     """Slices to their owners and back, each in one message."""
 
     name: ClassVar[str] = "direct"
+    splits: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """A rank sends foreign slices once and its own to every other rank, and receives as much."""

@@ -19,9 +19,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange, cut, cut_sizes
+from shoal.core.contracts import Bucket, Comm, Exchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
+from shoal.core.pieces import cut, cut_sizes
 
 
 @final
@@ -30,6 +31,7 @@ class Ring(Exchange):
     """Reduce-scatter and all-gather among neighbours."""
 
     name: ClassVar[str] = "ring"
+    splits: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Every slice twice, save those a rank does not send (r, then r+1) or receive (r−1, then r)."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from shoal import exchange as exchanges
 from shoal import strategies
-from shoal.core.contracts import Exchange, Strategy
+from shoal.core.contracts import Strategy
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
@@ -33,7 +32,7 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
         lanes=plan.lanes,
         forward_s=timeline.forward_s,
         backward_s=timeline.backward_s,
-        exposed_s=timeline.end_s - timeline.backward_s,
+        exposed_s=timeline.end_s - timeline.backward_s + timeline.waited_s,
         optimizer_s=timeline.optimizer_s,
         sent_bytes=timeline.sent_bytes,
         layers=tuple(_layer(plan, choice, predictor, timeline.step_s) for choice in plan.choices),
@@ -64,11 +63,10 @@ def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float) -> L
 
 
 def _choices(name: str, predictor: Predictor) -> list[Choice]:
-    carriers = [e for e, kind in found(exchanges, Exchange).items() if kind.exact]
     return [
         Choice(name, strategy, exchange)
         for strategy in found(strategies, Strategy)
-        for exchange in (carriers if predictor.bucketed(strategy) else [""])
+        for exchange in predictor.carriers(strategy)
     ]
 
 

@@ -6,7 +6,13 @@ One rank's main thread computes; its lanes take transfers in the plan's order, s
     lane 0                   |▒▒ send 9 ▒▒|== multiply ==|                      link, then the lane's own compute
     lane 1                                 |··· waits ···|▒▒▒▒ send 8, 7 ▒▒▒▒|  a transfer starts when its last layer's
                                                                                 gradient is there and a lane is free
-    step = forward + max(backward, last lane) + optimizer                       (predict)
+    step = forward + waited + max(backward, last lane) + optimizer              (predict)
+
+Of a site whose owners update it, the first half of the traffic is sent so, and waited for by nobody; update and second
+half follow on its lane from the optimizer's step on, last site first, and the next forward waits layer by layer:
+
+    forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's own: a steady state
+    lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|
 
 The link is served in order of start at the exchange's pace; what follows a message is paid on the lane alone.
 Where ranks have less than two cores each, what lanes compute, and the processor time of the exchange, is taken from the
@@ -21,7 +27,7 @@ from dataclasses import dataclass
 from shoal import exchange as exchanges
 from shoal import strategies
 from shoal.core.contracts import Exchange, Strategy
-from shoal.core.cost import Cost
+from shoal.core.cost import Cost, Pace, Traffic
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
@@ -34,24 +40,25 @@ class Span:
     site: Site
     ready_s: float
     sent_s: float  # its last byte is through
-    end_s: float  # its gradients are there
+    end_s: float  # its gradients are there, or with their owners
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A step as the planner sees it, on one rank."""
 
-    forward_s: float
+    forward_s: float  # of the main thread, with what lanes take from it
+    waited_s: float  # in forward, for parameters that their owners send
     backward_s: float  # of the main thread, with what lanes take from it
-    end_s: float  # since backward began, until every gradient is there
-    optimizer_s: float
+    end_s: float  # since backward began, until every gradient is there that is waited for
+    optimizer_s: float  # of what is not updated by owners
     spans: tuple[Span, ...]
     sent_bytes: float  # through the busiest direction of the link
 
     @property
     def step_s(self) -> float:
         """Seconds of the whole step."""
-        return self.forward_s + self.end_s + self.optimizer_s
+        return self.forward_s + self.waited_s + self.end_s + self.optimizer_s
 
 
 class Predictor:
@@ -78,6 +85,13 @@ class Predictor:
         """Whether the strategy takes several layers and an exchange."""
         return strategy in self._bucketed
 
+    def carriers(self, strategy: str) -> list[str]:
+        """The exchanges that can carry a strategy and give the exact sum; [''] where it takes none."""
+        if not self.bucketed(strategy):
+            return [""]
+        kinds = found(exchanges, Exchange).items()
+        return [name for name, kind in kinds if kind.exact and self._strategies[strategy].takes(kind())]
+
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
         if site not in self._costs:
@@ -102,44 +116,93 @@ class Predictor:
         return self._run(sites, waiting, changes, lanes)
 
     def _run(self, sites: list[Site], waiting: dict[str, list[int]], changes: dict[str, float], lanes: int) -> Timeline:
-        stolen_part = min(1.0, max(0.0, 2.0 - self.cluster.cores_per_rank))
-        cores = min(1.0, self.cluster.cores_per_rank)
-        lane_free = [0.0] * lanes
-        link_free = lane_cpu_free = clock = profiled = sent_bytes = 0.0
-        debts: list[tuple[float, float]] = []  # (when, seconds of lane compute that the main thread will feel)
-        spans: list[Span] = []
-
-        def start(now: float) -> None:
-            nonlocal link_free, lane_cpu_free, sent_bytes
-            index = len(spans)
-            cost, lane = self.cost(sites[index]), index % lanes
-            begin = max(now, lane_free[lane])
-            sent = max(begin, link_free) + cost.traffic.worst * cost.pace.wall.byte_s
-            link_free = sent
-            arrived = sent + cost.traffic.rounds * cost.pace.wall.round_s
-            end = max(arrived, lane_cpu_free if stolen_part else 0.0) + cost.lane_s
-            lane_cpu_free = end
-            lane_free[lane] = end
-            debts.append((arrived, stolen_part * (cost.lane_s + cost.pace.cpu.of(cost.traffic) / cores)))
-            spans.append(Span(sites[index], now, sent, end))
-            sent_bytes += cost.traffic.worst
-
+        profile, line = self.profile, _Line(self.cluster, lanes)
+        clock = profiled = 0.0
         ready = [False] * len(sites)
-        for layer in self.profile.layers:
+        spans: list[Span] = []
+        for layer in profile.layers:
             clock += max(0.0, layer.ready_s - profiled + changes.get(layer.name, 0.0))
             profiled = max(profiled, layer.ready_s)
-            clock = self._pay(clock, debts)
+            clock = line.pay(clock)
             for index in waiting.get(layer.name, ()):
                 ready[index] = True
             while len(spans) < len(sites) and ready[len(spans)]:
-                start(clock)
-        clock = self._pay(clock + max(0.0, self.profile.backward_s - profiled), debts)
-        end = max([clock, *(span.end_s for span in spans)])
-        return Timeline(self.profile.forward_s, clock, end, self.profile.optimizer_s, tuple(spans), sent_bytes)
+                spans.append(self._send(sites, len(spans), clock, line))
+        backward_s = line.pay(clock + max(0.0, profile.backward_s - profiled))
+        waited_for = [span.end_s for span in spans if not self.cost(span.site).owned]
+        end_s = max([backward_s, *waited_for])
+        returned = self._return(spans, end_s, line)
+        owned = sum(self._nbytes[name] for span in spans if self.cost(span.site).owned for name in span.site.layers)
+        optimizer_s = profile.optimizer_s * (1 - owned / max(profile.nbytes, 1))
+        forward_s, waited_s = self._forward(end_s + optimizer_s, returned, line)
+        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), line.sent_bytes)
 
-    @staticmethod
-    def _pay(clock: float, debts: list[tuple[float, float]]) -> float:
-        """Push the clock by the lane compute that fell due, which may make more of it due."""
-        while debts and debts[0][0] <= clock:
-            clock += debts.pop(0)[1]
+    def _send(self, sites: Sequence[Site], index: int, now: float, line: _Line) -> Span:
+        """A site's gradients, whole or to their owners."""
+        cost = self.cost(sites[index])
+        if cost.owned:
+            sent, end = line.carry(index, now, cost.pace, cost.traffic.half, 0.0)
+        else:
+            sent, end = line.carry(index, now, cost.pace, cost.traffic, cost.lane_s)
+        return Span(sites[index], now, sent, end)
+
+    def _return(self, spans: Sequence[Span], now: float, line: _Line) -> dict[str, float]:
+        """When each owned layer's parameters are back: updated, and sent in the order of the next forward."""
+        back: dict[str, float] = {}
+        for index, span in reversed(list(enumerate(spans))):
+            cost = self.cost(span.site)
+            if cost.owned:
+                share = sum(self._nbytes[name] for name in span.site.layers) / max(self.profile.nbytes, 1)
+                begin = line.compute(index, max(now, span.end_s), self.profile.optimizer_s * share / self.cluster.size)
+                back |= dict.fromkeys(
+                    span.site.layers, line.carry(index, begin, cost.pace, cost.traffic.half, cost.lane_s)[1]
+                )
+        return back
+
+    def _forward(self, begin: float, back: dict[str, float], line: _Line) -> tuple[float, float]:
+        """Seconds of the forward, and of its waiting for parameters."""
+        clock, passed, waited_s = begin, 0.0, 0.0
+        for layer in sorted(self.profile.layers, key=lambda layer: layer.needed_s):
+            clock = line.pay(clock + layer.needed_s - passed)
+            passed = layer.needed_s
+            missing_s = max(0.0, back.get(layer.name, 0.0) - clock)
+            clock, waited_s = clock + missing_s, waited_s + missing_s
+        clock = line.pay(clock + max(0.0, self.profile.forward_s - passed))
+        return clock - begin - waited_s, waited_s
+
+
+class _Line:
+    """The link and the lanes of one rank during one step, and what they take from its main thread."""
+
+    def __init__(self, cluster: Cluster, lanes: int) -> None:
+        self.sent_bytes = 0.0
+        self._stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))
+        self._cores = min(1.0, cluster.cores_per_rank)
+        self._lane_free = [0.0] * lanes
+        self._link_free = self._cpu_free = 0.0
+        self._debts: list[tuple[float, float]] = []  # (when, seconds of lane compute that the main thread will feel)
+
+    def carry(self, index: int, now: float, pace: Pace, traffic: Traffic, lane_s: float) -> tuple[float, float]:
+        """Send a site's traffic, then compute on its lane: when the last byte is through, and the end."""
+        lane = index % len(self._lane_free)
+        sent = max(now, self._lane_free[lane], self._link_free) + traffic.worst * pace.wall.byte_s
+        self._link_free = sent
+        self.sent_bytes += traffic.worst
+        arrived = sent + traffic.rounds * pace.wall.round_s
+        self._debts.append((arrived, self._stolen * pace.cpu.of(traffic) / self._cores))
+        return sent, self.compute(index, arrived, lane_s)
+
+    def compute(self, index: int, now: float, lane_s: float) -> float:
+        """Compute on a site's lane: the end."""
+        lane = index % len(self._lane_free)
+        begin = max(now, self._lane_free[lane])
+        end = max(begin, self._cpu_free if self._stolen else 0.0) + lane_s
+        self._cpu_free = self._lane_free[lane] = end
+        self._debts.append((begin, self._stolen * lane_s))
+        return end
+
+    def pay(self, clock: float) -> float:
+        """Push the main thread's clock by the lane compute that fell due, which may make more of it due."""
+        while self._debts and self._debts[0][0] <= clock:
+            clock += self._debts.pop(0)[1]
         return clock

@@ -28,6 +28,7 @@ from shoal.profiling.products import Product, ProductCost, measure_products
 from shoal.profiling.sample import LossFn, Sample
 from shoal.profiling.timeline import Clock, Step, Watched, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
+from shoal.profiling.updates import whole_updates
 from shoal.profiling.usage import Readers, outside_use
 
 _FEWEST, _MOST = 3, 25  # measured steps, after one to warm up
@@ -71,9 +72,15 @@ def profile_model(
         _meet(comm)
         optimizer_s = optimizer_seconds(optimizers)
         outside = outside_use(model, layers, borrowed)
+        whole = whole_updates(optimizers)
         mine = ModelProfile(
             layers=tuple(
-                _layer_profile(layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name])
+                replace(
+                    _layer_profile(
+                        layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name]
+                    ),
+                    whole_update=next((whole[p] for p in layer.parameters.values() if p in whole), ""),
+                )
                 for layer in layers
             ),
             forward_s=step.forward_s,
@@ -144,6 +151,7 @@ def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, ou
         inputs=inputs,
         outputs=outputs,
         calls=watched.calls,
+        needed_s=watched.needed_s,
         forward_s=watched.forward_s,
         backward_s=watched.backward_s,
         activation_bytes=watched.activation_bytes,
@@ -193,9 +201,11 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
             replace(same[0], used=any(p.used for p in same), ready_s=max(p.ready_s for p in same))
             for same in zip(*(layer.parameters for layer in layers), strict=True)
         ),
+        whole_update=next((layer.whole_update for layer in layers if layer.whole_update), ""),
         outside_use=next((layer.outside_use for layer in layers if layer.outside_use), ""),
         rows=max(layer.rows for layer in layers),
         calls=max(layer.calls for layer in layers),
+        needed_s=max(layer.needed_s for layer in layers),
         forward_s=max(layer.forward_s for layer in layers),
         backward_s=max(layer.backward_s for layer in layers),
         activation_bytes=max(layer.activation_bytes for layer in layers),

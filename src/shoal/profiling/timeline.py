@@ -71,6 +71,7 @@ class Watched:
     calls: int
     elements: int  # of its outputs, over all calls
     activation_bytes: int
+    needed_s: float  # from the start of forward until it is first called
     forward_s: float
     backward_s: float
 
@@ -110,6 +111,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
                 calls=watch.calls[layer.name],
                 elements=watch.elements[layer.name],
                 activation_bytes=watch.activation_bytes[layer.name],
+                needed_s=clock.seconds(start, watch.entered[layer.name]) if layer.name in watch.entered else 0.0,
                 forward_s=forward_s[layer.name],
                 backward_s=backward_s[layer.name],
             )
@@ -131,6 +133,7 @@ class _Watch:
         self.hooked = WeakTensorKeyDictionary()  # outputs whose gradient is awaited, by the innermost layer's name
         self.forward_log: list[tuple[Mark, str]] = []
         self.backward_log: list[tuple[Mark, str]] = []
+        self.entered: dict[str, Mark] = {}  # the first time
         self.ready: dict[str, Mark] = {}
         self.calls: dict[str, int] = defaultdict(int)
         self.elements: dict[str, int] = defaultdict(int)
@@ -140,7 +143,9 @@ class _Watch:
         def enter(module: nn.Module, args: Any) -> None:
             if not self.in_backward:
                 self.running.append(layer.name)
-                self.forward_log.append((self.clock.mark(), layer.name))
+                mark = self.clock.mark()
+                self.entered.setdefault(layer.name, mark)
+                self.forward_log.append((mark, layer.name))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             outputs = list(tensors_in(output))

@@ -39,6 +39,7 @@ def apply(model: nn.Module, plan: Plan, comm: Comm) -> list[Transfer]:
         place = Place(
             layers={name: layers[name].module for name in site.layers},
             parameters={p: value for name in site.layers for p, value in layers[name].parameters.items()},
+            rank=comm.rank,
             ranks=comm.size,
         )
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
@@ -80,7 +81,13 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     for choice in plan.choices:
         strategy = named(strategies, Strategy, choice.strategy)
         if strategy.bucketed:
-            named(exchanges, Exchange, choice.exchange)
+            if not strategy.takes(named(exchanges, Exchange, choice.exchange)):
+                raise PlanError(
+                    f"{choice.exchange} cannot carry {choice.strategy}",
+                    where=f"layer {choice.layer}",
+                    expected="one of " + ", ".join(carriers(strategy)),
+                    do="change the layer's exchange",
+                )
         elif choice.exchange:
             raise PlanError(
                 f"{choice.strategy} takes no exchange",
@@ -102,6 +109,11 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
         name: sum(p.numel() * p.element_size() for p in layer.parameters.values()) for name, layer in layers.items()
     }
     return list(plan.sites(nbytes, bucketed_strategies()))
+
+
+def carriers(strategy: Strategy) -> list[str]:
+    """Names of the exact exchanges that a strategy takes."""
+    return [name for name, kind in found(exchanges, Exchange).items() if kind.exact and strategy.takes(kind())]
 
 
 def bucketed_strategies() -> frozenset[str]:

@@ -6,21 +6,23 @@ It owns order, threads and errors; what it runs (`Transfer.run`) is straight-lin
     2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
     3  lanes    transfer i runs on lane i mod L, each lane a thread with a channel of its own, so the order of messages
                 in a channel is the same on every rank, whatever the threads do
-    4  finish   backward is over: what never got ready is packed as it is, all lanes are waited for, gradients published
+    4  finish   backward is over: what never got ready is packed as it is, lanes are waited for, gradients published
 
-After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more.
+After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
+transfer whose sums stay with their owners is not waited for: what follows it (`later`) comes behind it on its lane.
 Guarded by tests/runtime/test_engine.py: order under random delays, errors, no thread left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import final
 
 import torch
 from torch.autograd import Variable
 
-from shoal.core.contracts import Comm, Transfer
+from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import WorldError
 from shoal.runtime.lanes import Errand, Lane
 
@@ -35,10 +37,13 @@ class Engine:
         self._lanes = [Lane(comm) for comm in lanes]
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
+        self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
         self._task: int | None = None  # autograd's number of the backward whose round is open
         self._failed = False
         for transfer in self._transfers:
             transfer.ready = self._announce
+            if isinstance(transfer, OwnedTransfer):
+                transfer.settle = partial(self.settle, transfer)
 
     def begin(self) -> None:
         """Open a round for the backward that is running. Called as it enters the model, once for each output.
@@ -56,6 +61,29 @@ class Engine:
                 "the backward before this one ended with an error after a part of its gradients was sent",
                 do="end the job and start again from a checkpoint",
             )
+
+    def later(self, transfer: Transfer, work: Callable[[Comm], None]) -> None:
+        """Have a transfer's lane do something, behind all that it has to do. The same calls in order on every rank."""
+        before = self._last.get(transfer)
+
+        def behind(comm: Comm) -> None:
+            if before is not None:
+                before.result()  # the lane has done it; if it failed, so does this
+            work(comm)
+
+        lane = self._lanes[self._transfers.index(transfer) % len(self._lanes)]
+        self._last[transfer] = lane.run(behind)
+
+    def settle(self, transfer: Transfer) -> None:
+        """Wait until a transfer's lane is done with it; an error there is raised here."""
+        errand = self._last.pop(transfer, None)
+        if errand is not None:
+            errand.wait(f"step {self.steps}, {transfer.label}")
+
+    def drain(self) -> None:
+        """Wait for everything on its way."""
+        for transfer in tuple(self._last):
+            self.settle(transfer)
 
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""
@@ -79,14 +107,18 @@ class Engine:
             if not (everything or transfer in self._ready):
                 return
             transfer.pack()
-            self._sent.append(self._lanes[index % len(self._lanes)].run(transfer.run))
+            errand = self._lanes[index % len(self._lanes)].run(transfer.run)
+            self._sent.append(errand)
+            if isinstance(transfer, OwnedTransfer):
+                self._last[transfer] = errand
 
     @torch.no_grad()
     def _finish(self) -> None:
         self._failed = True  # until all has gone well
         self._send_in_order(everything=True)
         for errand, transfer in zip(self._sent, self._transfers, strict=True):
-            errand.wait(f"step {self.steps}, {transfer.label}")
+            if not isinstance(transfer, OwnedTransfer):
+                errand.wait(f"step {self.steps}, {transfer.label}")
             transfer.publish()
         self._sent.clear()
         self._ready.clear()

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from shoal.core.contracts import cut_sizes
 from shoal.core.errors import UsageError
+from shoal.core.pieces import cut_sizes
 from shoal.profiling.untraced import RANDOM_STATE
 
 T = TypeVar("T")

@@ -37,6 +37,11 @@ class Errand:
             self._error = error
         self._done.set()
 
+    def result(self) -> None:
+        """Raise its error, if it ended with one."""
+        if self._error is not None:
+            raise self._error
+
     def wait(self, where: str) -> None:
         """Block until it is done; raise its error as one that names the peer and `where` it happened."""
         while not self._done.wait(_POLL_S):
@@ -77,6 +82,7 @@ class Lane:
 
     @torch.no_grad()  # the mode is each thread's own
     def _serve(self) -> None:
-        while (errand := self._queue.get()) is not None:
-            errand.run()
-            del errand  # do not hold its tensors while waiting for the next
+        with torch._C.DisableTorchFunctionSubclass():  # a lane works on parameters that all others wait for
+            while (errand := self._queue.get()) is not None:
+                errand.run()
+                del errand  # do not hold its tensors while waiting for the next

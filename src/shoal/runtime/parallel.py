@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from shoal import exchange as exchanges
 from shoal.comm.agreement import agreed, from_first
-from shoal.core.contracts import Comm, Exchange
+from shoal.core.contracts import Comm, Exchange, OwnedTransfer
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.plan import Choice, Plan
@@ -39,6 +39,8 @@ from shoal.profiling.paces import probe_paces, probe_pack
 from shoal.rewrite.apply import apply, check, check_served
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
+from shoal.runtime.optimizer import extend
+from shoal.runtime.owners import Owners
 from shoal.runtime.session import Attached, Session, current, ranks
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
@@ -88,6 +90,8 @@ def parallelize(
     optimizers = _listed(optimizer)
     _require_same_request(comm, given, pins, strategies, count, optimizers)
     if comm.size == 1:
+        for each in optimizers:
+            extend(each, None)
         return model, loss_fn, optimizer
     comm.reached("parallelize: measuring the model")
     profile = profile_model(model, loss_fn, optimizers, sample, comm)
@@ -100,7 +104,11 @@ def parallelize(
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts"))
     engine = Engine(transfers, lanes)
-    session.attached[model] = Attached(engine, weigher, chosen, profile, cluster)
+    owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
+    owners = Owners(engine, owned) if owned else None
+    extended = [extend(each, owners) for each in optimizers]
+    updates = tuple(each for each in extended if each is not None)
+    session.attached[model] = Attached(engine, weigher, chosen, profile, cluster, updates)
     return model, watch(model, loss_fn, count, engine, weigher), optimizer
 
 

@@ -22,6 +22,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
+from shoal.runtime.optimizer import OwnedOptimizer
 from shoal.runtime.weights import Weigher
 
 
@@ -43,6 +44,7 @@ class Attached:
     plan: Plan
     profile: ModelProfile
     cluster: Cluster
+    optimizers: tuple[OwnedOptimizer, ...]  # where owners update parameters of theirs
 
 
 @dataclass

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost
-from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
+from shoal.strategies.landing import by_kind, refuse_hooks, second_gradient
 
 
 @final
@@ -45,10 +45,8 @@ class Replicate(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert exchange is not None
-        kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
-        for name, parameter in place.parameters.items():
-            kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
-        return [BucketTransfer(parameters, exchange, place.ranks, label) for parameters in kinds.values()]
+        kinds = by_kind(place.parameters)
+        return [BucketTransfer(parameters, exchange, place.ranks, label) for parameters in kinds]
 
 
 @final
@@ -76,11 +74,7 @@ class BucketTransfer(Transfer):
 
     def _land(self, index: int, parameter: Tensor) -> None:
         if self._packed or index in self._landed:
-            raise UsageError(
-                f"parameter {self._names[index]} got a second gradient within one backward",
-                where=self.label,
-                do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward calls",
-            )
+            raise second_gradient(self._names[index], self.label)
         if parameter.grad is None:  # its function gave none: unused, as far as an optimizer can see
             return
         self._take(index, parameter)
@@ -99,12 +93,7 @@ class BucketTransfer(Transfer):
     def pack(self) -> None:
         self._packed = True
         for name, parameter in zip(self._names, self._parameters, strict=True):
-            if len(parameter._post_accumulate_grad_hooks or ()) > 1:
-                raise UsageError(
-                    f"a hook on the accumulated gradient of {name} sees this rank's own gradient, not the global one",
-                    where=self.label,
-                    do="do after loss.backward() what the hook does (an optimizer's step, a look at .grad)",
-                )
+            refuse_hooks(name, parameter, self.label)
         used = [float(i in self._landed) for i in range(len(self._parameters))]
         for index, parameter in enumerate(self._parameters):
             if not used[index]:

@@ -1,0 +1,101 @@
+"""Parameters as lines of memory, and pieces of them: what an owner updates.
+
+A line holds a tensor's elements in the order in which its parameter keeps them in memory (`channels_last` keeps another
+one than the shape says), so that a piece of a parameter is always a view of it, and can be updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def cut(flat: Tensor, parts: int) -> list[Tensor]:
+    """Cut a flat tensor into `parts` slices whose sizes differ by at most one; views, the larger ones first."""
+    return list(torch.tensor_split(flat, parts))
+
+
+def cut_sizes(numel: int, parts: int) -> list[int]:
+    """Sizes of the slices that `cut` makes."""
+    base, extra = divmod(numel, parts)
+    return [base + (i < extra) for i in range(parts)]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements `start` to `stop` of one parameter's line."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same elements of the parameter itself (a view), or of a tensor of its shape."""
+        return line(tensor, self.parameter)[self.start : self.stop]
+
+
+def line(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor as flat as the parameter lies in memory; a view wherever it lies like the parameter."""
+    return tensor.detach().permute(_order(parameter)).reshape(-1)
+
+
+def unlined(flat: Tensor, parameter: Tensor) -> Tensor:
+    """The line in the parameter's shape and strides; a view."""
+    order = _order(parameter)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([parameter.shape[dim] for dim in order]).permute(back)
+
+
+def has_line(parameter: Tensor) -> bool:
+    """Whether its elements lie side by side in memory, so that its line is a view."""
+    return parameter.detach().permute(_order(parameter)).is_contiguous()
+
+
+def _order(parameter: Tensor) -> list[int]:
+    """Its dimensions, the slowest first."""
+    strides = parameter.stride()
+    return sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """What autograd left in a parameter's `.grad` on this rank, also where reading `.grad` is something larger."""
+    with torch._C.DisableTorchFunctionSubclass():  # it is not the value that is asked for
+        gradient: Tensor | None = _GRAD.__get__(parameter)
+    return gradient
+
+
+def set_local_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Put something, or None, where autograd accumulates on this rank."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(parameter, gradient)
+
+
+_GRAD: Any = vars(torch._C.TensorBase)["grad"]
+
+
+def balanced(sizes: Sequence[int], owners: int) -> list[list[tuple[int, int, int]]]:
+    """Cut tensors of these sizes, laid end to end, so that each owner has as many elements, give or take one.
+
+    Returns, for each owner, its spans: which tensor, and which of its elements.
+    """
+    owned: list[list[tuple[int, int, int]]] = []
+    index, start = 0, 0
+    for left in cut_sizes(sum(sizes), owners):
+        spans: list[tuple[int, int, int]] = []
+        while left:
+            stop = min(start + left, sizes[index])
+            if stop > start:
+                spans.append((index, start, stop))
+            left -= stop - start
+            index, start = (index, stop) if stop < sizes[index] else (index + 1, 0)
+        owned.append(spans)
+    return owned

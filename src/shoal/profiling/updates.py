@@ -1,0 +1,102 @@
+"""An optimizer's own update, run on other tensors than its own: on pieces of its parameters, or on a trial.
+
+The copy has the class, the settings and the plain attributes of the original, but parameters, state and hooks of its
+own, so any torch optimizer is served as it is. Whether it may be given pieces is found by trying: it may, if updating
+two halves of a tensor by themselves gives what updating the whole gives.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+_SHAPE = (4, 6)  # of the trial: two dimensions, which is what optimizers that look at shapes look for
+_STEPS = 3
+_WITHIN = 1e-9  # of the largest element, in float64
+_ITS_OWN = frozenset({"param_groups", "state"})
+
+
+def like(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class and attributes, without parameters, state and hooks."""
+    other: Optimizer = object.__new__(type(optimizer))
+    other.param_groups, other.state = [], defaultdict(dict)
+    refresh(other, optimizer)
+    return other
+
+
+def refresh(other: Optimizer, optimizer: Optimizer) -> None:
+    """Give it the attributes that the original has now (a scaler sets some for one step); tensors are cloned."""
+    replaced = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # methods
+    for name in vars(other).keys() - vars(optimizer).keys() - _ITS_OWN:
+        delattr(other, name)
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            vars(other)[name] = OrderedDict()
+        elif name not in _ITS_OWN | replaced:
+            vars(other)[name] = value.clone() if isinstance(value, Tensor) else value
+
+
+def settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings as they are now."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+
+
+def part_of(state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The state of a part of a parameter: that part of every tensor of its shape, a copy of everything else."""
+    return {
+        name: part(value).clone()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else copy.deepcopy(value)
+        for name, value in state.items()
+    }
+
+
+def whole_updates(optimizers: Iterable[Optimizer]) -> dict[Tensor, str]:
+    """The parameters whose optimizer cannot update their parts by themselves, and why."""
+    reasons: dict[Tensor, str] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            reason = _try(optimizer, group) if group["params"] else ""
+            if reason:
+                reasons |= dict.fromkeys(group["params"], reason)
+    return reasons
+
+
+def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """Why the group's parameters must be updated whole, or ''."""
+    model: Tensor = group["params"][0]
+    name = type(optimizer).__name__
+    draw = torch.Generator().manual_seed(0)
+    numbers = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64).to(model.device) for _ in range(_STEPS + 1)]
+    state = optimizer.state.get(model, {})
+    if any(isinstance(v, Tensor) and v.numel() > 1 and v.shape != model.shape for v in state.values()):
+        return f"{name} keeps a state that is not of its parameter's shape"
+    begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(_SHAPE))
+
+    def updated(parts: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+        results = []
+        for part in parts:
+            parameter, trial = nn.Parameter(part(numbers[0]).clone()), like(optimizer)
+            trial.param_groups = [{**settings(group), "params": [parameter]}, {**settings(group), "params": []}]
+            if begin:
+                trial.state[parameter] = part_of(begin, numbers[0], part)
+            for gradient in numbers[1:]:
+                parameter.grad = part(gradient).clone()
+                trial.step()
+            results.append(parameter.detach().reshape(-1))
+        return torch.cat(results)
+
+    try:
+        whole = updated([lambda tensor: tensor])
+        halves = updated([lambda tensor: tensor.reshape(-1)[:7], lambda tensor: tensor.reshape(-1)[7:]])
+    except Exception as error:
+        return f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
+    if torch.allclose(whole, halves, rtol=0, atol=_WITHIN * float(whole.abs().max())):
+        return ""
+    return f"{name} updates a tensor otherwise than its parts"

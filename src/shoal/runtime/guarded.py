@@ -1,0 +1,108 @@
+"""Parameters whose gradient or value may be elsewhere: whoever looks gets the right one, waiting if need be.
+
+A parameter that owners update is a `GuardedParameter` from parallelize on, and a `ComingParameter` from
+`optimizer.step()` until its new value is there. Only the object's class changes: its identity and memory stay.
+
+    GuardedParameter   `.grad` asks the owners; everything else costs nothing
+    ComingParameter    any use of it by torch waits first, and makes it a GuardedParameter again
+
+Copies and pickles of either are plain parameters. Guarded by tests/equivalence/test_access.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from shoal.core.pieces import local_gradient
+
+_KEEPER = "_shoal_keeper"
+
+
+class Keeper(Protocol):
+    """Who has the gradients and values of guarded parameters."""
+
+    def fetch(self, parameter: nn.Parameter) -> None:
+        """Bring the gradient into the parameter."""
+
+    def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Forget the gradient for this one."""
+
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """Wait for the new value, and make the parameter a `GuardedParameter` again."""
+
+
+class GuardedParameter(nn.Parameter):
+    """A parameter whose gradient is at its owners."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The mean gradient over the global batch: a collective, where the owners still have it to themselves."""
+        if _is_clearing(sys._getframe(1)):
+            keeper(self).assign(self, None)
+        else:
+            keeper(self).fetch(self)
+        return local_gradient(self)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        keeper(self).assign(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        keeper(self).assign(self, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class ComingParameter(GuardedParameter):
+    """One whose new value is on its way."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, ComingParameter):
+                keeper(leaf).arrive(leaf)
+        return func(*args, **(kwargs or {}))
+
+
+# What it tells without its value.
+_HARMLESS = frozenset(
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout")
+)
+
+
+# torch's own functions that look at a gradient only to set it to None: no reason to fetch it.
+_CLEARING = frozenset(inspect.unwrap(method).__code__ for method in (nn.Module.zero_grad, Optimizer.zero_grad))
+
+
+def _is_clearing(caller: FrameType) -> bool:
+    return caller.f_code in _CLEARING and bool(caller.f_locals["set_to_none"])
+
+
+def guard(parameter: nn.Parameter, its_keeper: Keeper) -> None:
+    """Make a parameter a guarded one."""
+    parameter.__dict__[_KEEPER] = its_keeper
+    parameter.__class__ = GuardedParameter
+
+
+def keeper(parameter: nn.Parameter) -> Keeper:
+    """Who keeps a guarded parameter's gradient."""
+    its_keeper: Keeper = parameter.__dict__[_KEEPER]
+    return its_keeper

@@ -1,0 +1,236 @@
+"""What parallelize adds to an optimizer: its step updates, on lanes, the pieces that this rank owns.
+
+    optimizer.step()            closure, if any; settings captured; owned parameters sent off; the rest as always
+    optimizer.clip_grad_norm_   the global norm from the owners' pieces: one number a rank is exchanged
+    optimizer.state_dict()      in one-process form: the owners' pieces put together (a collective)
+    optimizer.load_state_dict() takes that form, and keeps this rank's pieces of it
+
+Everything is set on the object: its class stays, and schedulers and scalers that hold it meet the new methods.
+Guarded by tests/equivalence/test_owners.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, update_wrapper
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.core.pieces import Piece, line, local_gradient
+from shoal.profiling.updates import like, part_of, refresh, settings
+from shoal.runtime.owners import Owners
+
+States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
+
+
+def extend(optimizer: Optimizer, owners: Owners | None) -> OwnedOptimizer | None:
+    """Give an optimizer `clip_grad_norm_`, and methods that serve what ranks own of its parameters, if they do."""
+    optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, owners), optimizer)
+    if owners is None:
+        return None
+    owned = OwnedOptimizer(optimizer, owners)
+    owned.take_state()
+    for name in ("step", "state_dict", "load_state_dict"):
+        _replace(optimizer, name, getattr(owned, name))
+    return owned
+
+
+def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
+    """Put `method(original, *args)` in a method's place: bound, as torch's schedulers expect."""
+    original = getattr(optimizer, name)
+
+    def replacement(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return method(original, *args, **kwargs)
+
+    update_wrapper(replacement, original)  # a scheduler's mark on `step` is taken along
+    optimizer.__dict__[name] = MethodType(replacement, optimizer)
+
+
+def _clip_grad_norm(
+    owners: Owners | None,
+    optimizer: Optimizer,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the norm of all gradients of this optimizer, taken as one vector, as torch.nn.utils.clip_grad_norm_ does.
+
+    What ranks own stays with them, where torch's function would bring it to every rank. A collective then.
+
+    Args:
+        max_norm: the largest norm that is left as it is.
+        norm_type: the p of the norm; may be infinite.
+        error_if_nonfinite: raise where the norm is not finite.
+
+    Returns:
+        The norm before, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite, and `error_if_nonfinite` was given.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = [] if owners is None else owners.gradients(parameters)
+    here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
+    norms = [_norm([gradient], norm_type) for gradient in here]
+    if owners is not None:
+        norms += owners.from_all(_norm(mine, norm_type))
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"the gradients' norm of order {norm_type} is not finite: {float(total)}")
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in (*mine, *here):
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    return total.to(here[0].dtype if here else mine[0].dtype if mine else torch.float32)
+
+
+def _norm(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """The norm of all their elements together, in float64, on the CPU."""
+    norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64).cpu() for t in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
+
+
+@final
+class OwnedOptimizer:
+    """An optimizer some of whose parameters are updated by their owners."""
+
+    def __init__(self, optimizer: Optimizer, owners: Owners) -> None:
+        self._optimizer = optimizer
+        self._owners = owners
+        self._updates = {transfer: _Update(optimizer, transfer) for transfer in owners.transfers}
+
+    def step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        """Capture, send off, and leave what nobody owns to the original."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self._optimizer.param_groups
+        group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
+        captured = [settings(group) for group in groups]
+        for transfer in reversed(self._owners.transfers):  # as the next forward will need them
+            if any(p in group_of and self._owners.has_gradient(p) for p in transfer.parameters):
+                self._owners.send_off(transfer, self._updates[transfer].captured(group_of, captured))
+        with self._without_owned():
+            result = original()
+        return result if closure is None else loss
+
+    def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state in one-process form, on every rank."""
+        self._owners.settle()
+        whole: States = {}
+        for update in self._updates.values():
+            self._owners.together(partial(update.gather_state, whole))
+        state = self._optimizer.state
+        held = [p for group in self._optimizer.param_groups for p in group["params"] if p in whole]
+        state.update({parameter: whole[parameter] for parameter in held})
+        try:
+            return original()
+        finally:
+            for parameter in held:
+                del state[parameter]
+
+    def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
+        """Take a state in one-process form."""
+        self._owners.settle()
+        original(state_dict)
+        self.take_state()
+
+    def take_state(self) -> None:
+        """Keep the own pieces of what the optimizer holds of owned parameters, and free the rest."""
+        for update in self._updates.values():
+            update.take_state(self._optimizer.state)
+        for parameter in [p for p in self._optimizer.state if p in self._owners]:
+            del self._optimizer.state[parameter]
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that this rank holds of owned parameters."""
+        self._owners.settle()
+        return sum(update.state_bytes() for update in self._updates.values())
+
+    @contextmanager
+    def _without_owned(self) -> Iterator[None]:
+        """Take the owned parameters out of the groups for a while."""
+        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
+        for group, parameters in groups:
+            group["params"] = [p for p in parameters if p not in self._owners]
+        try:
+            yield
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+
+
+@final
+class _Update:
+    """One optimizer's update of this rank's pieces of one transfer; holds their state."""
+
+    def __init__(self, optimizer: Optimizer, transfer: OwnedTransfer) -> None:
+        self._transfer = transfer
+        self._optimizer = optimizer
+        self._copy = like(optimizer)
+        self._tensors = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in transfer.pieces}
+
+    def captured(self, group_of: Mapping[Tensor, int], groups: Sequence[dict[str, Any]]) -> Callable[[Comm], None]:
+        """The update by these settings and the gradients that are there now, for a lane to do."""
+        refresh(self._copy, self._optimizer)
+        served = {p: group_of[p.parameter] for p in self._tensors if p.parameter in group_of}
+        here = {p: None if (g := local_gradient(p.parameter)) is None else p.of(g).clone() for p in served}
+        at_owner = {p for p in served if self._transfer.holds(p.parameter)}
+
+        def update(comm: Comm) -> None:
+            filled: list[list[Tensor]] = [[] for _ in groups]
+            for (piece, tensor), gradient in zip(self._tensors.items(), self._transfer.gradients(), strict=True):
+                tensor.data = piece.of(piece.parameter)
+                if piece in served:
+                    tensor.grad = gradient if piece in at_owner else here[piece]
+                    filled[served[piece]].append(tensor)
+            self._copy.param_groups = [
+                {**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True) if tensors
+            ]
+            self._copy.step()
+            for piece, value in self._transfer.gather([tensor.data for tensor in self._tensors.values()], comm):
+                if piece not in self._tensors:
+                    piece.of(piece.parameter).copy_(value)
+
+        return update
+
+    def state_bytes(self) -> int:
+        """Bytes of the own pieces' state."""
+        values = (value for state in self._copy.state.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def take_state(self, states: Mapping[Tensor, Any]) -> None:
+        """Keep the own pieces of a state in one-process form, where it has any of their parameters."""
+        for piece, tensor in self._tensors.items():
+            self._copy.state.pop(tensor, None)
+            if piece.parameter in states:
+                self._copy.state[tensor] = part_of(states[piece.parameter], piece.parameter, piece.of)
+
+    def gather_state(self, whole: States, comm: Comm) -> None:
+        """Put every rank's pieces of the state into `whole`."""
+        mine = [_on_cpu(self._copy.state.get(tensor, {})) for tensor in self._tensors.values()]
+        for pieces, states in zip(self._transfer.owned, comm.gather_objects(mine), strict=True):
+            for piece, state in zip(pieces, states, strict=True):
+                for name, value in state.items():
+                    _put(whole.setdefault(piece.parameter, {}), piece, name, value)
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _put(state: dict[str, Any], piece: Piece, name: str, value: Any) -> None:
+    """Put a piece's value into its parameter's state: a line into a whole tensor, anything else as it is."""
+    parameter = piece.parameter
+    if not (isinstance(value, Tensor) and value.shape == (piece.numel,)):
+        state[name] = value
+        return
+    if name not in state:
+        state[name] = torch.zeros_like(parameter, dtype=value.dtype)
+    line(state[name], parameter)[piece.start : piece.stop] = value.to(parameter.device)

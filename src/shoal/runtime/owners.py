@@ -1,0 +1,133 @@
+"""Owners: the gradients, updates and optimizer state of the parameters that ranks own in pieces.
+
+    backward           slices' sums go to their owners                       OwnedTransfer.run
+    optimizer.step()   settings are captured; the rest is updated as always; returns at once
+     on each lane      own pieces are updated by a copy of the optimizer, the new values go to all      Update.run
+    next forward       the first use of a parameter waits for its own transfer, and for nothing else    arrive
+
+Exactly one synchronous step: whoever looks at a parameter or a gradient in between gets the right one (guarded.py).
+Collectives, called by every rank: reading `.grad` before it is cleared, optimizer.clip_grad_norm_, state_dict.
+Guarded by tests/equivalence/test_owners.py and test_access.py.
+Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
+from shoal.runtime.engine import Engine
+from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard
+
+
+@final
+class Owners:
+    """What the ranks own of one model, and what is on its way."""
+
+    def __init__(self, engine: Engine, transfers: Sequence[OwnedTransfer]) -> None:
+        self.transfers = tuple(transfers)
+        self._engine = engine
+        self._transfer = {p: transfer for transfer in transfers for p in transfer.parameters}
+        for parameter in self._transfer:
+            guard(parameter, self)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._transfer
+
+    def fetch(self, parameter: nn.Parameter) -> None:
+        """Bring the owners' gradients, all of them, to every rank (a collective); nothing, if this one is here."""
+        if not self._transfer[parameter].holds(parameter):
+            return
+        holding = [t for t in self.transfers if any(map(t.holds, t.parameters))]
+        fetched = [_Fetch(transfer) for transfer in holding]
+        for fetch in fetched:
+            self._engine.later(fetch.transfer, fetch.run)
+        for fetch in fetched:
+            self._engine.settle(fetch.transfer)
+            fetch.publish()
+
+    def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """From here on this is the gradient."""
+        set_local_gradient(parameter, gradient)
+        self._transfer[parameter].drop(parameter)
+
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """Wait for the new values of the transfer that brings this parameter's."""
+        transfer = self._transfer[parameter]
+        self._engine.settle(transfer)
+        for each in transfer.parameters:
+            each.__class__ = GuardedParameter
+
+    def settle(self) -> None:
+        """Wait for everything that is on its way."""
+        for transfer in self.transfers:
+            self.arrive(transfer.parameters[0])
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer would find a gradient, at the owners or here. Waits for nothing."""
+        return self._transfer[parameter].holds(parameter) or local_gradient(parameter) is not None
+
+    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """This rank's pieces of those parameters' gradients, where it is the owners that hold them."""
+        self.settle()
+        wanted = set(parameters)
+        return [
+            gradient
+            for transfer in self.transfers
+            for piece, gradient in zip(transfer.pieces, transfer.gradients(), strict=True)
+            if gradient is not None and piece.parameter in wanted and transfer.holds(piece.parameter)
+        ]
+
+    def from_all(self, number: Tensor) -> list[Tensor]:
+        """Every rank's number, in rank order (a collective)."""
+        numbers: list[Tensor] = []
+
+        def gather(comm: Comm) -> None:
+            numbers.extend(torch.empty_like(number) for _ in range(comm.size))
+            comm.all_gather(numbers, number)
+
+        self.together(gather)
+        return numbers
+
+    def together(self, work: Callable[[Comm], None]) -> None:
+        """Do something with all ranks, at once (a collective)."""
+        self._engine.later(self.transfers[0], work)
+        self._engine.settle(self.transfers[0])
+
+    def send_off(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
+        """Let a lane bring new values of a transfer's parameters; until they are there, whoever uses one waits."""
+        self._engine.later(transfer, work)
+        for parameter in transfer.parameters:
+            torch.autograd.graph.increment_version(parameter)
+            parameter.__class__ = ComingParameter
+
+
+@final
+class _Fetch:
+    """The gradients of one transfer, on their way to every rank."""
+
+    def __init__(self, transfer: OwnedTransfer) -> None:
+        self.transfer = transfer
+        self._lines: dict[nn.Parameter, Tensor] = {}
+
+    def run(self, comm: Comm) -> None:
+        mine = [
+            torch.zeros_like(piece.of(piece.parameter)) if gradient is None else gradient
+            for piece, gradient in zip(self.transfer.pieces, self.transfer.gradients(), strict=True)
+        ]
+        for piece, value in self.transfer.gather(mine, comm):
+            parameter = piece.parameter
+            if parameter not in self._lines:
+                self._lines[parameter] = torch.empty_like(line(parameter, parameter))
+            self._lines[parameter][piece.start : piece.stop] = value
+
+    def publish(self) -> None:
+        for parameter in filter(self.transfer.holds, self.transfer.parameters):
+            gradient = unlined(self._lines[parameter], parameter) if self.transfer.used(parameter) else None
+            set_local_gradient(parameter, gradient)
+            self.transfer.drop(parameter)

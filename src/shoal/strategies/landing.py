@@ -1,0 +1,37 @@
+"""Gradients that land in buckets as autograd accumulates them: what every strategy that takes buckets needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import UsageError
+
+
+def by_kind(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    """The parameters by dtype and device: what can lie in one flat tensor."""
+    kinds: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
+    return list(kinds.values())
+
+
+def second_gradient(name: str, label: str) -> UsageError:
+    """The error of a parameter whose gradient is sent already when another part of it comes."""
+    return UsageError(
+        f"parameter {name} got a second gradient within one backward",
+        where=label,
+        do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward calls",
+    )
+
+
+def refuse_hooks(name: str, parameter: Tensor, label: str) -> None:
+    """Refuse another hook on the accumulated gradient beside the bucket's own."""
+    if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+        raise UsageError(
+            f"a hook on the accumulated gradient of {name} sees this rank's own gradient, not the global one",
+            where=label,
+            do="do after loss.backward() what the hook does (an optimizer's step, a look at .grad)",
+        )

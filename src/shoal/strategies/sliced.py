@@ -1,0 +1,193 @@
+"""Sliced: every rank owns a slice of each bucket, updates that slice alone, and sends the new parameters back.
+
+    1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient itself is freed
+    2  the last landed    the exchange's first half brings each slice's sum to its owner, while backward goes on
+    3  optimizer.step()   returns at once; on the lane the owner updates its pieces (runtime/owners.py)
+    4  on the same lane   the exchange's second half brings the new parameters to everyone, while the next forward runs
+
+    slice of owner o  │ piece │ piece │ piece ···│ flags │      a piece: the part of one parameter that o owns
+                                                             a flag: whether anybody used that parameter
+
+The bytes are those of `replicate` through the same exchange, but half of them hide under the next forward, and the
+update and the optimizer's state are divided by P. The flags lie beside their pieces, so that the owner knows by itself
+which parameters nobody used: those are not updated, as in one process.
+Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section
+5.1; CaffeOnSpark's socket exchange, in which every node is the master of one slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.contracts import Bucket, Comm, Exchange, OwnedTransfer, Place, Strategy, Transfer
+from shoal.core.cost import Cost
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.pieces import Piece, balanced, has_line, local_gradient, set_local_gradient
+from shoal.strategies.landing import by_kind, refuse_hooks, second_gradient
+
+
+@final
+class Sliced(Strategy):
+    """Sums gradients at their owners, and gathers the parameters that these have updated."""
+
+    name = "sliced"
+    bucketed = True
+
+    def takes(self, exchange: Exchange) -> bool:
+        return exchange.splits
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        return layer.whole_update or None
+
+    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+        assert exchange is not None
+        parameters = [p for layer in layers for p in layer.parameters]
+        itemsize = max(p.itemsize for p in parameters)
+        spans = balanced([p.numel for p in parameters], cluster.size)
+        bucket = Bucket(cluster.size * sum(_widths(spans)), itemsize)
+        pack_s = bucket.nbytes * cluster.pack_byte_s
+        return Cost(
+            exchange.traffic(bucket, cluster.topology),
+            cluster.pace(exchange.name),
+            backward_s=pack_s,
+            lane_s=pack_s,  # the new parameters are taken out again
+            memory_bytes=bucket.nbytes * (1 + 1 / cluster.size),
+            owned=True,
+        )
+
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
+        assert exchange is not None
+        for name, parameter in place.parameters.items():
+            if not has_line(parameter):
+                raise UsageError(
+                    f"parameter {name} has gaps in memory, so that no part of it can be updated in place",
+                    where=label,
+                    do=f'pin its layer, {name.rpartition(".")[0]!r}, to "replicate"',
+                )
+        return [SlicedTransfer(parameters, exchange, place, label) for parameters in by_kind(place.parameters)]
+
+
+def _widths(spans: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[int, int]:
+    """Elements and flags of a slice, the same for all owners, so that any exchange can cut the whole."""
+    return max(sum(stop - start for _, start, stop in owned) for owned in spans), max(map(len, spans))
+
+
+@final
+class SlicedTransfer(OwnedTransfer):
+    """Gradients of one dtype and device in their owners' slices, and afterwards the parameters."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, place: Place, label: str) -> None:
+        self.label = label
+        self.exchange = exchange
+        self.parameters = tuple(parameters.values())
+        self._names = dict(zip(self.parameters, parameters, strict=True))
+        self._ranks, self._rank = place.ranks, place.rank
+        spans = balanced([p.numel() for p in self.parameters], place.ranks)
+        self.owned = tuple(tuple(Piece(self.parameters[i], start, stop) for i, start, stop in owned) for owned in spans)
+        self.pieces = self.owned[place.rank]
+        width, flags = _widths(spans)
+        first = self.parameters[0]
+        self._flat = torch.zeros(place.ranks * (width + flags), dtype=first.dtype, device=first.device)
+        self._slices = self._flat.view(place.ranks, width + flags)
+        self._values = [_split(row, owned) for row, owned in zip(self._slices, self.owned, strict=True)]
+        self._flags = self._slices[:, width:]
+        rows = zip(self.owned, self._values, strict=True)
+        self._everything = [(piece, value) for row in rows for piece, value in zip(*row, strict=True)]
+        self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
+        self._total = torch.zeros_like(self._slices[place.rank])  # of this rank's own slice, over backwards
+        self._total_values, self._total_flags = _split(self._total, self.pieces), self._total[width:]
+        self._landed: set[Tensor] = set()
+        self._held: set[Tensor] = set()
+        self._carried: set[Tensor] = set()  # what `run` adds to, as this backward found it
+        self._open = False  # something of this backward is in the slices
+        self._packed = False
+        self._hooks = [p.register_post_accumulate_grad_hook(self._land) for p in self.parameters]
+
+    def _land(self, parameter: nn.Parameter) -> None:
+        if self._packed or parameter in self._landed:
+            raise second_gradient(self._names[parameter], self.label)
+        if local_gradient(parameter) is None:  # its function gave none: unused, as far as an optimizer can see
+            return
+        self._take(parameter)
+        self._landed.add(parameter)
+        if len(self._landed) == len(self.parameters):
+            self.ready(self)
+
+    def _take(self, parameter: nn.Parameter) -> bool:
+        """Bring what is in `.grad` into the slices; whether there was anything."""
+        if not self._open:
+            self.settle()
+            self._open, self._carried = True, set(self._held)
+        gradient = local_gradient(parameter)
+        for piece, value in self._places[parameter]:
+            if gradient is None:
+                value.zero_()
+            else:
+                torch.mul(piece.of(gradient), 1.0 / self._ranks, out=value)
+        set_local_gradient(parameter, None)
+        return gradient is not None
+
+    def pack(self) -> None:
+        self._packed = True
+        used = set(self._landed)
+        for parameter in self.parameters:
+            refuse_hooks(self._names[parameter], parameter, self.label)
+            if parameter not in self._landed and self._take(parameter):  # a gradient that was read, or assigned
+                used.add(parameter)
+        for pieces, flags in zip(self.owned, self._flags, strict=True):
+            flags[: len(pieces)] = torch.tensor([float(piece.parameter in used) for piece in pieces])
+        self._held = set(self.parameters)
+
+    def run(self, comm: Comm) -> None:
+        self.exchange.reduce(self._flat, comm)
+        if not self._carried:
+            self._total.copy_(self._slices[self._rank])
+            return
+        for index, piece in enumerate(self.pieces):
+            value, flag = self._total_values[index], self._total_flags[index]
+            if piece.parameter not in self._carried:
+                value.zero_()
+                flag.zero_()
+            value.add_(self._values[self._rank][index])
+            flag.add_(self._flags[self._rank][index])
+
+    def publish(self) -> None:
+        self._landed.clear()
+        self._open = self._packed = False
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._held
+
+    def drop(self, parameter: nn.Parameter) -> None:
+        self._held.discard(parameter)
+
+    def gradients(self) -> list[Tensor | None]:
+        return [
+            value if flag else None for value, flag in zip(self._total_values, self._total_flags.tolist(), strict=False)
+        ]
+
+    def gather(self, values: Sequence[Tensor], comm: Comm) -> list[tuple[Piece, Tensor]]:
+        for value, own in zip(values, self._values[self._rank], strict=True):
+            own.copy_(value)
+        self._flags[self._rank].copy_(self._total_flags)
+        self.exchange.gather(self._flat, comm)
+        return self._everything
+
+    def used(self, parameter: nn.Parameter) -> bool:
+        return any(
+            flag > 0
+            for pieces, flags in zip(self.owned, self._flags.tolist(), strict=True)
+            for piece, flag in zip(pieces, flags, strict=False)
+            if piece.parameter is parameter
+        )
+
+
+def _split(flat: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
+    """Views of the pieces, one behind the other, from the beginning of a flat tensor."""
+    sizes = [piece.numel for piece in pieces]
+    return flat[: sum(sizes)].split(sizes) if sizes else ()

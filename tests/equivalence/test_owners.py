@@ -1,0 +1,272 @@
+"""Updates at the owners: any element-wise optimizer, its state divided and put together again, clipping, schedules."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from one_process import Training, adamw, assert_same, built, cluster_of, features, integers, numbers, rows_of, sgd
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import PlanError
+from shoal.runtime.session import current, using
+
+WAY = "sliced"
+
+
+def mlp() -> nn.Module:
+    """Sizes that no number of ranks divides, and an own parameter without dimensions."""
+    return nn.Sequential(nn.Linear(7, 5), Scaled(), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Scaled(nn.Module):
+    """Multiplies by one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
+    "sgd": partial(optim.SGD, lr=0.05),
+    "nesterov": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "fused sgd": partial(optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    "foreach sgd": partial(optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    "adam": partial(optim.Adam, lr=0.05, amsgrad=True),
+    "fused adamw": partial(optim.AdamW, lr=0.05, fused=True),
+    "adam with a tensor for its rate": partial(optim.Adam, lr=torch.tensor(0.05, dtype=torch.float64)),
+    "rmsprop": partial(optim.RMSprop, lr=0.05, momentum=0.5, centered=True),
+    "adagrad": partial(optim.Adagrad, lr=0.05, initial_accumulator_value=0.3),
+    "adadelta": partial(optim.Adadelta, lr=0.5),
+    "adamax": partial(optim.Adamax, lr=0.05),
+    "nadam": partial(optim.NAdam, lr=0.05),
+    "radam": partial(optim.RAdam, lr=0.05),
+    "rprop": partial(optim.Rprop, lr=0.05),
+    "asgd": partial(optim.ASGD, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_element_wise_optimizer(name):
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=OPTIMIZERS[name]), 3, WAY)
+
+
+class Normed(optim.Optimizer):
+    """A step of the length of the parameter, as LARS has it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter -= 0.1 * parameter.norm() / (1e-9 + parameter.grad.norm()) * parameter.grad
+
+
+WHOLE: dict[str, Callable[..., optim.Optimizer]] = {
+    "Adafactor": partial(optim.Adafactor, lr=0.05),
+    "Muon": lambda parameters: optim.Muon([p for p in parameters if p.dim() == 2], lr=0.05),
+    "Normed": Normed,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_optimizer_that_looks_at_whole_tensors_is_left_to_replicate(name):
+    training = Training(model=built(mlp), batches=features(7, 3), optimizer=WHOLE[name])
+    with pytest.raises(PlanError, match=f"sliced cannot serve layer .*{name}"):
+        training.on_ranks(2, WAY)
+    assert_same(training, 2, "replicate")
+
+
+def groups(parameters):
+    """Two groups with settings of their own."""
+    first, *rest = parameters
+    return optim.AdamW([{"params": [first], "lr": 0.01, "weight_decay": 0.3}, {"params": rest}], lr=0.05)
+
+
+def test_groups_and_schedulers_that_edit_them():
+    def loop(model, loss_fn, optimizer, batches):
+        schedule = optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.2], total_steps=10)
+        for step, (x, y) in enumerate(batches):
+            loss_fn(model(x), y).backward()
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+            optimizer.step()
+            optimizer.param_groups[1]["betas"] = (0.5, 0.6)  # too late for this step
+            schedule.step()
+            optimizer.zero_grad()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=groups, loop=loop), 3, WAY)
+
+
+def test_a_scheduler_made_before_parallelize_and_step_hooks():
+    def scheduled(parameters):
+        optimizer = sgd(parameters)
+        optimizer.schedule = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.calls = []
+        optimizer.register_step_pre_hook(lambda *_: optimizer.calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_: optimizer.calls.append("after"))
+        return optimizer
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.schedule.step()
+        assert optimizer.calls == ["before", "after"] * len(batches)
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=scheduled, loop=loop), 3, WAY)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["the optimizer's", "torch's"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_clipping_the_global_norm(norm_type, own):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            (3 * loss_fn(model(x), y)).backward()
+            if own and hasattr(optimizer, "clip_grad_norm_"):
+                norm = optimizer.clip_grad_norm_(0.3, norm_type)
+            else:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.3, norm_type)
+            assert norm > 0.3
+            model.seen.add_(norm)
+            optimizer.step()
+
+    def seeing() -> nn.Module:
+        model = mlp()
+        model.register_buffer("seen", torch.zeros(()))
+        return model
+
+    for way in (WAY, "replicate"):
+        assert_same(Training(model=built(seeing), batches=features(7, 3), loop=loop), 3, way)
+
+
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_for():
+    def loop(model, loss_fn, optimizer, batches):
+        loss_fn(model(batches[0][0] * float("inf")), batches[0][1]).backward()
+        with pytest.raises(RuntimeError, match="not finite"):
+            optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, WAY)
+
+
+def test_a_grad_scaler():
+    def loop(model, loss_fn, optimizer, batches):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y) * (float("inf") if step == 1 else 1.0)  # a step that is skipped
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, WAY)
+
+
+def stepped(model, loss_fn, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+
+
+def assert_same_state(expected: dict[str, Any], got: dict[str, Any]) -> None:
+    """Two optimizer states are the same to 1e-10."""
+    assert expected["param_groups"] == got["param_groups"]
+    assert expected["state"].keys() == got["state"].keys()
+    for index, state in expected["state"].items():
+        assert state.keys() == got["state"][index].keys()
+        for name, value in state.items():
+            other = got["state"][index][name]
+            assert torch.is_tensor(value) == torch.is_tensor(other)
+            if torch.is_tensor(value):
+                assert value.shape == other.shape and value.dtype == other.dtype, name
+                torch.testing.assert_close(other, value, rtol=1e-10, atol=1e-10)
+            else:
+                assert value == other
+
+
+@pytest.mark.parametrize("make", [sgd, adamw, groups, OPTIMIZERS["adagrad"]], ids=["sgd", "adamw", "groups", "adagrad"])
+def test_the_state_is_saved_in_the_form_of_one_process_and_loaded_again(make):
+    states: dict[bool, dict[str, Any]] = {}
+
+    def loop(model, loss_fn, optimizer, batches):
+        stepped(model, loss_fn, optimizer, batches[:3])
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file)
+        states[shoal.world().size == 1] = copy.deepcopy(saved)  # loading may take the tensors themselves
+        stepped(model, loss_fn, optimizer, batches[3:])  # on from here, then back, and on once more
+        optimizer.load_state_dict(saved)
+        stepped(model, loss_fn, optimizer, batches[3:])
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, WAY)
+    assert_same_state(states[True], states[False])
+
+
+@pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
+def test_a_state_loaded_before_parallelize(make):
+    model, batches = built(mlp), features(7, 3, steps=8)
+    optimizer = make(model.parameters())
+    stepped(model, F.cross_entropy, optimizer, batches[:3])
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def resumed(parameters):
+        optimizer = make(parameters)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        return optimizer
+
+    assert_same(Training(model=model, batches=batches[3:], optimizer=resumed), 3, WAY)
+
+
+def test_each_rank_holds_its_share_of_the_state():
+    model, ranks = built(lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64))), 4
+    x, y = numbers(8, 64), integers(64, 8)
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def work(comm: ThreadComm) -> int:
+        mine = copies[comm.rank]
+        with using(comm, cluster_of(ranks)):
+            optimizer = adamw(mine.parameters())
+            batch = rows_of((x, y), comm.rank, ranks)
+            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=batch, pins={"*": WAY})
+            stepped(mine, F.cross_entropy, optimizer, [batch])
+            mine.state_dict()
+            assert not optimizer.state, "what others own is not held here"
+            (owned,) = current().attached[mine].optimizers
+            return owned.state_bytes()
+
+    held = run(ranks, work)
+    whole = 8 * 2 * sum(p.numel() for p in model.parameters())  # and a counter a piece
+    assert whole / ranks <= max(held) <= 1.02 * whole / ranks
+
+
+def test_a_group_added_later():
+    def first_only(parameters):
+        first, *rest = parameters
+        optimizer = sgd([first])
+        optimizer.rest = rest
+        return optimizer
+
+    def loop(model, loss_fn, optimizer, batches):
+        stepped(model, loss_fn, optimizer, batches[:2])
+        optimizer.add_param_group({"params": optimizer.rest, "lr": 0.2})
+        stepped(model, loss_fn, optimizer, batches[2:])
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=first_only, loop=loop), 3, WAY)
