@@ -53,6 +53,7 @@ CASES = [
     Case("resnet18", "none", rounds=12, steps=4),
     Case("alexnet", "200mbit", rounds=4, steps=1),
     Case("resnet18", "1gbit", rounds=12, steps=4),
+    Case("resnet50", "1gbit", rounds=7, steps=3),
     Case("digits", "1gbit", rounds=7, steps=20),
     Case("gpt", "1gbit", rounds=7, steps=4),
 ]

@@ -1,4 +1,4 @@
-"""ResNet-50, in torchvision's layout: 25,557,032 parameters, 161 tensors, all but one layer convolutions and their norms.
+"""ResNet-50, in torchvision's layout: 25,557,032 parameters, all but one layer convolutions and their norms.
 
 He et al., "Deep residual learning for image recognition" (2015), with the stride in the 3x3 convolution as torchvision
 has it. 128x128 images, 1,000 classes, 4 images a rank, noise made beforehand.
