@@ -156,6 +156,7 @@ class Transfer(ABC):
     """
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
+    accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
     ready: Callable[[Transfer], None]
 
     @abstractmethod

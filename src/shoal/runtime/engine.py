@@ -15,7 +15,8 @@ Guarded by tests/runtime/test_engine.py: order under random delays, errors, no t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import final
 
@@ -23,7 +24,7 @@ import torch
 from torch.autograd import Variable
 
 from shoal.core.contracts import Comm, OwnedTransfer, Transfer
-from shoal.core.errors import WorldError
+from shoal.core.errors import UsageError, WorldError
 from shoal.runtime.lanes import Errand, Lane
 
 
@@ -40,6 +41,7 @@ class Engine:
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
         self._task: int | None = None  # autograd's number of the backward whose round is open
         self._failed = False
+        self._accumulating = self._unsent = False
         for transfer in self._transfers:
             transfer.ready = self._announce
             if isinstance(transfer, OwnedTransfer):
@@ -51,6 +53,9 @@ class Engine:
         Raises:
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on what was sent.
         """
+        if self._accumulating:
+            self._unsent = True
+            return
         task = torch._C._current_graph_task_id()
         if self._task is None:
             self._task = task
@@ -60,6 +65,23 @@ class Engine:
             raise WorldError(
                 "the backward before this one ended with an error after a part of its gradients was sent",
                 do="end the job and start again from a checkpoint",
+            )
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep the gradients of backwards inside on this rank; the next backward outside sends them with its own."""
+        self._accumulate(True)
+        try:
+            yield
+        finally:
+            self._accumulate(False)
+
+    def check_sent(self) -> None:
+        """Raise UsageError where gradients would be taken for global ones that were never sent."""
+        if self._unsent:
+            raise UsageError(
+                "gradients that were accumulated on this rank have not been sent",
+                do="do the last backward before optimizer.step() outside optimizer.accumulate()",
             )
 
     def later(self, transfer: Transfer, work: Callable[[Comm], None]) -> None:
@@ -90,11 +112,18 @@ class Engine:
         for lane in self._lanes:
             lane.close()
 
+    def _accumulate(self, keep: bool) -> None:
+        self._accumulating = keep
+        for transfer in self._transfers:
+            transfer.accumulating = keep
+
     def _reached(self, where: str) -> None:
         for lane in self._lanes[:1]:  # they share one comm's word
             lane.reached(where)
 
     def _announce(self, transfer: Transfer) -> None:
+        if self._accumulating:
+            return
         if self._task is None or self._failed:  # backward came in by another way than the model's output
             self.begin()
         self._ready.add(transfer)
@@ -122,6 +151,6 @@ class Engine:
             transfer.publish()
         self._sent.clear()
         self._ready.clear()
-        self._task, self._failed = None, False
+        self._task, self._failed, self._unsent = None, False, False
         self.steps += 1
         self._reached(f"after backward {self.steps - 1}")

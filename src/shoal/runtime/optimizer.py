@@ -1,6 +1,7 @@
 """What parallelize adds to an optimizer: its step updates, on lanes, the pieces that this rank owns.
 
     optimizer.step()            closure, if any; settings captured; owned parameters sent off; the rest as always
+    optimizer.accumulate()      a context: backwards inside send nothing, the next one outside sends for all
     optimizer.clip_grad_norm_   the global norm from the owners' pieces: one number a rank is exchanged
     optimizer.state_dict()      in one-process form: the owners' pieces put together (a collective)
     optimizer.load_state_dict() takes that form, and keeps this rank's pieces of it
@@ -12,8 +13,10 @@ Guarded by tests/equivalence/test_owners.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, update_wrapper
+from itertools import chain
 from types import MethodType
 from typing import Any, final
 
@@ -24,14 +27,33 @@ from torch.optim import Optimizer
 from shoal.core.contracts import Comm, OwnedTransfer
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.profiling.updates import like, part_of, refresh, settings
+from shoal.runtime.engine import Engine
 from shoal.runtime.owners import Owners
 
+_SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
 
 
-def extend(optimizer: Optimizer, owners: Owners | None) -> OwnedOptimizer | None:
-    """Give an optimizer `clip_grad_norm_`, and methods that serve what ranks own of its parameters, if they do."""
-    optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, owners), optimizer)
+@dataclass(frozen=True)
+class _Served:
+    """One parallelised model whose parameters an optimizer has."""
+
+    engine: Engine
+    owners: Owners | None
+
+
+def extend(optimizer: Optimizer, engine: Engine | None, owners: Owners | None) -> OwnedOptimizer | None:
+    """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
+
+    Alone, without an engine, the first two do what one process would; an optimizer may be given several models.
+    """
+    served: list[_Served] = optimizer.__dict__.setdefault(_SERVED, [])
+    optimizer.__dict__["accumulate"] = MethodType(partial(_accumulate, served), optimizer)
+    optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, served), optimizer)
+    if engine is None:
+        return None
+    served.append(_Served(engine, owners))
+    optimizer.register_step_pre_hook(partial(_check_sent, engine))
     if owners is None:
         return None
     owned = OwnedOptimizer(optimizer, owners)
@@ -39,6 +61,23 @@ def extend(optimizer: Optimizer, owners: Owners | None) -> OwnedOptimizer | None
     for name in ("step", "state_dict", "load_state_dict"):
         _replace(optimizer, name, getattr(owned, name))
     return owned
+
+
+def _check_sent(engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if len(args) == 1 and not kwargs:  # a closure does its backward later
+        engine.check_sent()
+
+
+@contextmanager
+def _accumulate(served: Sequence[_Served], optimizer: Optimizer) -> Iterator[None]:
+    """Send nothing in the backwards inside; the next backward outside sends the sum of all.
+
+    Until then `.grad` is this rank's own, or an error where ranks own it.
+    """
+    with ExitStack() as stack:
+        for each in served:
+            stack.enter_context(each.engine.accumulating())
+        yield
 
 
 def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
@@ -53,7 +92,7 @@ def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Non
 
 
 def _clip_grad_norm(
-    owners: Owners | None,
+    served: Sequence[_Served],
     optimizer: Optimizer,
     max_norm: float,
     norm_type: float = 2.0,
@@ -75,18 +114,21 @@ def _clip_grad_norm(
         RuntimeError: the norm is not finite, and `error_if_nonfinite` was given.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = [] if owners is None else owners.gradients(parameters)
+    for each in served:
+        each.engine.check_sent()
+    all_owners = [each.owners for each in served if each.owners is not None]
+    pieces = [owners.gradients(parameters) for owners in all_owners]
     here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
     norms = [_norm([gradient], norm_type) for gradient in here]
-    if owners is not None:
+    for owners, mine in zip(all_owners, pieces, strict=True):
         norms += owners.from_all(_norm(mine, norm_type))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is not finite: {float(total)}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in (*mine, *here):
+    for gradient in (*here, *chain(*pieces)):
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return total.to(here[0].dtype if here else mine[0].dtype if mine else torch.float32)
+    return total
 
 
 def _norm(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -110,6 +152,7 @@ class OwnedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._owners.check_sent()
         groups = self._optimizer.param_groups
         group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
         captured = [settings(group) for group in groups]

@@ -41,6 +41,7 @@ class Owners:
 
     def fetch(self, parameter: nn.Parameter) -> None:
         """Bring the owners' gradients, all of them, to every rank (a collective); nothing, if this one is here."""
+        self._engine.check_sent()
         if not self._transfer[parameter].holds(parameter):
             return
         holding = [t for t in self.transfers if any(map(t.holds, t.parameters))]
@@ -67,6 +68,10 @@ class Owners:
         """Wait for everything that is on its way."""
         for transfer in self.transfers:
             self.arrive(transfer.parameters[0])
+
+    def check_sent(self) -> None:
+        """Raise UsageError where gradients are only this rank's own."""
+        self._engine.check_sent()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Whether an optimizer would find a gradient, at the owners or here. Waits for nothing."""

@@ -109,6 +109,8 @@ class SlicedTransfer(OwnedTransfer):
         self._hooks = [p.register_post_accumulate_grad_hook(self._land) for p in self.parameters]
 
     def _land(self, parameter: nn.Parameter) -> None:
+        if self.accumulating:
+            return
         if self._packed or parameter in self._landed:
             raise second_gradient(self._names[parameter], self.label)
         if local_gradient(parameter) is None:  # its function gave none: unused, as far as an optimizer can see
@@ -137,7 +139,7 @@ class SlicedTransfer(OwnedTransfer):
         used = set(self._landed)
         for parameter in self.parameters:
             refuse_hooks(self._names[parameter], parameter, self.label)
-            if parameter not in self._landed and self._take(parameter):  # a gradient that was read, or assigned
+            if parameter not in self._landed and self._take(parameter):  # read, assigned, or kept before
                 used.add(parameter)
         for pieces, flags in zip(self.owned, self._flags, strict=True):
             flags[: len(pieces)] = torch.tensor([float(piece.parameter in used) for piece in pieces])
