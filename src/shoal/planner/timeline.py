@@ -22,7 +22,7 @@ main thread (stolen). What hides costs nothing until link or processor is full. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal import exchange as exchanges
 from shoal import strategies
@@ -31,6 +31,7 @@ from shoal.core.cost import Cost, Pace, Traffic
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
+from shoal.core.trace import MAIN, Event
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Span:
     ready_s: float
     sent_s: float  # its last byte is through
     end_s: float  # its gradients are there, or with their owners
+    back_s: float = 0.0  # its parameters are back from their owners, where it has any
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,25 @@ class Timeline:
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return self.forward_s + self.waited_s + self.end_s + self.optimizer_s
+
+    def events(self, lanes: int) -> list[Event]:
+        """The step as events from the start of its backward: what a trace of it should look like."""
+        optimizer_end_s = self.end_s + self.optimizer_s
+        main = [
+            Event("backward", MAIN, 0.0, self.backward_s),
+            Event("wait for gradients", MAIN, self.backward_s, self.end_s),
+            Event("optimizer", MAIN, self.end_s, optimizer_end_s),
+            Event("forward, waits included", MAIN, optimizer_end_s, optimizer_end_s + self.forward_s + self.waited_s),
+        ]
+        for index, span in enumerate(self.spans):
+            lane, label = (
+                f"lane {index % lanes}",
+                f"site {index} ({span.site.strategy}: {', '.join(span.site.layers[:2])})",
+            )
+            main.append(Event(f"exchange {label}", lane, span.ready_s, span.end_s))
+            if span.back_s:
+                main.append(Event(f"update and return {label}", lane, max(span.end_s, self.end_s), span.back_s))
+        return main
 
 
 class Predictor:
@@ -131,7 +152,8 @@ class Predictor:
         backward_s = line.pay(clock + max(0.0, profile.backward_s - profiled))
         waited_for = [span.end_s for span in spans if not self.cost(span.site).owned]
         end_s = max([backward_s, *waited_for])
-        returned = self._return(spans, end_s, line)
+        spans = self._return(spans, end_s, line)
+        returned = {name: span.back_s for span in spans for name in span.site.layers}
         owned = sum(self._nbytes[name] for span in spans if self.cost(span.site).owned for name in span.site.layers)
         optimizer_s = profile.optimizer_s * (1 - owned / max(profile.nbytes, 1))
         forward_s, waited_s = self._forward(end_s + optimizer_s, returned, line)
@@ -146,18 +168,17 @@ class Predictor:
             sent, end = line.carry(index, now, cost.pace, cost.traffic, cost.lane_s)
         return Span(sites[index], now, sent, end)
 
-    def _return(self, spans: Sequence[Span], now: float, line: _Line) -> dict[str, float]:
-        """When each owned layer's parameters are back: updated, and sent in the order of the next forward."""
-        back: dict[str, float] = {}
+    def _return(self, spans: Sequence[Span], now: float, line: _Line) -> list[Span]:
+        """The spans with when owned parameters are back: updated, and sent in the order of the next forward."""
+        returned = list(spans)
         for index, span in reversed(list(enumerate(spans))):
             cost = self.cost(span.site)
             if cost.owned:
                 share = sum(self._nbytes[name] for name in span.site.layers) / max(self.profile.nbytes, 1)
                 begin = line.compute(index, max(now, span.end_s), self.profile.optimizer_s * share / self.cluster.size)
-                back |= dict.fromkeys(
-                    span.site.layers, line.carry(index, begin, cost.pace, cost.traffic.half, cost.lane_s)[1]
-                )
-        return back
+                back_s = line.carry(index, begin, cost.pace, cost.traffic.half, cost.lane_s)[1]
+                returned[index] = replace(span, back_s=back_s)
+        return returned
 
     def _forward(self, begin: float, back: dict[str, float], line: _Line) -> tuple[float, float]:
         """Seconds of the forward, and of its waiting for parameters."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import final
 
 import torch
@@ -25,6 +26,7 @@ from torch.autograd import Variable
 
 from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import UsageError, WorldError
+from shoal.core.trace import MAIN, Recorder
 from shoal.runtime.lanes import Errand, Lane
 
 
@@ -35,13 +37,15 @@ class Engine:
     def __init__(self, transfers: Sequence[Transfer], lanes: Sequence[Comm]) -> None:
         self.steps = 0  # rounds finished
         self._transfers = tuple(transfers)
-        self._lanes = [Lane(comm) for comm in lanes]
+        self._lanes = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
         self._task: int | None = None  # autograd's number of the backward whose round is open
         self._failed = False
         self._accumulating = self._unsent = False
+        self._recorder: Recorder | None = None
+        self._began_s = 0.0  # the running backward, by perf_counter
         for transfer in self._transfers:
             transfer.ready = self._announce
             if isinstance(transfer, OwnedTransfer):
@@ -58,7 +62,7 @@ class Engine:
             return
         task = torch._C._current_graph_task_id()
         if self._task is None:
-            self._task = task
+            self._task, self._began_s = task, perf_counter()
             self._reached(f"backward {self.steps}")
             Variable._execution_engine.queue_callback(self._finish)
         elif self._task != task or self._failed:
@@ -66,6 +70,16 @@ class Engine:
                 "the backward before this one ended with an error after a part of its gradients was sent",
                 do="end the job and start again from a checkpoint",
             )
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recorder]:
+        """Note what the lanes and the main thread do inside."""
+        recorder = Recorder()
+        self._record(recorder)
+        try:
+            yield recorder
+        finally:
+            self._record(None)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -84,8 +98,8 @@ class Engine:
                 do="do the last backward before optimizer.step() outside optimizer.accumulate()",
             )
 
-    def later(self, transfer: Transfer, work: Callable[[Comm], None]) -> None:
-        """Have a transfer's lane do something, behind all that it has to do. The same calls in order on every rank."""
+    def later(self, transfer: Transfer, work: Callable[[Comm], None], what: str) -> None:
+        """Have a transfer's lane do `what`, behind all that it has to do. The same calls in order on every rank."""
         before = self._last.get(transfer)
 
         def behind(comm: Comm) -> None:
@@ -94,13 +108,15 @@ class Engine:
             work(comm)
 
         lane = self._lanes[self._transfers.index(transfer) % len(self._lanes)]
-        self._last[transfer] = lane.run(behind)
+        self._last[transfer] = lane.run(behind, f"{what} {transfer.label}")
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until a transfer's lane is done with it; an error there is raised here."""
         errand = self._last.pop(transfer, None)
         if errand is not None:
+            begin_s = perf_counter()
             errand.wait(f"step {self.steps}, {transfer.label}")
+            self._note(f"wait for {errand.what}", begin_s)
 
     def drain(self) -> None:
         """Wait for everything on its way."""
@@ -111,6 +127,15 @@ class Engine:
         """End the lanes' threads and give back their channels."""
         for lane in self._lanes:
             lane.close()
+
+    def _record(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        for lane in self._lanes:
+            lane.recorder = recorder
+
+    def _note(self, what: str, begin_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.note(what, MAIN, begin_s)
 
     def _accumulate(self, keep: bool) -> None:
         self._accumulating = keep
@@ -136,19 +161,22 @@ class Engine:
             if not (everything or transfer in self._ready):
                 return
             transfer.pack()
-            errand = self._lanes[index % len(self._lanes)].run(transfer.run)
+            errand = self._lanes[index % len(self._lanes)].run(transfer.run, f"exchange {transfer.label}")
             self._sent.append(errand)
             if isinstance(transfer, OwnedTransfer):
                 self._last[transfer] = errand
 
     @torch.no_grad()
     def _finish(self) -> None:
+        self._note("backward", self._began_s)
+        waits_s = perf_counter()
         self._failed = True  # until all has gone well
         self._send_in_order(everything=True)
         for errand, transfer in zip(self._sent, self._transfers, strict=True):
             if not isinstance(transfer, OwnedTransfer):
                 errand.wait(f"step {self.steps}, {transfer.label}")
             transfer.publish()
+        self._note("wait for gradients", waits_s)
         self._sent.clear()
         self._ready.clear()
         self._task, self._failed, self._unsent = None, False, False

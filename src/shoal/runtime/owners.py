@@ -47,7 +47,7 @@ class Owners:
         holding = [t for t in self.transfers if any(map(t.holds, t.parameters))]
         fetched = [_Fetch(transfer) for transfer in holding]
         for fetch in fetched:
-            self._engine.later(fetch.transfer, fetch.run)
+            self._engine.later(fetch.transfer, fetch.run, "fetch gradients of")
         for fetch in fetched:
             self._engine.settle(fetch.transfer)
             fetch.publish()
@@ -101,12 +101,12 @@ class Owners:
 
     def together(self, work: Callable[[Comm], None]) -> None:
         """Do something with all ranks, at once (a collective)."""
-        self._engine.later(self.transfers[0], work)
+        self._engine.later(self.transfers[0], work, "gather beside")
         self._engine.settle(self.transfers[0])
 
     def send_off(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
         """Let a lane bring new values of a transfer's parameters; until they are there, whoever uses one waits."""
-        self._engine.later(transfer, work)
+        self._engine.later(transfer, work, "update and return")
         for parameter in transfer.parameters:
             torch.autograd.graph.increment_version(parameter)
             parameter.__class__ = ComingParameter
