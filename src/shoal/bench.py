@@ -86,6 +86,7 @@ def bench(
         "rounds_s": figures,
         "ratio_to_shoal": {name: _ratio(figures[name], figures["shoal"]) for name in against},
         "predicted_s": attached.plan.predicted_s,
+        "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
         "plan": json.loads(attached.plan.to_json()),
     }
     if current().comm.rank == 0:
@@ -151,6 +152,10 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
     predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
     console.print(f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one")
+    floor = report["floor_s"]
+    console.print(
+        f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured {measured / floor:.2f} of it"
+    )
 
 
 def _processor() -> str:

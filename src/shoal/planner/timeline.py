@@ -136,6 +136,26 @@ class Predictor:
         changes = {site.layers[-1]: self.cost(site).backward_s for site in sites}
         return self._run(sites, waiting, changes, lanes)
 
+    def floor_s(self, plan: Plan) -> float:
+        """What no schedule of this plan can beat: its compute, or its bytes at the rate of the link.
+
+        Compute is the main thread's, with what lanes compute and the processor time of the bytes where they share its
+        processor.
+        """
+        costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed)]
+        line = _Line(self.cluster, plan.lanes)
+        lanes_s = sum(line.stolen_s(cost.pace, cost.traffic) + line.stolen * cost.lane_s for cost in costs)
+        owned = sum(
+            self._nbytes[choice.layer]
+            for choice in plan.choices
+            if self.cost(Site((choice.layer,), choice.strategy, choice.exchange)).owned
+        )
+        share = owned / max(self.profile.nbytes, 1)
+        update_s = self.profile.optimizer_s * (1 - share + line.stolen * share / self.cluster.size)
+        changes_s = sum(cost.backward_s for cost in costs)
+        compute_s = self.profile.forward_s + self.profile.backward_s + changes_s + update_s + lanes_s
+        return max(compute_s, sum(cost.traffic.worst for cost in costs) / self.cluster.link.bytes_per_s)
+
     def _run(self, sites: list[Site], waiting: dict[str, list[int]], changes: dict[str, float], lanes: int) -> Timeline:
         profile, line = self.profile, _Line(self.cluster, lanes)
         clock = profiled = 0.0
@@ -197,7 +217,7 @@ class _Line:
 
     def __init__(self, cluster: Cluster, lanes: int) -> None:
         self.sent_bytes = 0.0
-        self._stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))
+        self.stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))  # part of lane compute that main threads feel
         self._cores = min(1.0, cluster.cores_per_rank)
         self._lane_free = [0.0] * lanes
         self._link_free = self._cpu_free = 0.0
@@ -210,17 +230,21 @@ class _Line:
         self._link_free = sent
         self.sent_bytes += traffic.worst
         arrived = sent + traffic.rounds * pace.wall.round_s
-        self._debts.append((arrived, self._stolen * pace.cpu.of(traffic) / self._cores))
+        self._debts.append((arrived, self.stolen_s(pace, traffic)))
         return sent, self.compute(index, arrived, lane_s)
 
     def compute(self, index: int, now: float, lane_s: float) -> float:
         """Compute on a site's lane: the end."""
         lane = index % len(self._lane_free)
         begin = max(now, self._lane_free[lane])
-        end = max(begin, self._cpu_free if self._stolen else 0.0) + lane_s
+        end = max(begin, self._cpu_free if self.stolen else 0.0) + lane_s
         self._cpu_free = self._lane_free[lane] = end
-        self._debts.append((begin, self._stolen * lane_s))
+        self._debts.append((begin, self.stolen * lane_s))
         return end
+
+    def stolen_s(self, pace: Pace, traffic: Traffic) -> float:
+        """Seconds of the main thread that the processor time of some traffic takes."""
+        return self.stolen * pace.cpu.of(traffic) / self._cores
 
     def pay(self, clock: float) -> float:
         """Push the main thread's clock by the lane compute that fell due, which may make more of it due."""

@@ -1,4 +1,4 @@
-"""A step's events as a Chrome trace: open it in https://ui.perfetto.dev, each rank a process, the prediction beside them.
+"""Events as a Chrome trace, for https://ui.perfetto.dev: each rank is a process, and the prediction is one beside them.
 
 Source: the Trace Event Format, complete events ("ph": "X") in microseconds.
 """
