@@ -37,13 +37,14 @@ class Engine:
     def __init__(self, transfers: Sequence[Transfer], lanes: Sequence[Comm]) -> None:
         self.steps = 0  # rounds finished
         self._transfers = tuple(transfers)
-        self._lanes = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
+        self.lanes = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
         self._task: int | None = None  # autograd's number of the backward whose round is open
         self._failed = False
-        self._accumulating = self._unsent = False
+        self._accumulating = 0  # contexts inside one another
+        self._unsent = False
         self._recorder: Recorder | None = None
         self._began_s = 0.0  # the running backward, by perf_counter
         for transfer in self._transfers:
@@ -84,11 +85,11 @@ class Engine:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Keep the gradients of backwards inside on this rank; the next backward outside sends them with its own."""
-        self._accumulate(True)
+        self._accumulate(+1)
         try:
             yield
         finally:
-            self._accumulate(False)
+            self._accumulate(-1)
 
     def check_sent(self) -> None:
         """Raise UsageError where gradients would be taken for global ones that were never sent."""
@@ -107,47 +108,46 @@ class Engine:
                 before.result()  # the lane has done it; if it failed, so does this
             work(comm)
 
-        lane = self._lanes[self._transfers.index(transfer) % len(self._lanes)]
+        lane = self.lanes[self._transfers.index(transfer) % len(self.lanes)]
         self._last[transfer] = lane.run(behind, f"{what} {transfer.label}")
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until a transfer's lane is done with it; an error there is raised here."""
-        errand = self._last.pop(transfer, None)
-        if errand is not None:
-            begin_s = perf_counter()
-            errand.wait(f"step {self.steps}, {transfer.label}")
-            self._note(f"wait for {errand.what}", begin_s)
-
-    def drain(self) -> None:
-        """Wait for everything on its way."""
-        for transfer in tuple(self._last):
-            self.settle(transfer)
+        errand = self._last.get(transfer)
+        if errand is None:
+            return
+        begin_s = perf_counter()
+        errand.wait(f"step {self.steps}, {transfer.label}")  # an error here comes again at the next look
+        self._note(f"wait for {errand.what}", begin_s)
+        if self._last.get(transfer) is errand:
+            del self._last[transfer]
 
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.close()
 
     def _record(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.recorder = recorder
 
     def _note(self, what: str, begin_s: float) -> None:
         if self._recorder is not None:
             self._recorder.note(what, MAIN, begin_s)
 
-    def _accumulate(self, keep: bool) -> None:
-        self._accumulating = keep
+    def _accumulate(self, deeper: int) -> None:
+        self._accumulating += deeper
         for transfer in self._transfers:
-            transfer.accumulating = keep
+            transfer.accumulating = bool(self._accumulating)
 
     def _reached(self, where: str) -> None:
-        for lane in self._lanes[:1]:  # they share one comm's word
+        for lane in self.lanes[:1]:  # they share one comm's word
             lane.reached(where)
 
     def _announce(self, transfer: Transfer) -> None:
         if self._accumulating:
+            self._unsent = True
             return
         if self._task is None or self._failed:  # backward came in by another way than the model's output
             self.begin()
@@ -161,7 +161,7 @@ class Engine:
             if not (everything or transfer in self._ready):
                 return
             transfer.pack()
-            errand = self._lanes[index % len(self._lanes)].run(transfer.run, f"exchange {transfer.label}")
+            errand = self.lanes[index % len(self.lanes)].run(transfer.run, f"exchange {transfer.label}")
             self._sent.append(errand)
             if isinstance(transfer, OwnedTransfer):
                 self._last[transfer] = errand

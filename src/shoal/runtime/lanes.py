@@ -74,6 +74,11 @@ class Lane:
         self._queue.put(errand)
         return errand
 
+    def drain(self) -> None:
+        """Wait until all that is queued has been done."""
+        if not self._closed:
+            self.run(lambda comm: None, "the end").wait("the end of the program")
+
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it."""
         self._comm.reached(where)

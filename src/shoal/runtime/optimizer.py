@@ -24,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.core.contracts import Comm, OwnedTransfer, Turn
+from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
-from shoal.profiling.updates import like, part_of, refresh, settings
+from shoal.profiling.updates import attributes, like, part_of, settings
 from shoal.runtime.engine import Engine
 from shoal.runtime.owners import Owners
 
@@ -60,7 +61,15 @@ def extend(optimizer: Optimizer, engine: Engine | None, owners: Owners | None) -
     owned.take_state()
     for name in ("step", "state_dict", "load_state_dict"):
         _replace(optimizer, name, getattr(owned, name))
+    optimizer.__dict__["__getstate__"] = _refuse_copy
     return owned
+
+
+def _refuse_copy() -> None:
+    raise UsageError(
+        "this optimizer's state is with its owners, so a copy or pickle of it would lose it",
+        do="save optimizer.state_dict(), called on every rank, and load it into a new optimizer",
+    )
 
 
 def _check_sent(engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,7 +137,7 @@ def _clip_grad_norm(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in (*here, *chain(*pieces)):
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return total
+    return total.to(parameters[0].device, parameters[0].dtype)
 
 
 def _norm(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -145,6 +154,7 @@ class OwnedOptimizer:
         self._optimizer = optimizer
         self._owners = owners
         self._updates = {transfer: _Update(optimizer, transfer) for transfer in owners.transfers}
+        self._whole: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups from which owned ones are taken
 
     def step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Capture, send off, and leave what nobody owns to the original."""
@@ -153,14 +163,16 @@ class OwnedOptimizer:
             with torch.enable_grad():
                 loss = closure()
         self._owners.check_sent()
-        groups = self._optimizer.param_groups
-        group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
-        captured = [settings(group) for group in groups]
-        for transfer in reversed(self._owners.transfers):  # as the next forward will need them
-            if any(p in group_of and self._owners.has_gradient(p) for p in transfer.parameters):
-                self._owners.send_off(transfer, self._updates[transfer].captured(group_of, captured))
-        with self._without_owned():
+        optimizer = self._optimizer
+        last = optimizer.register_step_pre_hook(lambda *_: self._send_off())  # hooks before it may clip, or edit groups
+        first = optimizer.register_step_post_hook(lambda *_: self._restore())
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        try:
             result = original()
+        finally:
+            self._restore()
+            first.remove()
+            last.remove()
         return result if closure is None else loss
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -196,17 +208,24 @@ class OwnedOptimizer:
         self._owners.settle()
         return sum(update.state_bytes() for update in self._updates.values())
 
-    @contextmanager
-    def _without_owned(self) -> Iterator[None]:
-        """Take the owned parameters out of the groups for a while."""
-        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
-        for group, parameters in groups:
-            group["params"] = [p for p in parameters if p not in self._owners]
-        try:
-            yield
-        finally:
-            for group, parameters in groups:
-                group["params"] = parameters
+    def _send_off(self) -> None:
+        """Have the owned parameters updated, and take them out of the groups while the original updates the rest."""
+        groups = self._optimizer.param_groups
+        group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
+        captured, now = [settings(group) for group in groups], attributes(self._optimizer)
+        for transfer in reversed(self._owners.transfers):  # as the next forward will need them
+            mine = [p for p in transfer.parameters if p in group_of]
+            if any(map(self._owners.has_gradient, mine)):
+                update = self._updates[transfer].captured(group_of, captured, now)
+                self._owners.send_off(transfer, mine, update)
+        self._whole = [(group, group["params"]) for group in groups]
+        for group, parameters in self._whole:
+            group["params"] = [p for p in parameters if p not in group_of]
+
+    def _restore(self) -> None:
+        for group, parameters in self._whole:
+            group["params"] = parameters
+        self._whole = []
 
 
 @final
@@ -215,13 +234,20 @@ class _Update:
 
     def __init__(self, optimizer: Optimizer, transfer: OwnedTransfer) -> None:
         self._transfer = transfer
-        self._optimizer = optimizer
         self._copy = like(optimizer)
+        self._strides = [parameter.stride() for parameter in transfer.parameters]
         self._tensors = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in transfer.pieces}
 
-    def captured(self, group_of: Mapping[Tensor, int], groups: Sequence[dict[str, Any]]) -> Callable[[Comm], None]:
-        """The update by these settings and the gradients that are there now, for a lane to do."""
-        refresh(self._copy, self._optimizer)
+    def captured(
+        self, group_of: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], now: Mapping[str, Any]
+    ) -> Callable[[Comm], None]:
+        """The update by these settings, attributes and gradients, as they are now, for a lane to do."""
+        if self._strides != [parameter.stride() for parameter in self._transfer.parameters]:
+            raise UsageError(
+                "a parameter lies otherwise in memory than when the model was parallelised",
+                where=self._transfer.label,
+                do="convert the model (memory_format, …) before parallelize",
+            )
         served = {p: group_of[p.parameter] for p in self._tensors if p.parameter in group_of}
         here = {p: None if (g := local_gradient(p.parameter)) is None else p.of(g).clone() for p in served}
         at_owner = {p for p in served if self._transfer.holds(p.parameter)}
@@ -233,12 +259,16 @@ class _Update:
                 if piece in served:
                     tensor.grad = gradient if piece in at_owner else here[piece]
                     filled[served[piece]].append(tensor)
+            for name in vars(self._copy).keys() - now.keys() - {"param_groups", "state"}:
+                delattr(self._copy, name)
+            vars(self._copy).update(now)
             self._copy.param_groups = [
-                {**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True) if tensors
+                {**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True)
             ]
             self._copy.step()
-            for piece, value in self._transfer.gather([tensor.data for tensor in self._tensors.values()], comm):
-                if piece not in self._tensors:
+            values = [tensor.data for tensor in self._tensors.values()]
+            for piece, value in self._transfer.gather(values, Turn.VALUES, comm):
+                if piece not in self._tensors and piece.parameter in group_of:
                     piece.of(piece.parameter).copy_(value)
 
         return update

@@ -19,7 +19,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.core.contracts import Comm, OwnedTransfer, Turn
 from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard
@@ -104,10 +104,12 @@ class Owners:
         self._engine.later(self.transfers[0], work, "gather beside")
         self._engine.settle(self.transfers[0])
 
-    def send_off(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
-        """Let a lane bring new values of a transfer's parameters; until they are there, whoever uses one waits."""
+    def send_off(
+        self, transfer: OwnedTransfer, parameters: Iterable[nn.Parameter], work: Callable[[Comm], None]
+    ) -> None:
+        """Let a lane bring new values of some of a transfer's parameters; until then, whoever uses one waits."""
         self._engine.later(transfer, work, "update and return")
-        for parameter in transfer.parameters:
+        for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
             parameter.__class__ = ComingParameter
 
@@ -125,14 +127,15 @@ class _Fetch:
             torch.zeros_like(piece.of(piece.parameter)) if gradient is None else gradient
             for piece, gradient in zip(self.transfer.pieces, self.transfer.gradients(), strict=True)
         ]
-        for piece, value in self.transfer.gather(mine, comm):
+        for piece, value in self.transfer.gather(mine, Turn.GRADIENTS, comm):
             parameter = piece.parameter
             if parameter not in self._lines:
                 self._lines[parameter] = torch.empty_like(line(parameter, parameter))
             self._lines[parameter][piece.start : piece.stop] = value
 
     def publish(self) -> None:
+        used = self.transfer.used()
         for parameter in filter(self.transfer.holds, self.transfer.parameters):
-            gradient = unlined(self._lines[parameter], parameter) if self.transfer.used(parameter) else None
+            gradient = unlined(self._lines[parameter], parameter) if parameter in used else None
             set_local_gradient(parameter, gradient)
             self.transfer.drop(parameter)

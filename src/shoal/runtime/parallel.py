@@ -104,6 +104,7 @@ def parallelize(
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts"))
     engine = Engine(transfers, lanes)
+    session.lanes += engine.lanes
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     owners = Owners(engine, owned) if owned else None
     extended = [extend(each, engine, owners) for each in optimizers]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -24,6 +25,7 @@ from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
+from shoal.runtime.lanes import Lane
 from shoal.runtime.optimizer import OwnedOptimizer
 from shoal.runtime.weights import Weigher
 
@@ -57,6 +59,7 @@ class Session:
     host: str
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
+    lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
     broken: bool = False  # this rank ends for an error
 
     @property
@@ -66,8 +69,8 @@ class Session:
 
     def drain(self) -> None:
         """Finish what other ranks wait for: the parameters that this one has updated and is sending."""
-        for attached in self.attached.values():
-            attached.engine.drain()
+        for lane in self.lanes:
+            lane.drain()
 
     def close(self) -> None:
         """End the threads of every parallelised model."""
@@ -107,7 +110,9 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         comm: Comm = ThreadComm() if alone() else join(timeout_s, start_timeout_s, host)
         session = Session(comm, host)
         _session.set(session)
-        atexit.register(_drain_at_exit, session)  # runs before what tells the others that this rank has left
+        # Before what tells the others that this rank has left; multiprocessing's children know no atexit.
+        atexit.register(_drain_at_exit, session)
+        Finalize(None, _drain_at_exit, (session,), exitpriority=10)
     return session.world
 
 
@@ -151,6 +156,7 @@ def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     token = _session.set(session)
     try:
         yield session
+        session.drain()
         session.close()  # after an error a lane may wait for a message that will not come
     finally:
         _session.reset(token)

@@ -185,7 +185,7 @@ class FactorTransfer(Transfer):
         if self.accumulating:
             self._expected = None
             self._mark()
-        elif len(self._pairs) == self._expected:
+        if self.accumulating or len(self._pairs) == self._expected:
             self.ready(self)
 
     def _mark(self) -> None:

@@ -74,6 +74,7 @@ class BucketTransfer(Transfer):
 
     def _land(self, index: int, parameter: Tensor) -> None:
         if self.accumulating:
+            self.ready(self)
             return
         if self._packed or index in self._landed:
             raise second_gradient(self._names[index], self.label)
