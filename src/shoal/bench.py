@@ -12,6 +12,7 @@ import platform
 import random
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ from typing import Any
 import torch
 
 from shoal.core.errors import UsageError
+from shoal.core.trace import Event
 from shoal.peers import PEERS, Peer, Workload, slowest_rank, step_times
 from shoal.planner.explain import explain
+from shoal.planner.timeline import Predictor
 from shoal.report import text
+from shoal.report.trace import chrome
 from shoal.runtime.parallel import parallelize, shard
 from shoal.runtime.recipe import Recipe
-from shoal.runtime.session import current, init
+from shoal.runtime.session import Attached, current, init
 from shoal.worker import Request, pair
 
 _BOOTSTRAPS = 10_000
@@ -39,6 +43,7 @@ def bench(
     rounds: int = 5,
     steps: int = 5,
     json_path: Path | None = None,
+    trace_path: Path | None = None,
 ) -> dict[str, Any]:
     """Time the recipe's step under Shoal and the named peers; print medians and ratios.
 
@@ -49,6 +54,7 @@ def bench(
         rounds: turns that each contender takes.
         steps: timed steps in a turn, after one that is not.
         json_path: where rank 0 writes every figure.
+        trace_path: where rank 0 writes a Chrome trace of some more of Shoal's steps, the predicted one beside them.
 
     Returns:
         What is written as JSON: medians, ratios with 95 % intervals, every round's figure, plan and machine.
@@ -80,13 +86,31 @@ def bench(
         "rounds_s": figures,
         "ratio_to_shoal": {name: _ratio(figures[name], figures["shoal"]) for name in against},
         "predicted_s": attached.plan.predicted_s,
+        "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
         "plan": json.loads(attached.plan.to_json()),
     }
     if current().comm.rank == 0:
         _print(recipe, report, explain(attached.plan, attached.profile, attached.cluster))
         if json_path:
             json_path.write_text(json.dumps(report, indent=1) + "\n")
+    if trace_path:
+        _trace(shoal, attached, batch, steps, trace_path)
     return report
+
+
+def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
+    """Write what every rank did in some steps, and what was expected of one."""
+    with attached.engine.recorded() as recorder:
+        for _ in range(steps):
+            begin_s = time.perf_counter()
+            shoal.step(*batch)
+            recorder.note("step", "steps", begin_s)
+    ranks: list[list[Event]] = current().comm.gather_objects(recorder.events)
+    plan = attached.plan
+    predicted = Predictor(attached.profile, attached.cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    if current().comm.rank == 0:
+        processes = {f"rank {rank}": events for rank, events in enumerate(ranks)}
+        path.write_text(chrome({**processes, "predicted, one step": predicted.events(plan.lanes)}))
 
 
 def _shoal(work: Workload, request: Request) -> Peer:
@@ -128,6 +152,10 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
     predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
     console.print(f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one")
+    floor = report["floor_s"]
+    console.print(
+        f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured {measured / floor:.2f} of it"
+    )
 
 
 def _processor() -> str:

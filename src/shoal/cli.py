@@ -200,6 +200,9 @@ def check(
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns that each contender takes.")
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn.")
 @click.option("--json", "json_path", type=_NEW_FILE, callback=_in_a_folder, help="Write all figures there.")
+@click.option(
+    "--trace", "trace_path", type=_NEW_FILE, callback=_in_a_folder, help="Write a Chrome trace of steps there."
+)
 def bench(
     recipe: Path,
     workers: int | None,
@@ -210,11 +213,13 @@ def bench(
     rounds: int,
     steps: int,
     json_path: Path | None,
+    trace_path: Path | None,
 ) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
     loaded, request = load(recipe), _request(pin, strategy, plan)
     _distributed(workers)
-    run_bench(loaded, request, against.split(","), rounds=rounds, steps=steps, json_path=json_path)
+    peers = against.split(",")
+    run_bench(loaded, request, peers, rounds=rounds, steps=steps, json_path=json_path, trace_path=trace_path)
 
 
 @main.command()

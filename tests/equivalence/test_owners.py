@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from one_process import Training, adamw, assert_same, built, cluster_of, features, integers, numbers, rows_of, sgd
+from one_process import WAYS, Training, adamw, assert_same, built, cluster_of, features, integers, numbers, rows_of, sgd
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, UsageError
 from shoal.runtime.session import current, using
 
 WAY = "sliced"
@@ -270,3 +271,45 @@ def test_a_group_added_later():
         stepped(model, loss_fn, optimizer, batches[2:])
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=first_only, loop=loop), 3, WAY)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
+def test_accumulate_sends_once_for_several_backwards(make, way):
+    def loop(model, loss_fn, optimizer, batches):
+        quiet = optimizer.accumulate if hasattr(optimizer, "accumulate") else nullcontext
+        for step, (x, y) in enumerate(batches):
+            with nullcontext() if step % 2 else quiet():
+                loss_fn(model(x), y).backward()
+            if step == 2:
+                optimizer.zero_grad()  # drops what was kept
+                with quiet():
+                    (loss_fn(model(x), y) * 0.5).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3, steps=6), optimizer=make, loop=loop), 3, way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_before_what_was_accumulated_is_sent_is_refused(way):
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+        with optimizer.accumulate():
+            loss_fn(model(x), y).backward()
+        with pytest.raises(UsageError, match="have not been sent"):
+            optimizer.step()
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+
+
+def test_what_is_accumulated_is_not_seen_as_global():
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+        with optimizer.accumulate():
+            loss_fn(model(x), y).backward()
+            with pytest.raises(UsageError, match="have not been sent"):
+                print(model[0].weight.grad)
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, WAY)

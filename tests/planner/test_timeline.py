@@ -9,7 +9,7 @@ from made_up import cluster, layer, linear, model
 
 from shoal.core.cost import Pace, Price
 from shoal.core.facts import ModelProfile
-from shoal.core.plan import Choice
+from shoal.core.plan import Choice, Plan
 from shoal.planner.timeline import Predictor, Timeline
 
 MB = 250_000  # float32 elements in a megabyte
@@ -108,3 +108,14 @@ def test_owners_update_their_share_on_a_lane() -> None:
     assert found.waited_s == pytest.approx(0.0, **NEARLY), "b: 0.2 s of update, half a second back, from 3.0 to 3.7"
     shared = sliced(half, cores=1.0)
     assert shared.forward_s == pytest.approx(1.0 + 2 * 0.2, **NEARLY), "its processor is the main thread's"
+
+
+def test_the_floor_is_compute_or_bytes_at_the_links_rate() -> None:
+    half = model(layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.0), optimizer_s=0.8)
+    owned = Plan(2, "made up", tuple(Choice(name, "sliced", "direct") for name in "ba"), bucket_bytes=1, lanes=2)
+    whole = Plan(2, "made up", tuple(Choice(name, "replicate", "direct") for name in "ba"), bucket_bytes=1, lanes=2)
+    floors = [
+        Predictor(half, cluster(2, 1e6, cores=cores)).floor_s(plan) for plan in (owned, whole) for cores in (2, 1)
+    ]
+    assert floors == pytest.approx([1.0 + 2.0, 3.0 + 0.4, 3.8, 3.8], **NEARLY)
+    assert Predictor(half, cluster(2, 1e5)).floor_s(owned) == pytest.approx(20.0, rel=1e-3), "2 MB, both ways"

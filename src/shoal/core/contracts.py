@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -156,6 +157,7 @@ class Transfer(ABC):
     """
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
+    accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
     ready: Callable[[Transfer], None]
 
     @abstractmethod
@@ -169,6 +171,13 @@ class Transfer(ABC):
     @abstractmethod
     def publish(self) -> None:
         """Put the global gradients where the optimizer looks: `parameter.grad`. Then be ready for the next backward."""
+
+
+class Turn(IntEnum):
+    """What owners send pieces for."""
+
+    VALUES = 2  # new parameters, after an update
+    GRADIENTS = 3  # gradients that somebody reads
 
 
 class OwnedTransfer(Transfer):
@@ -196,12 +205,16 @@ class OwnedTransfer(Transfer):
         """Of each own piece the global gradient, None where no rank used the parameter. For a lane, after `run`."""
 
     @abstractmethod
-    def gather(self, values: Sequence[Tensor], comm: Comm) -> list[tuple[Piece, Tensor]]:
-        """Give one flat tensor for each own piece, and get every rank's; what is got is valid until the next call."""
+    def gather(self, values: Sequence[Tensor], turn: Turn, comm: Comm) -> list[tuple[Piece, Tensor]]:
+        """Give one flat tensor for each own piece, and get every rank's; what is got is valid until the next call.
+
+        Raises:
+            RanksDiffer: another rank is at another `turn`.
+        """
 
     @abstractmethod
-    def used(self, parameter: nn.Parameter) -> bool:
-        """Whether any rank used the parameter in what was reduced. Known after `gather`."""
+    def used(self) -> set[nn.Parameter]:
+        """The parameters that any rank used in what was reduced. Known after `gather`."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ main thread (stolen). What hides costs nothing until link or processor is full. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal import exchange as exchanges
 from shoal import strategies
@@ -31,6 +31,7 @@ from shoal.core.cost import Cost, Pace, Traffic
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
+from shoal.core.trace import MAIN, Event
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Span:
     ready_s: float
     sent_s: float  # its last byte is through
     end_s: float  # its gradients are there, or with their owners
+    back_s: float = 0.0  # its parameters are back from their owners, where it has any
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,25 @@ class Timeline:
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return self.forward_s + self.waited_s + self.end_s + self.optimizer_s
+
+    def events(self, lanes: int) -> list[Event]:
+        """The step as events from the start of its backward: what a trace of it should look like."""
+        optimizer_end_s = self.end_s + self.optimizer_s
+        main = [
+            Event("backward", MAIN, 0.0, self.backward_s),
+            Event("wait for gradients", MAIN, self.backward_s, self.end_s),
+            Event("optimizer", MAIN, self.end_s, optimizer_end_s),
+            Event("forward, waits included", MAIN, optimizer_end_s, optimizer_end_s + self.forward_s + self.waited_s),
+        ]
+        for index, span in enumerate(self.spans):
+            lane, label = (
+                f"lane {index % lanes}",
+                f"site {index} ({span.site.strategy}: {', '.join(span.site.layers[:2])})",
+            )
+            main.append(Event(f"exchange {label}", lane, span.ready_s, span.end_s))
+            if span.back_s:
+                main.append(Event(f"update and return {label}", lane, max(span.end_s, self.end_s), span.back_s))
+        return main
 
 
 class Predictor:
@@ -115,6 +136,26 @@ class Predictor:
         changes = {site.layers[-1]: self.cost(site).backward_s for site in sites}
         return self._run(sites, waiting, changes, lanes)
 
+    def floor_s(self, plan: Plan) -> float:
+        """What no schedule of this plan can beat: its compute, or its bytes at the rate of the link.
+
+        Compute is the main thread's, with what lanes compute and the processor time of the bytes where they share its
+        processor.
+        """
+        costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed)]
+        line = _Line(self.cluster, plan.lanes)
+        lanes_s = sum(line.stolen_s(cost.pace, cost.traffic) + line.stolen * cost.lane_s for cost in costs)
+        owned = sum(
+            self._nbytes[choice.layer]
+            for choice in plan.choices
+            if self.cost(Site((choice.layer,), choice.strategy, choice.exchange)).owned
+        )
+        share = owned / max(self.profile.nbytes, 1)
+        update_s = self.profile.optimizer_s * (1 - share + line.stolen * share / self.cluster.size)
+        changes_s = sum(cost.backward_s for cost in costs)
+        compute_s = self.profile.forward_s + self.profile.backward_s + changes_s + update_s + lanes_s
+        return max(compute_s, sum(cost.traffic.worst for cost in costs) / self.cluster.link.bytes_per_s)
+
     def _run(self, sites: list[Site], waiting: dict[str, list[int]], changes: dict[str, float], lanes: int) -> Timeline:
         profile, line = self.profile, _Line(self.cluster, lanes)
         clock = profiled = 0.0
@@ -131,7 +172,8 @@ class Predictor:
         backward_s = line.pay(clock + max(0.0, profile.backward_s - profiled))
         waited_for = [span.end_s for span in spans if not self.cost(span.site).owned]
         end_s = max([backward_s, *waited_for])
-        returned = self._return(spans, end_s, line)
+        spans = self._return(spans, end_s, line)
+        returned = {name: span.back_s for span in spans for name in span.site.layers}
         owned = sum(self._nbytes[name] for span in spans if self.cost(span.site).owned for name in span.site.layers)
         optimizer_s = profile.optimizer_s * (1 - owned / max(profile.nbytes, 1))
         forward_s, waited_s = self._forward(end_s + optimizer_s, returned, line)
@@ -146,18 +188,17 @@ class Predictor:
             sent, end = line.carry(index, now, cost.pace, cost.traffic, cost.lane_s)
         return Span(sites[index], now, sent, end)
 
-    def _return(self, spans: Sequence[Span], now: float, line: _Line) -> dict[str, float]:
-        """When each owned layer's parameters are back: updated, and sent in the order of the next forward."""
-        back: dict[str, float] = {}
+    def _return(self, spans: Sequence[Span], now: float, line: _Line) -> list[Span]:
+        """The spans with when owned parameters are back: updated, and sent in the order of the next forward."""
+        returned = list(spans)
         for index, span in reversed(list(enumerate(spans))):
             cost = self.cost(span.site)
             if cost.owned:
                 share = sum(self._nbytes[name] for name in span.site.layers) / max(self.profile.nbytes, 1)
                 begin = line.compute(index, max(now, span.end_s), self.profile.optimizer_s * share / self.cluster.size)
-                back |= dict.fromkeys(
-                    span.site.layers, line.carry(index, begin, cost.pace, cost.traffic.half, cost.lane_s)[1]
-                )
-        return back
+                back_s = line.carry(index, begin, cost.pace, cost.traffic.half, cost.lane_s)[1]
+                returned[index] = replace(span, back_s=back_s)
+        return returned
 
     def _forward(self, begin: float, back: dict[str, float], line: _Line) -> tuple[float, float]:
         """Seconds of the forward, and of its waiting for parameters."""
@@ -176,7 +217,7 @@ class _Line:
 
     def __init__(self, cluster: Cluster, lanes: int) -> None:
         self.sent_bytes = 0.0
-        self._stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))
+        self.stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))  # part of lane compute that main threads feel
         self._cores = min(1.0, cluster.cores_per_rank)
         self._lane_free = [0.0] * lanes
         self._link_free = self._cpu_free = 0.0
@@ -189,17 +230,21 @@ class _Line:
         self._link_free = sent
         self.sent_bytes += traffic.worst
         arrived = sent + traffic.rounds * pace.wall.round_s
-        self._debts.append((arrived, self._stolen * pace.cpu.of(traffic) / self._cores))
+        self._debts.append((arrived, self.stolen_s(pace, traffic)))
         return sent, self.compute(index, arrived, lane_s)
 
     def compute(self, index: int, now: float, lane_s: float) -> float:
         """Compute on a site's lane: the end."""
         lane = index % len(self._lane_free)
         begin = max(now, self._lane_free[lane])
-        end = max(begin, self._cpu_free if self._stolen else 0.0) + lane_s
+        end = max(begin, self._cpu_free if self.stolen else 0.0) + lane_s
         self._cpu_free = self._lane_free[lane] = end
-        self._debts.append((begin, self._stolen * lane_s))
+        self._debts.append((begin, self.stolen * lane_s))
         return end
+
+    def stolen_s(self, pace: Pace, traffic: Traffic) -> float:
+        """Seconds of the main thread that the processor time of some traffic takes."""
+        return self.stolen * pace.cpu.of(traffic) / self._cores
 
     def pay(self, clock: float) -> float:
         """Push the main thread's clock by the lane compute that fell due, which may make more of it due."""

@@ -72,7 +72,7 @@ def profile_model(
         _meet(comm)
         optimizer_s = optimizer_seconds(optimizers)
         outside = outside_use(model, layers, borrowed)
-        whole = whole_updates(optimizers)
+        whole = whole_updates(model.parameters(), optimizers)
         mine = ModelProfile(
             layers=tuple(
                 replace(

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.core.pieces import has_line
+
 _SHAPE = (4, 6)  # of the trial: two dimensions, which is what optimizers that look at shapes look for
 _STEPS = 3
+_RATE = 1e-3  # at least
 _WITHIN = 1e-9  # of the largest element, in float64
 _ITS_OWN = frozenset({"param_groups", "state"})
 
@@ -26,20 +29,18 @@ def like(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class and attributes, without parameters, state and hooks."""
     other: Optimizer = object.__new__(type(optimizer))
     other.param_groups, other.state = [], defaultdict(dict)
-    refresh(other, optimizer)
+    vars(other).update(attributes(optimizer))
     return other
 
 
-def refresh(other: Optimizer, optimizer: Optimizer) -> None:
-    """Give it the attributes that the original has now (a scaler sets some for one step); tensors are cloned."""
-    replaced = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # methods
-    for name in vars(other).keys() - vars(optimizer).keys() - _ITS_OWN:
-        delattr(other, name)
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            vars(other)[name] = OrderedDict()
-        elif name not in _ITS_OWN | replaced:
-            vars(other)[name] = value.clone() if isinstance(value, Tensor) else value
+def attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Its attributes as they are now (a scaler sets some for one step), tensors cloned, without hooks."""
+    methods = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # replaced ones
+    return {
+        name: OrderedDict() if name.endswith("_hooks") else value.clone() if isinstance(value, Tensor) else value
+        for name, value in vars(optimizer).items()
+        if name not in _ITS_OWN | methods
+    }
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,20 +58,25 @@ def part_of(state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor]
     }
 
 
-def whole_updates(optimizers: Iterable[Optimizer]) -> dict[Tensor, str]:
-    """The parameters whose optimizer cannot update their parts by themselves, and why."""
+def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[Tensor, str]:
+    """The parameters of which no part can be updated by itself, and why."""
     reasons: dict[Tensor, str] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             reason = _try(optimizer, group) if group["params"] else ""
             if reason:
                 reasons |= dict.fromkeys(group["params"], reason)
+    for parameter in parameters:
+        if type(parameter) is not nn.Parameter:
+            reasons[parameter] = f"a parameter of it is a {type(parameter).__name__}, not a plain nn.Parameter"
+        elif not has_line(parameter):
+            reasons[parameter] = "a parameter of it has gaps in memory"
     return reasons
 
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
     """Why the group's parameters must be updated whole, or ''."""
-    model: Tensor = group["params"][0]
+    model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
     name = type(optimizer).__name__
     draw = torch.Generator().manual_seed(0)
     numbers = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64).to(model.device) for _ in range(_STEPS + 1)]
@@ -79,24 +85,34 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
         return f"{name} keeps a state that is not of its parameter's shape"
     begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(_SHAPE))
 
-    def updated(parts: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-        results = []
-        for part in parts:
-            parameter, trial = nn.Parameter(part(numbers[0]).clone()), like(optimizer)
-            trial.param_groups = [{**settings(group), "params": [parameter]}, {**settings(group), "params": []}]
-            if begin:
-                trial.state[parameter] = part_of(begin, numbers[0], part)
-            for gradient in numbers[1:]:
-                parameter.grad = part(gradient).clone()
-                trial.step()
-            results.append(parameter.detach().reshape(-1))
-        return torch.cat(results)
+    def updated(part: Callable[[Tensor], Tensor]) -> Tensor:
+        parameter, trial = nn.Parameter(part(numbers[0]).clone()), like(optimizer)
+        its, other = settings(group), settings(group)
+        for each in (its, other):
+            if not float(each.get("lr", _RATE)) >= _RATE:  # a warm-up begins at 0, at which nothing would show
+                each["lr"] = torch.full_like(each["lr"], _RATE) if isinstance(each["lr"], Tensor) else _RATE
+        trial.param_groups = [{**its, "params": [parameter]}, {**other, "params": []}]
+        if begin:
+            trial.state[parameter] = part_of(begin, numbers[0], part)
+        for gradient in numbers[1:]:
+            parameter.grad = part(gradient).clone()
+            trial.step()
+        first, empty = (settings(each) for each in trial.param_groups)
+        if repr(first) != repr(empty):
+            raise _Unfit("it counts in its groups, by what they hold")
+        return parameter.detach().reshape(-1)
 
     try:
-        whole = updated([lambda tensor: tensor])
-        halves = updated([lambda tensor: tensor.reshape(-1)[:7], lambda tensor: tensor.reshape(-1)[7:]])
+        whole = updated(lambda tensor: tensor)
+        halves = [updated(lambda tensor: tensor.reshape(-1)[:7]), updated(lambda tensor: tensor.reshape(-1)[7:])]
     except Exception as error:
         return f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
-    if torch.allclose(whole, halves, rtol=0, atol=_WITHIN * float(whole.abs().max())):
+    if torch.equal(whole, numbers[0].reshape(-1)):
+        return f"{name} does not update a copy of a parameter"
+    if torch.allclose(whole, torch.cat(halves), rtol=0, atol=_WITHIN * float(whole.abs().max())):
         return ""
     return f"{name} updates a tensor otherwise than its parts"
+
+
+class _Unfit(Exception):
+    """A trial showed that parts will not do."""

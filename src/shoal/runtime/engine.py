@@ -15,15 +15,18 @@ Guarded by tests/runtime/test_engine.py: order under random delays, errors, no t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import final
 
 import torch
 from torch.autograd import Variable
 
 from shoal.core.contracts import Comm, OwnedTransfer, Transfer
-from shoal.core.errors import WorldError
+from shoal.core.errors import UsageError, WorldError
+from shoal.core.trace import MAIN, Recorder
 from shoal.runtime.lanes import Errand, Lane
 
 
@@ -34,12 +37,16 @@ class Engine:
     def __init__(self, transfers: Sequence[Transfer], lanes: Sequence[Comm]) -> None:
         self.steps = 0  # rounds finished
         self._transfers = tuple(transfers)
-        self._lanes = [Lane(comm) for comm in lanes]
+        self.lanes = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
         self._task: int | None = None  # autograd's number of the backward whose round is open
         self._failed = False
+        self._accumulating = 0  # contexts inside one another
+        self._unsent = False
+        self._recorder: Recorder | None = None
+        self._began_s = 0.0  # the running backward, by perf_counter
         for transfer in self._transfers:
             transfer.ready = self._announce
             if isinstance(transfer, OwnedTransfer):
@@ -51,9 +58,12 @@ class Engine:
         Raises:
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on what was sent.
         """
+        if self._accumulating:
+            self._unsent = True
+            return
         task = torch._C._current_graph_task_id()
         if self._task is None:
-            self._task = task
+            self._task, self._began_s = task, perf_counter()
             self._reached(f"backward {self.steps}")
             Variable._execution_engine.queue_callback(self._finish)
         elif self._task != task or self._failed:
@@ -62,8 +72,35 @@ class Engine:
                 do="end the job and start again from a checkpoint",
             )
 
-    def later(self, transfer: Transfer, work: Callable[[Comm], None]) -> None:
-        """Have a transfer's lane do something, behind all that it has to do. The same calls in order on every rank."""
+    @contextmanager
+    def recorded(self) -> Iterator[Recorder]:
+        """Note what the lanes and the main thread do inside."""
+        recorder = Recorder()
+        self._record(recorder)
+        try:
+            yield recorder
+        finally:
+            self._record(None)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep the gradients of backwards inside on this rank; the next backward outside sends them with its own."""
+        self._accumulate(+1)
+        try:
+            yield
+        finally:
+            self._accumulate(-1)
+
+    def check_sent(self) -> None:
+        """Raise UsageError where gradients would be taken for global ones that were never sent."""
+        if self._unsent:
+            raise UsageError(
+                "gradients that were accumulated on this rank have not been sent",
+                do="do the last backward before optimizer.step() outside optimizer.accumulate()",
+            )
+
+    def later(self, transfer: Transfer, work: Callable[[Comm], None], what: str) -> None:
+        """Have a transfer's lane do `what`, behind all that it has to do. The same calls in order on every rank."""
         before = self._last.get(transfer)
 
         def behind(comm: Comm) -> None:
@@ -71,30 +108,47 @@ class Engine:
                 before.result()  # the lane has done it; if it failed, so does this
             work(comm)
 
-        lane = self._lanes[self._transfers.index(transfer) % len(self._lanes)]
-        self._last[transfer] = lane.run(behind)
+        lane = self.lanes[self._transfers.index(transfer) % len(self.lanes)]
+        self._last[transfer] = lane.run(behind, f"{what} {transfer.label}")
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until a transfer's lane is done with it; an error there is raised here."""
-        errand = self._last.pop(transfer, None)
-        if errand is not None:
-            errand.wait(f"step {self.steps}, {transfer.label}")
-
-    def drain(self) -> None:
-        """Wait for everything on its way."""
-        for transfer in tuple(self._last):
-            self.settle(transfer)
+        errand = self._last.get(transfer)
+        if errand is None:
+            return
+        begin_s = perf_counter()
+        errand.wait(f"step {self.steps}, {transfer.label}")  # an error here comes again at the next look
+        self._note(f"wait for {errand.what}", begin_s)
+        if self._last.get(transfer) is errand:
+            del self._last[transfer]
 
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.close()
 
+    def _record(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        for lane in self.lanes:
+            lane.recorder = recorder
+
+    def _note(self, what: str, begin_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.note(what, MAIN, begin_s)
+
+    def _accumulate(self, deeper: int) -> None:
+        self._accumulating += deeper
+        for transfer in self._transfers:
+            transfer.accumulating = bool(self._accumulating)
+
     def _reached(self, where: str) -> None:
-        for lane in self._lanes[:1]:  # they share one comm's word
+        for lane in self.lanes[:1]:  # they share one comm's word
             lane.reached(where)
 
     def _announce(self, transfer: Transfer) -> None:
+        if self._accumulating:
+            self._unsent = True
+            return
         if self._task is None or self._failed:  # backward came in by another way than the model's output
             self.begin()
         self._ready.add(transfer)
@@ -107,21 +161,24 @@ class Engine:
             if not (everything or transfer in self._ready):
                 return
             transfer.pack()
-            errand = self._lanes[index % len(self._lanes)].run(transfer.run)
+            errand = self.lanes[index % len(self.lanes)].run(transfer.run, f"exchange {transfer.label}")
             self._sent.append(errand)
             if isinstance(transfer, OwnedTransfer):
                 self._last[transfer] = errand
 
     @torch.no_grad()
     def _finish(self) -> None:
+        self._note("backward", self._began_s)
+        waits_s = perf_counter()
         self._failed = True  # until all has gone well
         self._send_in_order(everything=True)
         for errand, transfer in zip(self._sent, self._transfers, strict=True):
             if not isinstance(transfer, OwnedTransfer):
                 errand.wait(f"step {self.steps}, {transfer.label}")
             transfer.publish()
+        self._note("wait for gradients", waits_s)
         self._sent.clear()
         self._ready.clear()
-        self._task, self._failed = None, False
+        self._task, self._failed, self._unsent = None, False, False
         self.steps += 1
         self._reached(f"after backward {self.steps - 1}")

@@ -65,7 +65,9 @@ class GuardedParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(self.data, self.requires_grad)
+        vars(plain).update({name: value for name, value in vars(self).items() if name != _KEEPER})
+        return plain.__reduce_ex__(protocol)
 
 
 class ComingParameter(GuardedParameter):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+from time import perf_counter
 from typing import final
 
 import torch
 
 from shoal.core.contracts import Comm
 from shoal.core.errors import WorldError
+from shoal.core.trace import Recorder
 
 _POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
 
@@ -23,7 +25,8 @@ _POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
 class Errand:
     """One exchange under way."""
 
-    def __init__(self, work: Callable[[Comm], None], comm: Comm) -> None:
+    def __init__(self, work: Callable[[Comm], None], comm: Comm, what: str) -> None:
+        self.what = what
         self._work = work
         self._comm = comm
         self._done = threading.Event()
@@ -54,20 +57,27 @@ class Errand:
 class Lane:
     """A thread and its channel. A daemon: a peer that hangs cannot hold up the exit."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, name: str) -> None:
+        self.recorder: Recorder | None = None
         self._comm = comm
+        self._name = name
         self._closed = False
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
         self._thread.start()
 
-    def run(self, work: Callable[[Comm], None]) -> Errand:
+    def run(self, work: Callable[[Comm], None], what: str) -> Errand:
         """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would do it)."""
         if self._closed:
             raise WorldError("the session that the model was parallelised in has ended", do="train within the session")
-        errand = Errand(work, self._comm)
+        errand = Errand(work, self._comm, what)
         self._queue.put(errand)
         return errand
+
+    def drain(self) -> None:
+        """Wait until all that is queued has been done."""
+        if not self._closed:
+            self.run(lambda comm: None, "the end").wait("the end of the program")
 
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it."""
@@ -84,5 +94,8 @@ class Lane:
     def _serve(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a lane works on parameters that all others wait for
             while (errand := self._queue.get()) is not None:
+                begin_s = perf_counter()
                 errand.run()
+                if self.recorder is not None:
+                    self.recorder.note(errand.what, self._name, begin_s)
                 del errand  # do not hold its tensors while waiting for the next

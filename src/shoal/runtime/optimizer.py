@@ -1,6 +1,7 @@
 """What parallelize adds to an optimizer: its step updates, on lanes, the pieces that this rank owns.
 
     optimizer.step()            closure, if any; settings captured; owned parameters sent off; the rest as always
+    optimizer.accumulate()      a context: backwards inside send nothing, the next one outside sends for all
     optimizer.clip_grad_norm_   the global norm from the owners' pieces: one number a rank is exchanged
     optimizer.state_dict()      in one-process form: the owners' pieces put together (a collective)
     optimizer.load_state_dict() takes that form, and keeps this rank's pieces of it
@@ -12,8 +13,10 @@ Guarded by tests/equivalence/test_owners.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial, update_wrapper
+from itertools import chain
 from types import MethodType
 from typing import Any, final
 
@@ -21,24 +24,69 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.core.contracts import Comm, OwnedTransfer, Turn
+from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
-from shoal.profiling.updates import like, part_of, refresh, settings
+from shoal.profiling.updates import attributes, like, part_of, settings
+from shoal.runtime.engine import Engine
 from shoal.runtime.owners import Owners
 
+_SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
 
 
-def extend(optimizer: Optimizer, owners: Owners | None) -> OwnedOptimizer | None:
-    """Give an optimizer `clip_grad_norm_`, and methods that serve what ranks own of its parameters, if they do."""
-    optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, owners), optimizer)
+@dataclass(frozen=True)
+class _Served:
+    """One parallelised model whose parameters an optimizer has."""
+
+    engine: Engine
+    owners: Owners | None
+
+
+def extend(optimizer: Optimizer, engine: Engine | None, owners: Owners | None) -> OwnedOptimizer | None:
+    """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
+
+    Alone, without an engine, the first two do what one process would; an optimizer may be given several models.
+    """
+    served: list[_Served] = optimizer.__dict__.setdefault(_SERVED, [])
+    optimizer.__dict__["accumulate"] = MethodType(partial(_accumulate, served), optimizer)
+    optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, served), optimizer)
+    if engine is None:
+        return None
+    served.append(_Served(engine, owners))
+    optimizer.register_step_pre_hook(partial(_check_sent, engine))
     if owners is None:
         return None
     owned = OwnedOptimizer(optimizer, owners)
     owned.take_state()
     for name in ("step", "state_dict", "load_state_dict"):
         _replace(optimizer, name, getattr(owned, name))
+    optimizer.__dict__["__getstate__"] = _refuse_copy
     return owned
+
+
+def _refuse_copy() -> None:
+    raise UsageError(
+        "this optimizer's state is with its owners, so a copy or pickle of it would lose it",
+        do="save optimizer.state_dict(), called on every rank, and load it into a new optimizer",
+    )
+
+
+def _check_sent(engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if len(args) == 1 and not kwargs:  # a closure does its backward later
+        engine.check_sent()
+
+
+@contextmanager
+def _accumulate(served: Sequence[_Served], optimizer: Optimizer) -> Iterator[None]:
+    """Send nothing in the backwards inside; the next backward outside sends the sum of all.
+
+    Until then `.grad` is this rank's own, or an error where ranks own it.
+    """
+    with ExitStack() as stack:
+        for each in served:
+            stack.enter_context(each.engine.accumulating())
+        yield
 
 
 def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
@@ -53,7 +101,7 @@ def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Non
 
 
 def _clip_grad_norm(
-    owners: Owners | None,
+    served: Sequence[_Served],
     optimizer: Optimizer,
     max_norm: float,
     norm_type: float = 2.0,
@@ -75,18 +123,21 @@ def _clip_grad_norm(
         RuntimeError: the norm is not finite, and `error_if_nonfinite` was given.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    mine = [] if owners is None else owners.gradients(parameters)
+    for each in served:
+        each.engine.check_sent()
+    all_owners = [each.owners for each in served if each.owners is not None]
+    pieces = [owners.gradients(parameters) for owners in all_owners]
     here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
     norms = [_norm([gradient], norm_type) for gradient in here]
-    if owners is not None:
+    for owners, mine in zip(all_owners, pieces, strict=True):
         norms += owners.from_all(_norm(mine, norm_type))
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is not finite: {float(total)}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in (*mine, *here):
+    for gradient in (*here, *chain(*pieces)):
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return total.to(here[0].dtype if here else mine[0].dtype if mine else torch.float32)
+    return total.to(parameters[0].device, parameters[0].dtype)
 
 
 def _norm(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -103,6 +154,7 @@ class OwnedOptimizer:
         self._optimizer = optimizer
         self._owners = owners
         self._updates = {transfer: _Update(optimizer, transfer) for transfer in owners.transfers}
+        self._whole: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups from which owned ones are taken
 
     def step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Capture, send off, and leave what nobody owns to the original."""
@@ -110,14 +162,17 @@ class OwnedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self._optimizer.param_groups
-        group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
-        captured = [settings(group) for group in groups]
-        for transfer in reversed(self._owners.transfers):  # as the next forward will need them
-            if any(p in group_of and self._owners.has_gradient(p) for p in transfer.parameters):
-                self._owners.send_off(transfer, self._updates[transfer].captured(group_of, captured))
-        with self._without_owned():
+        self._owners.check_sent()
+        optimizer = self._optimizer
+        last = optimizer.register_step_pre_hook(lambda *_: self._send_off())  # hooks before it may clip, or edit groups
+        first = optimizer.register_step_post_hook(lambda *_: self._restore())
+        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        try:
             result = original()
+        finally:
+            self._restore()
+            first.remove()
+            last.remove()
         return result if closure is None else loss
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -153,17 +208,24 @@ class OwnedOptimizer:
         self._owners.settle()
         return sum(update.state_bytes() for update in self._updates.values())
 
-    @contextmanager
-    def _without_owned(self) -> Iterator[None]:
-        """Take the owned parameters out of the groups for a while."""
-        groups = [(group, group["params"]) for group in self._optimizer.param_groups]
-        for group, parameters in groups:
-            group["params"] = [p for p in parameters if p not in self._owners]
-        try:
-            yield
-        finally:
-            for group, parameters in groups:
-                group["params"] = parameters
+    def _send_off(self) -> None:
+        """Have the owned parameters updated, and take them out of the groups while the original updates the rest."""
+        groups = self._optimizer.param_groups
+        group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
+        captured, now = [settings(group) for group in groups], attributes(self._optimizer)
+        for transfer in reversed(self._owners.transfers):  # as the next forward will need them
+            mine = [p for p in transfer.parameters if p in group_of]
+            if any(map(self._owners.has_gradient, mine)):
+                update = self._updates[transfer].captured(group_of, captured, now)
+                self._owners.send_off(transfer, mine, update)
+        self._whole = [(group, group["params"]) for group in groups]
+        for group, parameters in self._whole:
+            group["params"] = [p for p in parameters if p not in group_of]
+
+    def _restore(self) -> None:
+        for group, parameters in self._whole:
+            group["params"] = parameters
+        self._whole = []
 
 
 @final
@@ -172,13 +234,20 @@ class _Update:
 
     def __init__(self, optimizer: Optimizer, transfer: OwnedTransfer) -> None:
         self._transfer = transfer
-        self._optimizer = optimizer
         self._copy = like(optimizer)
+        self._strides = [parameter.stride() for parameter in transfer.parameters]
         self._tensors = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in transfer.pieces}
 
-    def captured(self, group_of: Mapping[Tensor, int], groups: Sequence[dict[str, Any]]) -> Callable[[Comm], None]:
-        """The update by these settings and the gradients that are there now, for a lane to do."""
-        refresh(self._copy, self._optimizer)
+    def captured(
+        self, group_of: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], now: Mapping[str, Any]
+    ) -> Callable[[Comm], None]:
+        """The update by these settings, attributes and gradients, as they are now, for a lane to do."""
+        if self._strides != [parameter.stride() for parameter in self._transfer.parameters]:
+            raise UsageError(
+                "a parameter lies otherwise in memory than when the model was parallelised",
+                where=self._transfer.label,
+                do="convert the model (memory_format, …) before parallelize",
+            )
         served = {p: group_of[p.parameter] for p in self._tensors if p.parameter in group_of}
         here = {p: None if (g := local_gradient(p.parameter)) is None else p.of(g).clone() for p in served}
         at_owner = {p for p in served if self._transfer.holds(p.parameter)}
@@ -190,12 +259,16 @@ class _Update:
                 if piece in served:
                     tensor.grad = gradient if piece in at_owner else here[piece]
                     filled[served[piece]].append(tensor)
+            for name in vars(self._copy).keys() - now.keys() - {"param_groups", "state"}:
+                delattr(self._copy, name)
+            vars(self._copy).update(now)
             self._copy.param_groups = [
-                {**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True) if tensors
+                {**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True)
             ]
             self._copy.step()
-            for piece, value in self._transfer.gather([tensor.data for tensor in self._tensors.values()], comm):
-                if piece not in self._tensors:
+            values = [tensor.data for tensor in self._tensors.values()]
+            for piece, value in self._transfer.gather(values, Turn.VALUES, comm):
+                if piece not in self._tensors and piece.parameter in group_of:
                     piece.of(piece.parameter).copy_(value)
 
         return update

@@ -19,7 +19,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.core.contracts import Comm, OwnedTransfer, Turn
 from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard
@@ -41,12 +41,13 @@ class Owners:
 
     def fetch(self, parameter: nn.Parameter) -> None:
         """Bring the owners' gradients, all of them, to every rank (a collective); nothing, if this one is here."""
+        self._engine.check_sent()
         if not self._transfer[parameter].holds(parameter):
             return
         holding = [t for t in self.transfers if any(map(t.holds, t.parameters))]
         fetched = [_Fetch(transfer) for transfer in holding]
         for fetch in fetched:
-            self._engine.later(fetch.transfer, fetch.run)
+            self._engine.later(fetch.transfer, fetch.run, "fetch gradients of")
         for fetch in fetched:
             self._engine.settle(fetch.transfer)
             fetch.publish()
@@ -67,6 +68,10 @@ class Owners:
         """Wait for everything that is on its way."""
         for transfer in self.transfers:
             self.arrive(transfer.parameters[0])
+
+    def check_sent(self) -> None:
+        """Raise UsageError where gradients are only this rank's own."""
+        self._engine.check_sent()
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Whether an optimizer would find a gradient, at the owners or here. Waits for nothing."""
@@ -96,13 +101,15 @@ class Owners:
 
     def together(self, work: Callable[[Comm], None]) -> None:
         """Do something with all ranks, at once (a collective)."""
-        self._engine.later(self.transfers[0], work)
+        self._engine.later(self.transfers[0], work, "gather beside")
         self._engine.settle(self.transfers[0])
 
-    def send_off(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
-        """Let a lane bring new values of a transfer's parameters; until they are there, whoever uses one waits."""
-        self._engine.later(transfer, work)
-        for parameter in transfer.parameters:
+    def send_off(
+        self, transfer: OwnedTransfer, parameters: Iterable[nn.Parameter], work: Callable[[Comm], None]
+    ) -> None:
+        """Let a lane bring new values of some of a transfer's parameters; until then, whoever uses one waits."""
+        self._engine.later(transfer, work, "update and return")
+        for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
             parameter.__class__ = ComingParameter
 
@@ -120,14 +127,15 @@ class _Fetch:
             torch.zeros_like(piece.of(piece.parameter)) if gradient is None else gradient
             for piece, gradient in zip(self.transfer.pieces, self.transfer.gradients(), strict=True)
         ]
-        for piece, value in self.transfer.gather(mine, comm):
+        for piece, value in self.transfer.gather(mine, Turn.GRADIENTS, comm):
             parameter = piece.parameter
             if parameter not in self._lines:
                 self._lines[parameter] = torch.empty_like(line(parameter, parameter))
             self._lines[parameter][piece.start : piece.stop] = value
 
     def publish(self) -> None:
+        used = self.transfer.used()
         for parameter in filter(self.transfer.holds, self.transfer.parameters):
-            gradient = unlined(self._lines[parameter], parameter) if self.transfer.used(parameter) else None
+            gradient = unlined(self._lines[parameter], parameter) if parameter in used else None
             set_local_gradient(parameter, gradient)
             self.transfer.drop(parameter)

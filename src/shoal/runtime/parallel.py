@@ -91,7 +91,7 @@ def parallelize(
     _require_same_request(comm, given, pins, strategies, count, optimizers)
     if comm.size == 1:
         for each in optimizers:
-            extend(each, None)
+            extend(each, None, None)
         return model, loss_fn, optimizer
     comm.reached("parallelize: measuring the model")
     profile = profile_model(model, loss_fn, optimizers, sample, comm)
@@ -104,9 +104,10 @@ def parallelize(
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts"))
     engine = Engine(transfers, lanes)
+    session.lanes += engine.lanes
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     owners = Owners(engine, owned) if owned else None
-    extended = [extend(each, owners) for each in optimizers]
+    extended = [extend(each, engine, owners) for each in optimizers]
     updates = tuple(each for each in extended if each is not None)
     session.attached[model] = Attached(engine, weigher, chosen, profile, cluster, updates)
     return model, watch(model, loss_fn, count, engine, weigher), optimizer

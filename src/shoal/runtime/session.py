@@ -5,12 +5,15 @@ One context variable holds it, so that ranks run as threads each have their own.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -18,10 +21,11 @@ from torch import nn
 from shoal.comm.process_group import alone, join
 from shoal.comm.threads import ThreadComm
 from shoal.core.contracts import Comm
-from shoal.core.errors import UsageError
+from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
+from shoal.runtime.lanes import Lane
 from shoal.runtime.optimizer import OwnedOptimizer
 from shoal.runtime.weights import Weigher
 
@@ -55,11 +59,18 @@ class Session:
     host: str
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
+    lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
+    broken: bool = False  # this rank ends for an error
 
     @property
     def world(self) -> World:
         """This process's place among the ranks."""
         return World(self.comm.rank, self.comm.size, self.host)
+
+    def drain(self) -> None:
+        """Finish what other ranks wait for: the parameters that this one has updated and is sending."""
+        for lane in self.lanes:
+            lane.drain()
 
     def close(self) -> None:
         """End the threads of every parallelised model."""
@@ -99,6 +110,9 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         comm: Comm = ThreadComm() if alone() else join(timeout_s, start_timeout_s, host)
         session = Session(comm, host)
         _session.set(session)
+        # Before what tells the others that this rank has left; multiprocessing's children know no atexit.
+        atexit.register(_drain_at_exit, session)
+        Finalize(None, _drain_at_exit, (session,), exitpriority=10)
     return session.world
 
 
@@ -111,7 +125,14 @@ def leave(error: BaseException | None) -> None:
     """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell by themselves."""
     session = _session.get()
     if session is not None:
+        session.broken = error is not None
         session.comm.leave(error)
+
+
+def _drain_at_exit(session: Session) -> None:
+    if not session.broken and getattr(sys, "last_value", None) is None:  # an uncaught error leaves nothing to finish
+        with suppress(WorldError):  # a rank that is lost is told of by those who still need it
+            session.drain()
 
 
 def current() -> Session:
@@ -135,6 +156,7 @@ def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     token = _session.set(session)
     try:
         yield session
+        session.drain()
         session.close()  # after an error a lane may wait for a message that will not come
     finally:
         _session.reset(token)

@@ -26,7 +26,7 @@ class Weigher:
 
     def __init__(self, comm: Comm) -> None:
         self._size, self._rank = comm.size, comm.rank
-        self._lane = Lane(comm)
+        self._lane = Lane(comm, "row counts")
         self._asked = 0
 
     def ask(self, count: float, batch: Any = None) -> Weight:
@@ -39,7 +39,7 @@ class Weigher:
         first = self._asked == 0 and bool(_tensors(batch))
         mine = torch.tensor([count, *(_digest(batch) if first else (0, 0))], dtype=torch.float64)
         counts = [torch.empty_like(mine) for _ in range(self._size)]
-        errand = self._lane.run(lambda comm: comm.all_gather(counts, mine))
+        errand = self._lane.run(lambda comm: comm.all_gather(counts, mine), "row counts")
         weight = Weight(errand, counts, self._rank, f"forward {self._asked}, row counts")
         self._asked += 1
         if first and weight.same_batch():

@@ -148,6 +148,7 @@ class FactorTransfer(Transfer):
         self._calls: WeakSet[Any] = WeakSet()  # autograd's nodes of the layer's calls, as long as there is a graph
         self._expected: int | None = None  # pairs that the running backward will bring
         self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._marks: dict[nn.Parameter, Tensor | None] = {}  # gradients put there to be seen
         self._packed: tuple[Tensor, Tensor] | None = None
         self._accumulate: dict[nn.Parameter, bool] = {}
         self._rows = 0  # of all ranks together
@@ -176,12 +177,34 @@ class FactorTransfer(Transfer):
                 where=self.label,
                 do='use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "replicate"',
             )
-        if self._expected is None:
-            self._expected = sum(node is call or runs(node) for node in self._calls)
+        if self._expected is None or self.accumulating:
+            self._forget_if_cleared()
+            self._expected = len(self._pairs) + sum(node is call or runs(node) for node in self._calls)
         left, right = left.detach(), right.detach()
         self._pairs.append((left.reshape(-1, self._product.left_width), right.reshape(-1, self._product.right_width)))
-        if len(self._pairs) == self._expected:
+        if self.accumulating:
+            self._expected = None
+            self._mark()
+        if self.accumulating or len(self._pairs) == self._expected:
             self.ready(self)
+
+    def _mark(self) -> None:
+        """Let `.grad` show that something was kept: clearing it must drop that. What is put there takes no memory."""
+        for target in self._targets:
+            if target.grad is None:
+                target.grad = torch.zeros((), dtype=target.dtype, device=target.device).expand_as(target)
+                self._marks[target] = target.grad
+            else:
+                self._marks.setdefault(target, None)
+
+    def _forget_if_cleared(self) -> None:
+        """Drop the pairs that were kept, where `.grad` was cleared since; and what marked them."""
+        if any(target.grad is None for target in self._marks):
+            self._pairs.clear()
+        for target, mark in self._marks.items():
+            if mark is not None and target.grad is mark:
+                target.grad = None
+        self._marks.clear()
 
     def _refuse_gradient_from_elsewhere(self, grad: Tensor | None) -> None:
         if grad is None:  # the layer's own function gives none
@@ -193,6 +216,7 @@ class FactorTransfer(Transfer):
         )
 
     def pack(self) -> None:
+        self._forget_if_cleared()  # where this backward did not come here
         product = self._product
         if self._pairs:
             left = torch.cat([pair[0] for pair in self._pairs]) if len(self._pairs) > 1 else self._pairs[0][0]

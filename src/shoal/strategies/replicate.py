@@ -73,6 +73,9 @@ class BucketTransfer(Transfer):
         ]
 
     def _land(self, index: int, parameter: Tensor) -> None:
+        if self.accumulating:
+            self.ready(self)
+            return
         if self._packed or index in self._landed:
             raise second_gradient(self._names[index], self.label)
         if parameter.grad is None:  # its function gave none: unused, as far as an optimizer can see
@@ -94,9 +97,9 @@ class BucketTransfer(Transfer):
         self._packed = True
         for name, parameter in zip(self._names, self._parameters, strict=True):
             refuse_hooks(name, parameter, self.label)
-        used = [float(i in self._landed) for i in range(len(self._parameters))]
+        used = [float(p.grad is not None) for p in self._parameters]
         for index, parameter in enumerate(self._parameters):
-            if not used[index]:
+            if index not in self._landed:  # nothing came, or what came before was kept
                 self._take(index, parameter)
         self._flags.copy_(torch.tensor(used))
 

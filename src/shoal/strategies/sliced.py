@@ -5,12 +5,14 @@
     3  optimizer.step()   returns at once; on the lane the owner updates its pieces (runtime/owners.py)
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while the next forward runs
 
-    slice of owner o  │ piece │ piece │ piece ···│ flags │      a piece: the part of one parameter that o owns
-                                                             a flag: whether anybody used that parameter
+    slice of owner o  │ piece │ piece │ piece ···│ flags │ turn │    a piece: the part of one parameter that o owns
+                                                                    a flag: whether anybody used that parameter
+                                                                    the turn: what this rank takes the exchange for
 
 The bytes are those of `replicate` through the same exchange, but half of them hide under the next forward, and the
 update and the optimizer's state are divided by P. The flags lie beside their pieces, so that the owner knows by itself
-which parameters nobody used: those are not updated, as in one process.
+which parameters nobody used: those are not updated, as in one process. Gradients, fetched gradients and parameters are
+of one size on one channel, so a rank that does something else than the others would mix them up: the turn tells.
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section
 5.1; CaffeOnSpark's socket exchange, in which every node is the master of one slice.
 """
@@ -23,11 +25,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Bucket, Comm, Exchange, OwnedTransfer, Place, Strategy, Transfer
+from shoal.core.contracts import Bucket, Comm, Exchange, OwnedTransfer, Place, Strategy, Transfer, Turn
 from shoal.core.cost import Cost
-from shoal.core.errors import UsageError
+from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile
-from shoal.core.pieces import Piece, balanced, has_line, local_gradient, set_local_gradient
+from shoal.core.pieces import Piece, balanced, local_gradient, set_local_gradient
 from shoal.strategies.landing import by_kind, refuse_hooks, second_gradient
 
 
@@ -49,7 +51,7 @@ class Sliced(Strategy):
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
         spans = balanced([p.numel for p in parameters], cluster.size)
-        bucket = Bucket(cluster.size * sum(_widths(spans)), itemsize)
+        bucket = Bucket(cluster.size * (sum(_widths(spans)) + 1), itemsize)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         return Cost(
             exchange.traffic(bucket, cluster.topology),
@@ -62,14 +64,11 @@ class Sliced(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert exchange is not None
-        for name, parameter in place.parameters.items():
-            if not has_line(parameter):
-                raise UsageError(
-                    f"parameter {name} has gaps in memory, so that no part of it can be updated in place",
-                    where=label,
-                    do=f'pin its layer, {name.rpartition(".")[0]!r}, to "replicate"',
-                )
         return [SlicedTransfer(parameters, exchange, place, label) for parameters in by_kind(place.parameters)]
+
+
+_REDUCE = 1
+_DOES = {_REDUCE: "sums gradients", Turn.VALUES: "sends parameters after a step", Turn.GRADIENTS: "reads gradients"}
 
 
 def _widths(spans: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[int, int]:
@@ -92,15 +91,15 @@ class SlicedTransfer(OwnedTransfer):
         self.pieces = self.owned[place.rank]
         width, flags = _widths(spans)
         first = self.parameters[0]
-        self._flat = torch.zeros(place.ranks * (width + flags), dtype=first.dtype, device=first.device)
-        self._slices = self._flat.view(place.ranks, width + flags)
+        self._flat = torch.zeros(place.ranks * (width + flags + 1), dtype=first.dtype, device=first.device)
+        self._slices = self._flat.view(place.ranks, width + flags + 1)
         self._values = [_split(row, owned) for row, owned in zip(self._slices, self.owned, strict=True)]
-        self._flags = self._slices[:, width:]
+        self._flags, self._turns = self._slices[:, width:-1], self._slices[:, -1]
         rows = zip(self.owned, self._values, strict=True)
         self._everything = [(piece, value) for row in rows for piece, value in zip(*row, strict=True)]
         self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
         self._total = torch.zeros_like(self._slices[place.rank])  # of this rank's own slice, over backwards
-        self._total_values, self._total_flags = _split(self._total, self.pieces), self._total[width:]
+        self._total_values, self._total_flags = _split(self._total, self.pieces), self._total[width:-1]
         self._landed: set[Tensor] = set()
         self._held: set[Tensor] = set()
         self._carried: set[Tensor] = set()  # what `run` adds to, as this backward found it
@@ -109,6 +108,9 @@ class SlicedTransfer(OwnedTransfer):
         self._hooks = [p.register_post_accumulate_grad_hook(self._land) for p in self.parameters]
 
     def _land(self, parameter: nn.Parameter) -> None:
+        if self.accumulating:
+            self.ready(self)
+            return
         if self._packed or parameter in self._landed:
             raise second_gradient(self._names[parameter], self.label)
         if local_gradient(parameter) is None:  # its function gave none: unused, as far as an optimizer can see
@@ -137,14 +139,16 @@ class SlicedTransfer(OwnedTransfer):
         used = set(self._landed)
         for parameter in self.parameters:
             refuse_hooks(self._names[parameter], parameter, self.label)
-            if parameter not in self._landed and self._take(parameter):  # a gradient that was read, or assigned
+            if parameter not in self._landed and self._take(parameter):  # read, assigned, or kept before
                 used.add(parameter)
         for pieces, flags in zip(self.owned, self._flags, strict=True):
             flags[: len(pieces)] = torch.tensor([float(piece.parameter in used) for piece in pieces])
         self._held = set(self.parameters)
 
     def run(self, comm: Comm) -> None:
+        self._turns.fill_(_REDUCE)
         self.exchange.reduce(self._flat, comm)
+        self._check([float(self._turns[self._rank].real) / self._ranks], _REDUCE)
         if not self._carried:
             self._total.copy_(self._slices[self._rank])
             return
@@ -171,20 +175,31 @@ class SlicedTransfer(OwnedTransfer):
             value if flag else None for value, flag in zip(self._total_values, self._total_flags.tolist(), strict=False)
         ]
 
-    def gather(self, values: Sequence[Tensor], comm: Comm) -> list[tuple[Piece, Tensor]]:
+    def gather(self, values: Sequence[Tensor], turn: Turn, comm: Comm) -> list[tuple[Piece, Tensor]]:
         for value, own in zip(values, self._values[self._rank], strict=True):
             own.copy_(value)
         self._flags[self._rank].copy_(self._total_flags)
+        self._turns[self._rank] = turn
         self.exchange.gather(self._flat, comm)
+        self._check(self._turns.real.tolist(), turn)
         return self._everything
 
-    def used(self, parameter: nn.Parameter) -> bool:
-        return any(
-            flag > 0
+    def used(self) -> set[nn.Parameter]:
+        return {
+            piece.parameter
             for pieces, flags in zip(self.owned, self._flags.tolist(), strict=True)
             for piece, flag in zip(pieces, flags, strict=False)
-            if piece.parameter is parameter
-        )
+            if flag
+        }
+
+    def _check(self, turns: Sequence[float], mine: int) -> None:
+        """Refuse what came where not every rank takes it for the same."""
+        if any(turn != mine for turn in turns):
+            raise RanksDiffer(
+                f"another rank does something else than this one, which {_DOES[mine]}",
+                where=self.label,
+                do="on every rank alike: backward, optimizer.step(), zero_grad, and reading .grad before it is cleared",
+            )
 
 
 def _split(flat: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:

@@ -1,0 +1,30 @@
+"""What each thread of a rank did and when: plain data that the engine notes down, where asked, and a report draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+
+MAIN = "main thread"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a thread, or the planner's idea of one, was busy with."""
+
+    what: str
+    thread: str
+    begin_s: float
+    end_s: float
+
+
+@dataclass
+class Recorder:
+    """Events of one rank, in seconds since it was made."""
+
+    events: list[Event] = field(default_factory=list)
+    start_s: float = field(default_factory=perf_counter)
+
+    def note(self, what: str, thread: str, begin_s: float) -> None:
+        """Note what has just ended, and began at `begin_s` by time.perf_counter. From any thread."""
+        self.events.append(Event(what, thread, begin_s - self.start_s, perf_counter() - self.start_s))

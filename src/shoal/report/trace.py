@@ -1,0 +1,27 @@
+"""Events as a Chrome trace, for https://ui.perfetto.dev: each rank is a process, and the prediction is one beside them.
+
+Source: the Trace Event Format, complete events ("ph": "X") in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shoal.core.trace import Event
+
+
+def chrome(processes: Mapping[str, Sequence[Event]]) -> str:
+    """The events of every process, by its name, as JSON text."""
+    rows: list[dict[str, Any]] = []
+    for pid, (process, events) in enumerate(processes.items()):
+        rows.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
+        threads = {thread: tid for tid, thread in enumerate(sorted({event.thread for event in events}, reverse=True))}
+        for thread, tid in threads.items():
+            rows.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}})
+        for event in events:
+            at, took = event.begin_s * 1e6, (event.end_s - event.begin_s) * 1e6
+            tid = threads[event.thread]
+            rows.append({"ph": "X", "name": event.what, "pid": pid, "tid": tid, "ts": at, "dur": took})
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}) + "\n"

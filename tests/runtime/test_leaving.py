@@ -1,0 +1,42 @@
+"""A rank whose program ends right after its last step has sent what the others still wait for."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from shoal.core.job import Job
+from shoal.launch.local import Local
+
+TRAIN = """
+import sys, time
+import torch
+from torch import nn
+import shoal
+from shoal.core.facts import Link
+from shoal.runtime.session import current
+
+world = shoal.init(start_timeout_s=60)
+current().cluster = shoal.Cluster(shoal.Topology(("a", "b")), Link(1e-4, 1e8), 1.0)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(2000, 2000), nn.Linear(2000, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.full((2, 2000), 1.0 + world.rank)
+shoal.parallelize(model, lambda out, _: out.sum(), optimizer, sample=(x, 0), strategies=["sliced"])
+before = model[0].weight.detach().clone()
+model(x).sum().backward()
+optimizer.step()
+if world.rank == 1:
+    sys.exit()
+time.sleep(0.5)
+print("changed", bool((model[0].weight != before).all()))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_last_parameters_reach_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    result = Local().launch(Job((sys.executable, "-c", TRAIN), 2))
+    captured = capfd.readouterr()
+    assert result.exit_code == 0, captured.err
+    assert "changed True" in captured.out
