@@ -178,6 +178,38 @@ def test_copies_and_pickles_are_plain():
     assert_seen_alike(loop)
 
 
+class Block(nn.Module):
+    """Of a class that Dynamo compiles: it skips frames of torch's own modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it
+def test_blocks_that_are_compiled_as_one_graph():
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    def loop(model, loss_fn, optimizer, batches):
+        torch.compiler.reset()
+        for block in model:
+            block.compile(backend=counting, fullgraph=True)
+        for batch in batches:
+            stepped(model, loss_fn, optimizer, batch)
+
+    assert_same(
+        Training(model=built(lambda: nn.Sequential(Block(), Block())), batches=features(7, 7), loop=loop), 2, WAY
+    )
+    assert graphs, "nothing was compiled, so nothing was shown"
+
+
 def stepped(model, loss_fn, optimizer, batch):
     optimizer.zero_grad()
     loss_fn(model(batch[0]), batch[1]).backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.errors import PlanError, UsageError
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.runtime.session import current, using
 
 WAY = "sliced"
@@ -311,5 +312,129 @@ def test_what_is_accumulated_is_not_seen_as_global():
             loss_fn(model(x), y).backward()
             with pytest.raises(UsageError, match="have not been sent"):
                 print(model[0].weight.grad)
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, WAY)
+
+
+def test_hooks_of_the_step_may_clip_and_edit_groups_and_see_new_parameters():
+    def hooked(parameters):
+        parameters = list(parameters)
+        optimizer = sgd(parameters)
+
+        def before(optimizer, args, kwargs):
+            nn.utils.clip_grad_norm_(parameters, 0.3)
+            optimizer.param_groups[0]["lr"] *= 0.9
+
+        def after(optimizer, args, kwargs):
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.data.clamp_(-0.3, 0.3)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        return optimizer
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=hooked), 3, WAY)
+
+
+def warming_up(parameters):
+    """Adafactor at the beginning of a warm-up: at a rate of 0 every update of halves is the same as of the whole."""
+    optimizer = optim.Adafactor(parameters, lr=0.05)
+    optimizer.param_groups[0]["lr"] = 0.0
+    return optimizer
+
+
+class Counting(optim.SGD):
+    """Counts its steps where it finds gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if any(p.grad is not None for p in group["params"]):
+                group["t"] = group.get("t", 0) + 1
+        super().step(closure)
+
+
+class Around(optim.Optimizer):
+    """Leaves the step to another optimizer inside."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = optim.SGD(params, lr=0.1)
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("make", [warming_up, partial(Counting, lr=0.1), Around], ids=["warm-up", "counting", "around"])
+def test_a_trial_that_would_show_nothing_is_not_trusted(make):
+    with pytest.raises(PlanError, match="sliced cannot serve layer"):
+        Training(model=built(mlp), batches=features(7, 3), optimizer=make).on_ranks(2, WAY)
+
+
+class Special(nn.Parameter):
+    """A user's own kind of parameter."""
+
+
+def test_a_parameter_of_a_users_own_class_keeps_it():
+    def special() -> nn.Module:
+        model = mlp()
+        model[0].weight = Special(model[0].weight.data)
+        return model
+
+    with pytest.raises(PlanError, match="is a Special, not a plain nn"):
+        Training(model=built(special), batches=features(7, 3)).on_ranks(2, WAY)
+
+
+class Two(nn.Module):
+    """Two nets on one input, in one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(x).tanh(), self.critic(x).tanh()
+
+
+def test_the_step_of_one_optimizer_leaves_graphs_of_the_others_parameters_valid():
+    def both(parameters):
+        parameters = list(parameters)
+        return [sgd(parameters[:2]), adamw(parameters[2:])]
+
+    def loop(model, loss_fn, optimizers, batches):
+        for x, y in batches:
+            action, value = model(x)
+            F.cross_entropy(action, y).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+            value.square().mean().backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+
+    def first(outputs, y):
+        return F.cross_entropy(outputs[0], y) + outputs[1].sum() * 0
+
+    training = Training(model=built(Two), batches=features(7, 3), optimizer=both, loop=loop, loss_fn=first)
+    assert_same(training, 3, WAY)
+
+
+def test_ranks_that_do_different_things_are_told():
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            loss_fn(model(x), y).backward()
+            if shoal.world().rank == 0:
+                model[0].weight.grad.norm()  # a collective, and alone
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(RanksDiffer, match="does something else than this one"):
+        Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, WAY)
+
+
+def test_a_copy_or_pickle_of_the_optimizer_is_refused():
+    def loop(model, loss_fn, optimizer, batches):
+        stepped(model, loss_fn, optimizer, batches)
+        for take in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="would lose it"):
+                take(optimizer)
 
     Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, WAY)

@@ -20,17 +20,18 @@ from shoal.runtime.session import current
 world = shoal.init(start_timeout_s=60)
 current().cluster = shoal.Cluster(shoal.Topology(("a", "b")), Link(1e-4, 1e8), 1.0)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(2000, 2000), nn.Linear(2000, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 x = torch.full((2, 2000), 1.0 + world.rank)
-shoal.parallelize(model, lambda out, _: out.sum(), optimizer, sample=(x, 0), strategies=["sliced"])
-before = model[0].weight.detach().clone()
-model(x).sum().backward()
-optimizer.step()
-if world.rank == 1:
-    sys.exit()
-time.sleep(0.5)
-print("changed", bool((model[0].weight != before).all()))
+def main():
+    model = nn.Sequential(nn.Linear(2000, 2000), nn.Linear(2000, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shoal.parallelize(model, lambda out, _: out.sum(), optimizer, sample=(x, 0), strategies=["sliced"])
+    before = model[0].weight.detach().clone()
+    model(x).sum().backward()
+    optimizer.step()
+    if world.rank == 0:
+        time.sleep(0.5)
+        print("changed", bool((model[0].weight != before).all()))
+main()  # the model is gone before the program ends
 """
 
 

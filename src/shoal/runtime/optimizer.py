@@ -166,7 +166,8 @@ class OwnedOptimizer:
         optimizer = self._optimizer
         last = optimizer.register_step_pre_hook(lambda *_: self._send_off())  # hooks before it may clip, or edit groups
         first = optimizer.register_step_post_hook(lambda *_: self._restore())
-        optimizer._optimizer_step_post_hooks.move_to_end(first.id, last=False)
+        hooks = optimizer._optimizer_step_post_hooks
+        hooks.update({key: hooks.pop(key) for key in list(hooks) if key != first.id})  # behind it, in their order
         try:
             result = original()
         finally:

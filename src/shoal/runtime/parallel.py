@@ -110,7 +110,7 @@ def parallelize(
     extended = [extend(each, engine, owners) for each in optimizers]
     updates = tuple(each for each in extended if each is not None)
     session.attached[model] = Attached(engine, weigher, chosen, profile, cluster, updates)
-    return model, watch(model, loss_fn, count, engine, weigher), optimizer
+    return model, watch(model, loss_fn, count, engine, weigher, owners), optimizer
 
 
 def plan(

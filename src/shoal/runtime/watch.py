@@ -18,16 +18,25 @@ from torch import Tensor, nn
 
 from shoal.runtime.border import Border
 from shoal.runtime.engine import Engine
+from shoal.runtime.guarded import ComingParameter
+from shoal.runtime.owners import Owners
 from shoal.runtime.weights import Weigher, Weight, rows
 
 Count = Callable[[Any, Any], float | Tensor]
 
 
 def watch(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, count: Count | None, engine: Engine, weigher: Weigher
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    count: Count | None,
+    engine: Engine,
+    weigher: Weigher,
+    owners: Owners | None,
 ) -> Callable[..., Any] | None:
     """Hang the hooks on the model, or with `count` on the loss; the loss to use from now on."""
     border = Border(model, engine)
+    if owners is not None:
+        model.register_forward_pre_hook(_BeforeCompiled(owners))
     if count is None:
         before = _Before(border, weigher)
         model.register_forward_pre_hook(before, with_kwargs=True)
@@ -61,6 +70,21 @@ def _no_hook() -> Callable[..., None]:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+@final
+class _BeforeCompiled(_StaysBehind):
+    """Waits for the parameters of compiled blocks, which are compiled for parameters that are there."""
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for each in module.modules():
+            if each._compiled_call_impl is not None or "_orig_mod" in each._modules:
+                for parameter in each.parameters():
+                    if isinstance(parameter, ComingParameter):
+                        self._owners.arrive(parameter)
 
 
 @final
