@@ -80,7 +80,7 @@ class FaultyComm(Comm):
     def __init__(self, inner: Comm, faults: Sequence[Fault], state: _State | None = None) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.size = inner.size
+        self.size, self.servers = inner.size, inner.servers
         self.faults = [f for f in faults if isinstance(f, RandomDelay) or f.rank == inner.rank]
         seeds = [f.seed for f in self.faults if isinstance(f, RandomDelay)]
         self._state = state or _State(random.Random(f"{seeds} rank {self.rank}"))
@@ -95,9 +95,13 @@ class FaultyComm(Comm):
         self._suffer()
         return self.inner.receive(tensor, source)
 
-    def channel(self, name: str) -> FaultyComm:
+    def channel(self, name: str, *, idle: bool = False) -> FaultyComm:
         """A channel of its own with the same faults, its operations numbered on from this one's."""
-        return FaultyComm(self.inner.channel(name), self.faults, self._state)
+        return FaultyComm(self.inner.channel(name, idle=idle), self.faults, self._state)
+
+    def group(self, ranks: int) -> FaultyComm:
+        """The first ranks only, with the same faults, its operations numbered on from this one's."""
+        return FaultyComm(self.inner.group(ranks), self.faults, self._state)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Without faults: it is for set-up."""

@@ -26,6 +26,7 @@ from shoal.core.contracts import Comm
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 
 _TAG = 0
+_FOREVER_S = 1e8
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
@@ -80,9 +81,9 @@ class _Landing:
 class ProcessGroupComm(Comm):
     """A channel over one torch.distributed process group."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, servers: int = 0) -> None:
         self.rank = group.rank()
-        self.size = group.size()
+        self.size, self.servers = group.size(), servers
         self._group = group
         self._timeout_s = timeout_s
         self._heartbeat = heartbeat
@@ -108,7 +109,7 @@ class ProcessGroupComm(Comm):
         with self._inside:
             dist.broadcast(tensor, group=self._group, group_src=root)
 
-    def channel(self, name: str) -> ProcessGroupComm:
+    def channel(self, name: str, *, idle: bool = False) -> ProcessGroupComm:
         """A process group of its own; RanksDiffer where another rank makes another channel now."""
         for rank, theirs in enumerate(self.gather_objects(name)):  # also: nobody waits for a rank that is gone already
             if theirs != name:
@@ -117,11 +118,24 @@ class ProcessGroupComm(Comm):
                     do="let every rank make the same calls in the same order",
                     rank=rank,
                 )
-        ranks = dist.get_process_group_ranks(self._group)
+        timeout_s = _FOREVER_S if idle else self._timeout_s
+        return self._among(dist.get_process_group_ranks(self._group), name, timeout_s, self.servers)
+
+    def group(self, ranks: int) -> ProcessGroupComm:
+        """A process group of the first ranks."""
+        return self._among(list(range(ranks)), f"first{ranks}", self._timeout_s)
+
+    def _among(self, ranks: list[int], name: str, timeout_s: float, servers: int = 0) -> ProcessGroupComm:
+        by_themselves = len(ranks) < dist.get_world_size()  # else it needs every rank there is
         with self._inside:
-            group = dist.new_group(ranks, timeout=_seconds(self._timeout_s), group_desc=f"shoal-{name}")
+            group = dist.new_group(
+                ranks,
+                timeout=_seconds(timeout_s),
+                group_desc=f"shoal-{name}",
+                use_local_synchronization=by_themselves,
+            )
         assert isinstance(group, dist.ProcessGroup)
-        return ProcessGroupComm(group, self._timeout_s, self._heartbeat)
+        return ProcessGroupComm(group, timeout_s, self._heartbeat, servers)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -169,8 +183,8 @@ def alone() -> bool:
     return not dist.is_initialized() and os.environ.get("WORLD_SIZE", size) == "1"
 
 
-def join(timeout_s: float, start_timeout_s: float, host: str) -> ProcessGroupComm:
-    """Join the ranks that torchrun's environment variables describe.
+def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0) -> ProcessGroupComm:
+    """Join the ranks that torchrun's environment variables describe; the last `servers` of them are servers.
 
     A process group that the caller has already set up is used as it is.
 
@@ -197,7 +211,10 @@ def join(timeout_s: float, start_timeout_s: float, host: str) -> ProcessGroupCom
         dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=_seconds(timeout_s))
     group = dist.group.WORLD
     assert group is not None
-    return ProcessGroupComm(group, timeout_s, heartbeat)
+    if not 0 <= servers < group.size():
+        got, do = f"{servers} of {group.size()} ranks", "leave at least one rank to train"
+        raise UsageError("not all ranks can be servers", got=got, do=do)
+    return ProcessGroupComm(group, timeout_s, heartbeat, servers)
 
 
 _START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"

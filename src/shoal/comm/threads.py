@@ -9,6 +9,7 @@ process. When a rank fails the hub is aborted: every other rank that waits, or c
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from contextvars import Context
@@ -39,8 +40,9 @@ class _Mailbox:
 class Hub:
     """What the ranks of one process share: the mailboxes, and who failed first."""
 
-    def __init__(self, size: int = 1, timeout_s: float = 60.0) -> None:
+    def __init__(self, size: int = 1, timeout_s: float = 60.0, servers: int = 0) -> None:
         self.size = size
+        self.servers = servers
         self.timeout_s = timeout_s
         self.lost: int | None = None  # the rank that failed first
         self.failure: BaseException | None = None
@@ -64,15 +66,15 @@ class Hub:
             box.posted += 1
             return box.posted - 1
 
-    def take(self, channel: str, source: int, to: int, number: int) -> Any:
+    def take(self, channel: str, source: int, to: int, number: int, timeout_s: float | None) -> Any:
         """The message of that number, as soon as it is there (PeerLost or DeadlinePassed if it will not come)."""
         with self._lock:
             box = self._box(channel, source, to)
-            box.arrived.wait_for(lambda: self.lost is not None or number in box.messages, self.timeout_s)
+            box.arrived.wait_for(lambda: self.lost is not None or number in box.messages, timeout_s)
             self.check(f"channel {channel}")
             if number not in box.messages:
                 raise DeadlinePassed(
-                    f"rank {source} sent nothing to rank {to} within {self.timeout_s:g} s",
+                    f"rank {source} sent nothing to rank {to} within {timeout_s or math.inf:g} s",
                     where=f"rank {to}, channel {channel}",
                     do="let every rank make the same calls in the same order, or raise the time-out",
                     rank=source,
@@ -116,11 +118,15 @@ class ThreadComm(Comm):
     `send` copies, so its wait returns at once; the wait of `receive` blocks until the message is there.
     """
 
-    def __init__(self, rank: int = 0, hub: Hub | None = None, name: str = "world") -> None:
+    def __init__(
+        self, rank: int = 0, hub: Hub | None = None, name: str = "world", size: int | None = None, idle: bool = False
+    ) -> None:
         self.rank = rank
         self.hub = hub or Hub()
-        self.size = self.hub.size
+        self.size = self.hub.size if size is None else size
+        self.servers = self.hub.servers if self.size == self.hub.size else 0
         self.name = name
+        self.timeout_s = None if idle else self.hub.timeout_s
         self._channels = 0
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -133,10 +139,14 @@ class ThreadComm(Comm):
         """Take the next message from `source`; the wait copies it into `tensor`."""
         return _Receive(self, tensor, source, self.hub.post(self.name, source, self.rank))
 
-    def channel(self, name: str) -> ThreadComm:
+    def channel(self, name: str, *, idle: bool = False) -> ThreadComm:
         """A new channel, also where the name was given before."""
         self._channels += 1
-        return ThreadComm(self.rank, self.hub, f"{self.name}/{name}#{self._channels}")
+        return ThreadComm(self.rank, self.hub, f"{self.name}/{name}#{self._channels}", self.size, idle)
+
+    def group(self, ranks: int) -> ThreadComm:
+        """A channel of the first ranks only."""
+        return ThreadComm(self.rank, self.hub, f"{self.name}/the first {ranks}", ranks)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value; pickled as between processes, so that no two ranks share one object."""
@@ -144,7 +154,8 @@ class ThreadComm(Comm):
         for to in ranks:
             self.hub.put(self.name, self.rank, to, parcel)
         numbers = [self.hub.post(self.name, source, self.rank) for source in ranks]
-        return [pickle.loads(self.hub.take(self.name, source, self.rank, numbers[source])) for source in ranks]
+        take = self.hub.take
+        return [pickle.loads(take(self.name, r, self.rank, numbers[r], self.timeout_s)) for r in ranks]
 
     def close(self) -> None:
         """Drop messages that were not fetched."""
@@ -180,7 +191,7 @@ class _Receive:
 
     def wait(self) -> None:
         comm, expected = self.comm, self.tensor.detach().view(-1)
-        got = comm.hub.take(comm.name, self.source, comm.rank, self.number)
+        got = comm.hub.take(comm.name, self.source, comm.rank, self.number, comm.timeout_s)
         if not isinstance(got, Tensor) or (got.numel(), got.dtype) != (expected.numel(), expected.dtype):
             raise RanksDiffer(
                 f"rank {self.source} sent something else than rank {comm.rank} receives",
@@ -193,13 +204,14 @@ class _Receive:
         expected.copy_(got.view(-1))
 
 
-def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0) -> list[T]:
+def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0, servers: int = 0) -> list[T]:
     """Run `work(comm)` once a rank, each on a thread with a context of its own.
 
     Args:
         ranks: number of ranks.
         work: what each of them does.
         timeout_s: how long a receive may wait, and how long the other ranks may take to end after one failed.
+        servers: how many of them, the last, are servers.
 
     Returns:
         What each rank returned, in rank order.
@@ -211,7 +223,7 @@ def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0) ->
         >>> run(3, lambda comm: comm.gather_objects(comm.rank))
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
-    hub = Hub(ranks, timeout_s)
+    hub = Hub(ranks, timeout_s, servers)
     results: dict[int, T] = {}
     ended: SimpleQueue[int] = SimpleQueue()
 

@@ -45,7 +45,7 @@ class TracedComm(Comm):
     def __init__(self, inner: Comm, counts: Counts | None = None) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.size = inner.size
+        self.size, self.servers = inner.size, inner.servers
         self.counts = counts or Counts()
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -58,9 +58,13 @@ class TracedComm(Comm):
         self.counts.received(tensor.nbytes)
         return self.inner.receive(tensor, source)
 
-    def channel(self, name: str) -> TracedComm:
+    def channel(self, name: str, *, idle: bool = False) -> TracedComm:
         """A channel of its own, counted together with this one."""
-        return TracedComm(self.inner.channel(name), self.counts)
+        return TracedComm(self.inner.channel(name, idle=idle), self.counts)
+
+    def group(self, ranks: int) -> TracedComm:
+        """The first ranks only, counted together with this one."""
+        return TracedComm(self.inner.group(ranks), self.counts)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Not counted: it is for set-up."""

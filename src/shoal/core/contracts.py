@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shoal.core.cost import Cost, Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.job import Job, Result
-from shoal.core.pieces import Piece, cut
+from shoal.core.pieces import Piece, cut, cut_sizes
 
 
 class Pending(Protocol):
@@ -41,6 +41,12 @@ class Comm(ABC):
 
     rank: int
     size: int
+    servers: int = 0  # the last so many ranks are servers: they own parameters, and train nothing
+
+    @property
+    def workers(self) -> int:
+        """How many ranks train: 0 … workers − 1."""
+        return self.size - self.servers
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -51,8 +57,15 @@ class Comm(ABC):
         """Start receiving into `tensor`."""
 
     @abstractmethod
-    def channel(self, name: str) -> Comm:
-        """A channel of its own among the same ranks. Every rank makes its channels in the same order."""
+    def channel(self, name: str, *, idle: bool = False) -> Comm:
+        """A channel of its own among the same ranks. Every rank makes its channels in the same order.
+
+        On an `idle` one nothing may come for as long as the job lasts: its receives have no deadline.
+        """
+
+    @abstractmethod
+    def group(self, ranks: int) -> Comm:
+        """A channel among the first `ranks` ranks only, who alone make it."""
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
@@ -117,11 +130,16 @@ class Bucket:
 
     numel: int
     itemsize: int
+    slices: tuple[int, ...] = ()  # elements that each rank owns, where they are not cut evenly
 
     @property
     def nbytes(self) -> int:
         """Bytes of the flat tensor."""
         return self.numel * self.itemsize
+
+    def slice_bytes(self, ranks: int) -> list[int]:
+        """Bytes of each rank's slice."""
+        return [size * self.itemsize for size in self.slices or cut_sizes(self.numel, ranks)]
 
 
 class Exchange(ABC):
@@ -133,7 +151,6 @@ class Exchange(ABC):
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True  # False: the result is not the sum (to measure headroom); never chosen by itself
-    splits: ClassVar[bool] = False  # True: each half is half of the traffic, and `gather` brings slices of anything
 
     @abstractmethod
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
@@ -146,6 +163,28 @@ class Exchange(ABC):
     @abstractmethod
     def gather(self, flat: Tensor, comm: Comm) -> None:
         """Bring every summed slice to every rank, in place."""
+
+
+class SplitExchange(Exchange):
+    """An exchange of two equal halves, which takes slices of any sizes and brings back whatever their owners made."""
+
+    serves: ClassVar[bool] = False  # True: it minds servers, which contribute nothing and are brought nothing
+
+    @abstractmethod
+    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
+        """Sum every rank's `slices[r]` into rank r's, in place. Empty ones are sent by nobody."""
+
+    @abstractmethod
+    def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
+        """Bring rank r's `slices[r]` to every rank, in place."""
+
+    def reduce(self, flat: Tensor, comm: Comm) -> None:
+        """Sum over ranks, each rank its own slice of an even cut."""
+        self.reduce_scatter(cut(flat, comm.size), comm)
+
+    def gather(self, flat: Tensor, comm: Comm) -> None:
+        """Bring every slice to every rank."""
+        self.all_gather(cut(flat, comm.size), comm)
 
 
 class Transfer(ABC):
@@ -190,15 +229,13 @@ class OwnedTransfer(Transfer):
     parameters: tuple[nn.Parameter, ...]
     owned: tuple[tuple[Piece, ...], ...]  # each rank's pieces
     pieces: tuple[Piece, ...]  # this rank's own
+    held: set[nn.Parameter]  # whose gradients are at their owners; of the others `.grad` is the truth
+    served: bool  # whether servers own some: it goes over lanes that they are on
     settle: Callable[[], None]  # set by the engine: waits for what a lane still does with this transfer
 
     @abstractmethod
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter's gradient is at its owners; else `.grad` is the truth."""
-
-    @abstractmethod
-    def drop(self, parameter: nn.Parameter) -> None:
-        """Forget the gradient at the owners, as `.grad = None` does. Waits for nothing."""
+    def follow(self, held: set[nn.Parameter]) -> None:
+        """In place of a backward, on a server: be as the workers are after theirs, which found these held."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
@@ -224,7 +261,8 @@ class Place:
     layers: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]  # the site's own trainable ones, by dotted name, in the plan's order
     rank: int
-    ranks: int
+    ranks: int  # that train; servers stand behind them
+    servers: int = 0
 
 
 class Strategy(ABC):
@@ -232,6 +270,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     bucketed: ClassVar[bool] = False  # takes several layers as one site and an exchange to carry them
+    served: ClassVar[bool] = False  # servers take part: its OwnedTransfers go over lanes that they are on
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""

@@ -16,9 +16,10 @@ from shoal.core.cost import Pace, Price
 
 @dataclass(frozen=True)
 class Topology:
-    """Which host each rank runs on: `hosts[rank]` is a host's name."""
+    """Which host each rank runs on: `hosts[rank]` is a host's name. The last `servers` ranks are servers."""
 
     hosts: tuple[str, ...]
+    servers: int = 0
 
     @property
     def size(self) -> int:
@@ -52,6 +53,7 @@ class Cluster:
     cores_per_rank: float = 1.0
     paces: Mapping[str, Pace] = field(default_factory=lambda: MappingProxyType({}))
     pack_byte_s: float = 0.0  # seconds of the main thread to bring a byte of gradient into its bucket
+    servers: tuple[str, ...] = ()  # hosts of ranks that only own parameters, behind those of the topology
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -82,14 +83,20 @@ def set_local_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
 
 
-def balanced(sizes: Sequence[int], owners: int) -> list[list[tuple[int, int, int]]]:
-    """Cut tensors of these sizes, laid end to end, so that each owner has as many elements, give or take one.
+def balanced(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[int, int, int]]]:
+    """Cut tensors of these sizes, laid end to end, so that each owner has its share of the elements.
 
-    Returns, for each owner, its spans: which tensor, and which of its elements.
+    Args:
+        sizes: elements of each tensor.
+        shares: what each owner is to have, as a part of 1.
+
+    Returns:
+        For each owner its spans: which tensor, and which of its elements.
     """
     owned: list[list[tuple[int, int, int]]] = []
+    cuts = [0, *(round(sum(sizes) * share) for share in accumulate(shares[:-1])), sum(sizes)]
     index, start = 0, 0
-    for left in cut_sizes(sum(sizes), owners):
+    for left in (end - begin for begin, end in pairwise(cuts)):
         spans: list[tuple[int, int, int]] = []
         while left:
             stop = min(start + left, sizes[index])

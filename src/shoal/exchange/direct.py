@@ -12,58 +12,59 @@ reduce-scatter of Thakur, Rabenseifner and Gropp, "Optimization of collective co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange
+from shoal.core.contracts import Bucket, Comm, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
-from shoal.core.pieces import cut, cut_sizes
 
 
 @final
 @dataclass(frozen=True)
-class Direct(Exchange):
+class Direct(SplitExchange):
     """Slices to their owners and back, each in one message."""
 
     name: ClassVar[str] = "direct"
-    splits: ClassVar[bool] = True
+    serves: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """A rank sends foreign slices once and its own to every other rank, and receives as much."""
-        others = topology.size - 1
-        sizes = [size * bucket.itemsize for size in cut_sizes(bucket.numel, topology.size)]
-        both_ways = tuple((bucket.nbytes - own) + others * own for own in sizes)
-        return Traffic(sent=both_ways, received=both_ways, rounds=2 if others and bucket.numel else 0)
+        """A worker sends foreign slices once and its own to every other worker; a server its own. As much comes in."""
+        workers = topology.size - topology.servers
+        sizes = bucket.slice_bytes(topology.size)
+        both_ways = tuple(
+            sum(sizes) - own + (workers - 1) * own if r < workers else workers * own for r, own in enumerate(sizes)
+        )
+        return Traffic(sent=both_ways, received=both_ways, rounds=2 if topology.size > 1 and bucket.numel else 0)
 
-    def reduce(self, flat: Tensor, comm: Comm) -> None:
+    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send foreign slices to their owners; add up one's own."""
-        slices = cut(flat, comm.size)
         mine, peers = slices[comm.rank], _peers(comm)
-        parts = list(mine.new_empty(comm.size - 1, mine.numel()).unbind())
-        parts.insert(comm.rank, mine)  # parts[r]: what rank r contributes to my slice
+        home = comm.rank if comm.rank < comm.workers else 0  # whose part `mine` holds: a server's begins with rank 0's
+        landing = iter(mine.new_empty(comm.workers - 1, mine.numel()).unbind())
+        parts = [mine if r == home else next(landing) for r in range(comm.workers)]
 
-        receives = {r: comm.receive(parts[r], r) for r in peers if mine.numel()}
-        sends = [comm.send(slices[r], r) for r in peers if slices[r].numel()]
+        receives = {r: comm.receive(parts[r], r) for r in peers if r < comm.workers and mine.numel()}
+        sends = [comm.send(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()]
         total = parts[0]
         for r, part in enumerate(parts):
             if r in receives:
                 receives[r].wait()
-            if r == comm.rank and r > 0:
+            if r == home and r > 0:
                 total = mine.add_(total)  # a + b has the bits of b + a, and from here on the sum stands in its place
             elif r > 0:
                 total.add_(part)
         for send in sends:
             send.wait()
 
-    def gather(self, flat: Tensor, comm: Comm) -> None:
-        """Send one's own slice to all; receive theirs in place."""
-        slices = cut(flat, comm.size)
+    def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
+        """Send one's own slice to all workers; receive what others own in place."""
         mine, peers = slices[comm.rank], _peers(comm)
-        pending = [comm.receive(slices[r], r) for r in peers if slices[r].numel()]
-        pending += [comm.send(mine, r) for r in peers if mine.numel()]
+        pending = [comm.receive(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()]
+        pending += [comm.send(mine, r) for r in peers if r < comm.workers and mine.numel()]
         for each in pending:
             each.wait()
 

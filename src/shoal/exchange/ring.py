@@ -13,49 +13,46 @@ Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for cluster
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange
+from shoal.core.contracts import Bucket, Comm, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
-from shoal.core.pieces import cut, cut_sizes
 
 
 @final
 @dataclass(frozen=True)
-class Ring(Exchange):
+class Ring(SplitExchange):
     """Reduce-scatter and all-gather among neighbours."""
 
     name: ClassVar[str] = "ring"
-    splits: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Every slice twice, save those a rank does not send (r, then r+1) or receive (r−1, then r)."""
-        ranks, twice = topology.size, 2 * bucket.nbytes
-        sizes = [size * bucket.itemsize for size in cut_sizes(bucket.numel, ranks)]
+        ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
+        twice = 2 * sum(sizes)
         return Traffic(
             sent=tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks)),
             received=tuple(twice - sizes[r - 1] - sizes[r] for r in range(ranks)),
             rounds=2 * (ranks - 1) if bucket.numel else 0,
         )
 
-    def reduce(self, flat: Tensor, comm: Comm) -> None:
+    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up each slice on its way to its owner."""
-        slices = cut(flat, comm.size)
-        landed = torch.empty_like(slices[0])  # no slice is larger than the first
+        landed = torch.empty_like(max(slices, key=len))
         for step in range(comm.size - 1):
             outgoing = slices[(comm.rank - step - 1) % comm.size]
             incoming = slices[(comm.rank - step - 2) % comm.size]
             _pass_on(comm, outgoing, landed[: incoming.numel()])
             incoming.add_(landed[: incoming.numel()])
 
-    def gather(self, flat: Tensor, comm: Comm) -> None:
+    def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send each summed slice once round."""
-        slices = cut(flat, comm.size)
         for step in range(comm.size - 1):
             _pass_on(comm, slices[(comm.rank - step) % comm.size], slices[(comm.rank - step - 1) % comm.size])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,19 +28,25 @@ _ITS_OWN = frozenset({"param_groups", "state"})
 
 def like(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class and attributes, without parameters, state and hooks."""
-    other: Optimizer = object.__new__(type(optimizer))
-    other.param_groups, other.state = [], defaultdict(dict)
-    vars(other).update(attributes(optimizer))
-    return other
+    return made(type(optimizer), attributes(optimizer))
+
+
+def made(kind: type[Optimizer], its_attributes: Mapping[str, Any]) -> Optimizer:
+    """An optimizer of that class with these attributes, without parameters and state."""
+    optimizer: Optimizer = object.__new__(kind)
+    optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+    vars(optimizer).update(its_attributes)
+    return optimizer
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Its attributes as they are now (a scaler sets some for one step), tensors cloned, without hooks."""
-    methods = {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # replaced ones
+    methods = {name for name, value in vars(optimizer).items() if isinstance(value, MethodType | FunctionType)}
+    methods |= {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # replaced ones
     return {
         name: OrderedDict() if name.endswith("_hooks") else value.clone() if isinstance(value, Tensor) else value
         for name, value in vars(optimizer).items()
-        if name not in _ITS_OWN | methods
+        if name not in _ITS_OWN | methods and not name.startswith("_shoal")
     }
 
 

@@ -24,28 +24,39 @@ from shoal.core.registry import found, named
 from shoal.profiling.identity import Layer, model_digest, trainable_layers
 
 
-def apply(model: nn.Module, plan: Plan, comm: Comm) -> list[Transfer]:
+def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0) -> list[Transfer]:
     """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
     """
-    layers = {layer.name: layer for layer in trainable_layers(model)}
     check(plan, model, comm.size)
     align(model, comm)
     before = _identity(model)
     transfers: list[Transfer] = []
-    for number, site in enumerate(sites(plan, layers)):
-        place = Place(
-            layers={name: layers[name].module for name in site.layers},
-            parameters={p: value for name in site.layers for p, value in layers[name].parameters.items()},
-            rank=comm.rank,
-            ranks=comm.size,
-        )
+    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers)):
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
-        transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, _label(number, site))
+        transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, label(number, site))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
     return transfers
+
+
+def places(model: nn.Module, plan: Plan, rank: int, servers: int = 0) -> list[tuple[Site, Place]]:
+    """The plan's sites, in order, and where in the model each is."""
+    layers = {layer.name: layer for layer in trainable_layers(model)}
+    return [
+        (
+            site,
+            Place(
+                layers={name: layers[name].module for name in site.layers},
+                parameters={p: value for name in site.layers for p, value in layers[name].parameters.items()},
+                rank=rank,
+                ranks=plan.ranks,
+                servers=servers,
+            ),
+        )
+        for site in sites(plan, layers)
+    ]
 
 
 def check(plan: Plan, model: nn.Module, ranks: int) -> None:
@@ -136,7 +147,8 @@ def align(model: nn.Module, comm: Comm) -> None:
 _REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'
 
 
-def _label(number: int, site: Site) -> str:
+def label(number: int, site: Site) -> str:
+    """What messages call a site."""
     names = ", ".join(site.layers[:2]) + (f" and {len(site.layers) - 2} more" if len(site.layers) > 2 else "")
     return f"site {number} ({site.strategy}{' ' + site.exchange if site.exchange else ''}: {names})"
 

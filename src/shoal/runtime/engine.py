@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from time import perf_counter
 from typing import final
 
@@ -30,14 +31,23 @@ from shoal.core.trace import MAIN, Recorder
 from shoal.runtime.lanes import Errand, Lane
 
 
+def _nothing() -> None:
+    return None
+
+
 @final
 class Engine:
     """Runs the transfers of one parallelised model, once in every backward."""
 
-    def __init__(self, transfers: Sequence[Transfer], lanes: Sequence[Comm]) -> None:
+    def __init__(self, transfers: Sequence[Transfer], lanes: Sequence[Comm], served: Sequence[Comm] = ()) -> None:
         self.steps = 0  # rounds finished
+        self.began: Callable[[], None] = _nothing  # called as a round opens
         self._transfers = tuple(transfers)
-        self.lanes = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
+        among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
+        with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
+        self.lanes = among_workers + with_servers
+        ways = {False: cycle(among_workers), True: cycle(with_servers)}
+        self._lane = {t: next(ways[isinstance(t, OwnedTransfer) and t.served]) for t in self._transfers}
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
@@ -65,6 +75,7 @@ class Engine:
         if self._task is None:
             self._task, self._began_s = task, perf_counter()
             self._reached(f"backward {self.steps}")
+            self.began()
             Variable._execution_engine.queue_callback(self._finish)
         elif self._task != task or self._failed:
             raise WorldError(
@@ -108,8 +119,7 @@ class Engine:
                 before.result()  # the lane has done it; if it failed, so does this
             work(comm)
 
-        lane = self.lanes[self._transfers.index(transfer) % len(self.lanes)]
-        self._last[transfer] = lane.run(behind, f"{what} {transfer.label}")
+        self._last[transfer] = self._lane[transfer].run(behind, f"{what} {transfer.label}")
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until a transfer's lane is done with it; an error there is raised here."""
@@ -121,6 +131,12 @@ class Engine:
         self._note(f"wait for {errand.what}", begin_s)
         if self._last.get(transfer) is errand:
             del self._last[transfer]
+
+    def check(self) -> None:
+        """Raise the error of a transfer that has ended with one and that nobody has waited for."""
+        for transfer, errand in list(self._last.items()):
+            if errand.failed():
+                self.settle(transfer)
 
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""
@@ -156,12 +172,11 @@ class Engine:
 
     def _send_in_order(self, everything: bool = False) -> None:
         while len(self._sent) < len(self._transfers):
-            index = len(self._sent)
-            transfer = self._transfers[index]
+            transfer = self._transfers[len(self._sent)]
             if not (everything or transfer in self._ready):
                 return
             transfer.pack()
-            errand = self.lanes[index % len(self.lanes)].run(transfer.run, f"exchange {transfer.label}")
+            errand = self._lane[transfer].run(transfer.run, f"exchange {transfer.label}")
             self._sent.append(errand)
             if isinstance(transfer, OwnedTransfer):
                 self._last[transfer] = errand

@@ -45,10 +45,19 @@ class Errand:
         if self._error is not None:
             raise self._error
 
-    def wait(self, where: str) -> None:
-        """Block until it is done; raise its error as one that names the peer and `where` it happened."""
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self._error is not None
+
+    def wait(self, where: str, meanwhile: Callable[[], object] | None = None) -> None:
+        """Block until it is done; raise its error as one that names the peer and `where` it happened.
+
+        `meanwhile` is called now and then.
+        """
         while not self._done.wait(_POLL_S):
             self._comm.check(where)
+            if meanwhile is not None:
+                meanwhile()
         if self._error is not None:
             raise self._comm.diagnose(self._error, where) from self._error.__cause__
 

@@ -12,11 +12,10 @@ Guarded by tests/equivalence/test_owners.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, update_wrapper
-from itertools import chain
 from types import MethodType
 from typing import Any, final
 
@@ -29,7 +28,7 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.profiling.updates import attributes, like, part_of, settings
 from shoal.runtime.engine import Engine
-from shoal.runtime.owners import Owners
+from shoal.runtime.owners import OfRank, Owners, norm
 
 _SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
@@ -43,8 +42,12 @@ class _Served:
     owners: Owners | None
 
 
-def extend(optimizer: Optimizer, engine: Engine | None, owners: Owners | None) -> OwnedOptimizer | None:
+def extend(
+    optimizer: Optimizer, engine: Engine | None = None, owners: Owners | None = None, number: int = 0
+) -> OwnedOptimizer | None:
     """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
+
+    `number` is its place among the optimizers of the model.
 
     Alone, without an engine, the first two do what one process would; an optimizer may be given several models.
     """
@@ -57,7 +60,7 @@ def extend(optimizer: Optimizer, engine: Engine | None, owners: Owners | None) -
     optimizer.register_step_pre_hook(partial(_check_sent, engine))
     if owners is None:
         return None
-    owned = OwnedOptimizer(optimizer, owners)
+    owned = OwnedOptimizer(optimizer, owners, number)
     owned.take_state()
     for name in ("step", "state_dict", "load_state_dict"):
         _replace(optimizer, name, getattr(owned, name))
@@ -126,34 +129,30 @@ def _clip_grad_norm(
     for each in served:
         each.engine.check_sent()
     all_owners = [each.owners for each in served if each.owners is not None]
-    pieces = [owners.gradients(parameters) for owners in all_owners]
     here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
-    norms = [_norm([gradient], norm_type) for gradient in here]
-    for owners, mine in zip(all_owners, pieces, strict=True):
-        norms += owners.from_all(_norm(mine, norm_type))
+    norms = [norm([gradient], norm_type) for gradient in here]
+    for owners in all_owners:
+        norms += owners.norms(parameters, norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is not finite: {float(total)}")
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in (*here, *chain(*pieces)):
+    for gradient in here:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    for owners in all_owners:
+        owners.scale(parameters, factor)
     return total.to(parameters[0].device, parameters[0].dtype)
-
-
-def _norm(tensors: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of all their elements together, in float64, on the CPU."""
-    norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64).cpu() for t in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
 
 
 @final
 class OwnedOptimizer:
     """An optimizer some of whose parameters are updated by their owners."""
 
-    def __init__(self, optimizer: Optimizer, owners: Owners) -> None:
+    def __init__(self, optimizer: Optimizer, owners: Owners, number: int) -> None:
         self._optimizer = optimizer
         self._owners = owners
-        self._updates = {transfer: _Update(optimizer, transfer) for transfer in owners.transfers}
+        self._number = number  # among the model's optimizers
+        self._updates = {transfer: Update(like(optimizer), transfer) for transfer in owners.transfers}
         self._whole: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups from which owned ones are taken
 
     def step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
@@ -179,9 +178,10 @@ class OwnedOptimizer:
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form, on every rank."""
         self._owners.settle()
+        self._owners.tell("gather_state", self._number)
         whole: States = {}
-        for update in self._updates.values():
-            self._owners.together(partial(update.gather_state, whole))
+        for transfer, update in self._updates.items():
+            self._owners.together(transfer, partial(update.gather_state, whole))
         state = self._optimizer.state
         held = [p for group in self._optimizer.param_groups for p in group["params"] if p in whole]
         state.update({parameter: whole[parameter] for parameter in held})
@@ -199,8 +199,10 @@ class OwnedOptimizer:
 
     def take_state(self) -> None:
         """Keep the own pieces of what the optimizer holds of owned parameters, and free the rest."""
-        for update in self._updates.values():
-            update.take_state(self._optimizer.state)
+        state = self._optimizer.state
+        self._owners.tell("take_state", self._number, OfRank(lambda r: [parts(t, r, state) for t in self._owners.served]))
+        for transfer, update in self._updates.items():
+            update.take_state(parts(transfer, self._owners.rank, state))
         for parameter in [p for p in self._optimizer.state if p in self._owners]:
             del self._optimizer.state[parameter]
 
@@ -217,8 +219,12 @@ class OwnedOptimizer:
         for transfer in reversed(self._owners.transfers):  # as the next forward will need them
             mine = [p for p in transfer.parameters if p in group_of]
             if any(map(self._owners.has_gradient, mine)):
-                update = self._updates[transfer].captured(group_of, captured, now)
-                self._owners.send_off(transfer, mine, update)
+                update = self._updates[transfer]
+                update.check_strides()
+                given = partial(_given, transfer, group_of)
+                if transfer.served:
+                    self._owners.tell("update", self._number, transfer, OfRank(given), captured, now)
+                self._owners.send_off(transfer, mine, update.work(given(self._owners.rank), captured, now, set(mine)))
         self._whole = [(group, group["params"]) for group in groups]
         for group, parameters in self._whole:
             group["params"] = [p for p in parameters if p not in group_of]
@@ -229,37 +235,71 @@ class OwnedOptimizer:
         self._whole = []
 
 
+@dataclass(frozen=True)
+class Given:
+    """How a piece is to be updated: by the settings of which group, and by the gradient at its owner or another."""
+
+    group: int
+    at_owner: bool
+    gradient: Tensor | None
+
+
+def _given(transfer: OwnedTransfer, group_of: Mapping[Tensor, int], rank: int) -> dict[Piece, Given]:
+    """What a rank is to do with its pieces, as of now."""
+    given = {}
+    for piece in transfer.owned[rank]:
+        parameter = piece.parameter
+        if parameter in group_of:
+            here = local_gradient(parameter)
+            gradient = None if here is None else piece.of(here).clone()
+            given[piece] = Given(group_of[parameter], parameter in transfer.held, gradient)
+    return given
+
+
+def parts(transfer: OwnedTransfer, rank: int, states: Mapping[Tensor, Any]) -> dict[Piece, dict[str, Any]]:
+    """A rank's pieces of a state in one-process form, where it has any of their parameters."""
+    return {
+        piece: part_of(states[piece.parameter], piece.parameter, piece.of)
+        for piece in transfer.owned[rank]
+        if piece.parameter in states
+    }
+
+
 @final
-class _Update:
-    """One optimizer's update of this rank's pieces of one transfer; holds their state."""
+class Update:
+    """One optimizer's update of this rank's pieces of one transfer; holds their state, and a copy of the optimizer."""
 
     def __init__(self, optimizer: Optimizer, transfer: OwnedTransfer) -> None:
         self._transfer = transfer
-        self._copy = like(optimizer)
+        self._copy = optimizer
         self._strides = [parameter.stride() for parameter in transfer.parameters]
         self._tensors = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in transfer.pieces}
 
-    def captured(
-        self, group_of: Mapping[Tensor, int], groups: Sequence[dict[str, Any]], now: Mapping[str, Any]
-    ) -> Callable[[Comm], None]:
-        """The update by these settings, attributes and gradients, as they are now, for a lane to do."""
+    def check_strides(self) -> None:
+        """Raise UsageError where a parameter's line is no longer what it was."""
         if self._strides != [parameter.stride() for parameter in self._transfer.parameters]:
             raise UsageError(
                 "a parameter lies otherwise in memory than when the model was parallelised",
                 where=self._transfer.label,
                 do="convert the model (memory_format, …) before parallelize",
             )
-        served = {p: group_of[p.parameter] for p in self._tensors if p.parameter in group_of}
-        here = {p: None if (g := local_gradient(p.parameter)) is None else p.of(g).clone() for p in served}
-        at_owner = {p for p in served if self._transfer.holds(p.parameter)}
+
+    def work(
+        self,
+        given: Mapping[Piece, Given],
+        groups: Sequence[dict[str, Any]],
+        now: Mapping[str, Any],
+        parameters: Collection[Tensor] = (),
+    ) -> Callable[[Comm], None]:
+        """The update by these settings, attributes and gradients, and the return of `parameters`, for a lane to do."""
 
         def update(comm: Comm) -> None:
             filled: list[list[Tensor]] = [[] for _ in groups]
             for (piece, tensor), gradient in zip(self._tensors.items(), self._transfer.gradients(), strict=True):
                 tensor.data = piece.of(piece.parameter)
-                if piece in served:
-                    tensor.grad = gradient if piece in at_owner else here[piece]
-                    filled[served[piece]].append(tensor)
+                if (its := given.get(piece)) is not None:
+                    tensor.grad = gradient if its.at_owner else its.gradient
+                    filled[its.group].append(tensor)
             for name in vars(self._copy).keys() - now.keys() - {"param_groups", "state"}:
                 delattr(self._copy, name)
             vars(self._copy).update(now)
@@ -269,7 +309,7 @@ class _Update:
             self._copy.step()
             values = [tensor.data for tensor in self._tensors.values()]
             for piece, value in self._transfer.gather(values, Turn.VALUES, comm):
-                if piece not in self._tensors and piece.parameter in group_of:
+                if piece not in self._tensors and piece.parameter in parameters:
                     piece.of(piece.parameter).copy_(value)
 
         return update
@@ -279,17 +319,20 @@ class _Update:
         values = (value for state in self._copy.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
-    def take_state(self, states: Mapping[Tensor, Any]) -> None:
-        """Keep the own pieces of a state in one-process form, where it has any of their parameters."""
+    def take_state(self, states: Mapping[Piece, dict[str, Any]]) -> None:
+        """Keep the state of the own pieces, where there is one."""
         for piece, tensor in self._tensors.items():
             self._copy.state.pop(tensor, None)
-            if piece.parameter in states:
-                self._copy.state[tensor] = part_of(states[piece.parameter], piece.parameter, piece.of)
+            if piece in states:
+                self._copy.state[tensor] = states[piece]
 
-    def gather_state(self, whole: States, comm: Comm) -> None:
-        """Put every rank's pieces of the state into `whole`."""
+    def gather_state(self, whole: States | None, comm: Comm) -> None:
+        """Put every rank's pieces of the state into `whole`, if one is given."""
         mine = [_on_cpu(self._copy.state.get(tensor, {})) for tensor in self._tensors.values()]
-        for pieces, states in zip(self._transfer.owned, comm.gather_objects(mine), strict=True):
+        everyone = comm.gather_objects(mine)
+        if whole is None:
+            return
+        for pieces, states in zip(self._transfer.owned, everyone, strict=True):
             for piece, state in zip(pieces, states, strict=True):
                 for name, value in state.items():
                     _put(whole.setdefault(piece.parameter, {}), piece, name, value)

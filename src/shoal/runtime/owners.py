@@ -14,7 +14,8 @@ Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,40 @@ from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard
 
 
+class Tell(Protocol):
+    """Has the servers do their part of `what`, with these arguments (runtime/servers.py)."""
+
+    def __call__(self, what: str, /, *args: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """An argument that is another for each server."""
+
+    of: Callable[[int], Any]
+
+
+def tell_nobody(what: str, /, *args: Any) -> None:
+    """Where there are no servers."""
+
+
+def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """The norm of all their elements together, in float64, on the CPU."""
+    norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64).cpu() for t in tensors]
+    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
+
+
 @final
 class Owners:
     """What the ranks own of one model, and what is on its way."""
 
-    def __init__(self, engine: Engine, transfers: Sequence[OwnedTransfer]) -> None:
+    def __init__(
+        self, engine: Engine, transfers: Sequence[OwnedTransfer], rank: int, tell: Tell = tell_nobody
+    ) -> None:
         self.transfers = tuple(transfers)
+        self.served = tuple(transfer for transfer in transfers if transfer.served)
+        self.rank = rank
+        self.tell: Tell = tell
         self._engine = engine
         self._transfer = {p: transfer for transfer in transfers for p in transfer.parameters}
         for parameter in self._transfer:
@@ -40,11 +69,15 @@ class Owners:
         return parameter in self._transfer
 
     def fetch(self, parameter: nn.Parameter) -> None:
-        """Bring the owners' gradients, all of them, to every rank (a collective); nothing, if this one is here."""
+        """Bring the owners' gradients, all of them, to every rank, unless this one is here."""
         self._engine.check_sent()
-        if not self._transfer[parameter].holds(parameter):
-            return
-        holding = [t for t in self.transfers if any(map(t.holds, t.parameters))]
+        if parameter in self._transfer[parameter].held:
+            self.fetch_all()
+
+    def fetch_all(self) -> None:
+        """Bring all gradients that are at their owners to every rank (a collective)."""
+        self.tell("fetch_all")
+        holding = [transfer for transfer in self.transfers if transfer.held]
         fetched = [_Fetch(transfer) for transfer in holding]
         for fetch in fetched:
             self._engine.later(fetch.transfer, fetch.run, "fetch gradients of")
@@ -55,7 +88,7 @@ class Owners:
     def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """From here on this is the gradient."""
         set_local_gradient(parameter, gradient)
-        self._transfer[parameter].drop(parameter)
+        self._transfer[parameter].held.discard(parameter)
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """Wait for the new values of the transfer that brings this parameter's."""
@@ -75,34 +108,37 @@ class Owners:
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Whether an optimizer would find a gradient, at the owners or here. Waits for nothing."""
-        return self._transfer[parameter].holds(parameter) or local_gradient(parameter) is not None
+        return parameter in self._transfer[parameter].held or local_gradient(parameter) is not None
 
-    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """This rank's pieces of those parameters' gradients, where it is the owners that hold them."""
+    def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
+        """The norm of each owner's pieces of those parameters' gradients, in rank order (a collective)."""
+        self.tell("norms", parameters, order)
         self.settle()
-        wanted = set(parameters)
-        return [
-            gradient
-            for transfer in self.transfers
-            for piece, gradient in zip(transfer.pieces, transfer.gradients(), strict=True)
-            if gradient is not None and piece.parameter in wanted and transfer.holds(piece.parameter)
-        ]
-
-    def from_all(self, number: Tensor) -> list[Tensor]:
-        """Every rank's number, in rank order (a collective)."""
         numbers: list[Tensor] = []
+        for served in (False, True):
+            some = [transfer for transfer in self.transfers if transfer.served == served]
+            mine = norm(_gradients(some, parameters), order)
 
-        def gather(comm: Comm) -> None:
-            numbers.extend(torch.empty_like(number) for _ in range(comm.size))
-            comm.all_gather(numbers, number)
+            def gather(comm: Comm, mine: Tensor = mine) -> None:
+                all_of_them = [torch.empty_like(mine) for _ in range(comm.size)]
+                comm.all_gather(all_of_them, mine)
+                numbers.extend(all_of_them)
 
-        self.together(gather)
+            if some:
+                self.together(some[0], gather)
         return numbers
 
-    def together(self, work: Callable[[Comm], None]) -> None:
-        """Do something with all ranks, at once (a collective)."""
-        self._engine.later(self.transfers[0], work, "gather beside")
-        self._engine.settle(self.transfers[0])
+    def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
+        """Multiply those parameters' gradients, where it is the owners that hold them."""
+        self.tell("scale", parameters, factor)
+        self.settle()
+        for gradient in _gradients(self.transfers, parameters):
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+    def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
+        """Do something with all ranks that a transfer is among, at once (a collective)."""
+        self._engine.later(transfer, work, "gather beside")
+        self._engine.settle(transfer)
 
     def send_off(
         self, transfer: OwnedTransfer, parameters: Iterable[nn.Parameter], work: Callable[[Comm], None]
@@ -112,6 +148,17 @@ class Owners:
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
             parameter.__class__ = ComingParameter
+
+
+def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's pieces of those parameters' gradients, where it is the owners that hold them."""
+    wanted = set(parameters)
+    return [
+        gradient
+        for transfer in transfers
+        for piece, gradient in zip(transfer.pieces, transfer.gradients(), strict=True)
+        if gradient is not None and piece.parameter in wanted and piece.parameter in transfer.held
+    ]
 
 
 @final
@@ -135,7 +182,7 @@ class _Fetch:
 
     def publish(self) -> None:
         used = self.transfer.used()
-        for parameter in filter(self.transfer.holds, self.transfer.parameters):
+        for parameter in self.transfer.held:
             gradient = unlined(self._lines[parameter], parameter) if parameter in used else None
             set_local_gradient(parameter, gradient)
-            self.transfer.drop(parameter)
+        self.transfer.held.clear()

@@ -15,7 +15,8 @@ import math
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,22 +26,24 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal import exchange as exchanges
+from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
-from shoal.core.contracts import Comm, Exchange, OwnedTransfer
+from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.plan import Choice, Plan
-from shoal.core.registry import found
+from shoal.core.registry import found, named
 from shoal.planner.search import LANES, known, repredicted, resolve, search
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_paces, probe_pack
-from shoal.rewrite.apply import apply, check, check_served
+from shoal.rewrite.apply import apply, check, check_served, label, places
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
 from shoal.runtime.optimizer import extend
-from shoal.runtime.owners import Owners
+from shoal.runtime.owners import Owners, Tell, tell_nobody
+from shoal.runtime.servers import ServedSite
 from shoal.runtime.session import Attached, Session, current, ranks
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
@@ -91,7 +94,7 @@ def parallelize(
     _require_same_request(comm, given, pins, strategies, count, optimizers)
     if comm.size == 1:
         for each in optimizers:
-            extend(each, None, None)
+            extend(each)
         return model, loss_fn, optimizer
     comm.reached("parallelize: measuring the model")
     profile = profile_model(model, loss_fn, optimizers, sample, comm)
@@ -99,18 +102,40 @@ def parallelize(
     cluster = measured_cluster(session)
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies))
-    transfers = apply(model, chosen, comm)
+    transfers = apply(model, chosen, comm, len(session.server_hosts))
     prefix = f"model{len(session.attached)}"
-    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
-    weigher = Weigher(comm.channel(f"{prefix}-counts"))
-    engine = Engine(transfers, lanes)
-    session.lanes += engine.lanes
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
-    owners = Owners(engine, owned) if owned else None
-    extended = [extend(each, engine, owners) for each in optimizers]
+    served = [transfer for transfer in owned if transfer.served]
+    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers) - len(served)))]
+    weigher = Weigher(comm.channel(f"{prefix}-counts"))
+    server_lanes, tell = _open_servers(session, model, chosen, served, optimizers)
+    engine = Engine(transfers, lanes, server_lanes)
+    engine.began = partial(tell, "exchange")
+    session.lanes += engine.lanes
+    owners = Owners(engine, owned, comm.rank, tell) if owned else None
+    extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
     updates = tuple(each for each in extended if each is not None)
     session.attached[model] = Attached(engine, weigher, chosen, profile, cluster, updates)
     return model, watch(model, loss_fn, count, engine, weigher, owners), optimizer
+
+
+def _open_servers(
+    session: Session, model: nn.Module, plan: Plan, served: Sequence[OwnedTransfer], optimizers: Sequence[Optimizer]
+) -> tuple[Sequence[Comm], Tell]:
+    """Let the servers, if the plan has any use for them, take their part."""
+    if session.servers is None or not served:
+        return (), tell_nobody
+    sites = [
+        ServedSite(
+            site.strategy,
+            site.exchange,
+            label(number, site),
+            {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
+        )
+        for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
+        if named(all_strategies, Strategy, site.strategy).served
+    ]
+    return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)))
 
 
 def plan(
@@ -174,7 +199,7 @@ def measured_cluster(session: Session) -> Cluster:
             paces = probe_paces(comm, link, exact, lanes=lanes, topology=topology)
             for lane in lanes:
                 lane.close()
-            session.cluster = Cluster(topology, link, cores, paces, probe_pack(comm))
+            session.cluster = Cluster(topology, link, cores, paces, probe_pack(comm), session.server_hosts)
     return session.cluster
 
 

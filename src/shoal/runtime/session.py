@@ -27,6 +27,7 @@ from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
 from shoal.runtime.optimizer import OwnedOptimizer
+from shoal.runtime.servers import Servers, serve
 from shoal.runtime.weights import Weigher
 
 
@@ -60,6 +61,8 @@ class Session:
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
     lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
+    servers: Servers | None = None
+    server_hosts: tuple[str, ...] = ()
     broken: bool = False  # this rank ends for an error
 
     @property
@@ -68,15 +71,19 @@ class Session:
         return World(self.comm.rank, self.comm.size, self.host)
 
     def drain(self) -> None:
-        """Finish what other ranks wait for: the parameters that this one has updated and is sending."""
+        """Finish what other ranks wait for: parameters that this one has updated and is sending; servers' work."""
         for lane in self.lanes:
             lane.drain()
+        if self.servers is not None:
+            self.servers.end()
 
     def close(self) -> None:
         """End the threads of every parallelised model."""
         for attached in self.attached.values():
             attached.engine.close()
             attached.weigher.close()
+        if self.servers is not None:
+            self.servers.close()
 
 
 _session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
@@ -90,8 +97,11 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
             rank that dies is noticed within seconds, and one that is stopped within 20.
         start_timeout_s: seconds to wait for every rank to start.
 
+    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server"): on those this call
+    serves until the workers have ended, and then ends the process.
+
     Returns:
-        This process's place. A second call gives the same.
+        This process's place among the workers. A second call gives the same.
 
     Raises:
         MissingRank: a rank did not start in time; it is named.
@@ -107,13 +117,39 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         if min(timeout_s, start_timeout_s) <= 0:
             raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
         host = os.environ.get("SHOAL_HOST") or socket.gethostname()
-        comm: Comm = ThreadComm() if alone() else join(timeout_s, start_timeout_s, host)
-        session = Session(comm, host)
+        comm: Comm = ThreadComm() if alone() else join(timeout_s, start_timeout_s, host, _number_of_servers())
+        if comm.rank >= comm.workers:
+            serve_for(comm, host)
+            comm.leave(None)
+            sys.exit(0)
+        session = _among_workers(comm, host)
         _session.set(session)
         # Before what tells the others that this rank has left; multiprocessing's children know no atexit.
         atexit.register(_drain_at_exit, session)
         Finalize(None, _drain_at_exit, (session,), exitpriority=10)
     return session.world
+
+
+def _number_of_servers() -> int:
+    text = os.environ.get("SHOAL_SERVERS", "0")
+    if not text.isdigit():
+        raise UsageError("SHOAL_SERVERS is not a number", got=repr(text), do="set it to how many of the ranks serve")
+    return int(text)
+
+
+def _among_workers(comm: Comm, host: str, cluster: Cluster | None = None) -> Session:
+    """A worker's session; with servers all ranks call this, or `serve_for`, at once."""
+    if not comm.servers:
+        return Session(comm, host, cluster)
+    hosts = comm.gather_objects(host)
+    workers = comm.group(comm.workers)
+    return Session(workers, host, cluster, servers=Servers(comm), server_hosts=tuple(hosts[comm.workers :]))
+
+
+def serve_for(comm: Comm, host: str) -> None:
+    """Be a server (see runtime/servers.py) until the workers have ended."""
+    comm.gather_objects(host)
+    serve(comm)
 
 
 def world() -> World:
@@ -152,7 +188,7 @@ def ranks() -> Comm:
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the links."""
-    session = Session(comm, f"thread{comm.rank}", cluster)
+    session = _among_workers(comm, f"thread{comm.rank}", cluster)
     token = _session.set(session)
     try:
         yield session

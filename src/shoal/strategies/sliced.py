@@ -25,10 +25,20 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Bucket, Comm, Exchange, OwnedTransfer, Place, Strategy, Transfer, Turn
+from shoal.core.contracts import (
+    Bucket,
+    Comm,
+    Exchange,
+    OwnedTransfer,
+    Place,
+    SplitExchange,
+    Strategy,
+    Transfer,
+    Turn,
+)
 from shoal.core.cost import Cost
 from shoal.core.errors import RanksDiffer
-from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, balanced, local_gradient, set_local_gradient
 from shoal.strategies.landing import by_kind, refuse_hooks, second_gradient
 
@@ -41,68 +51,95 @@ class Sliced(Strategy):
     bucketed = True
 
     def takes(self, exchange: Exchange) -> bool:
-        return exchange.splits
+        return isinstance(exchange, SplitExchange)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         return layer.whole_update or None
 
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         assert exchange is not None
-        parameters = [p for layer in layers for p in layer.parameters]
-        itemsize = max(p.itemsize for p in parameters)
-        spans = balanced([p.numel for p in parameters], cluster.size)
-        bucket = Bucket(cluster.size * (sum(_widths(spans)) + 1), itemsize)
-        pack_s = bucket.nbytes * cluster.pack_byte_s
-        return Cost(
-            exchange.traffic(bucket, cluster.topology),
-            cluster.pace(exchange.name),
-            backward_s=pack_s,
-            lane_s=pack_s,  # the new parameters are taken out again
-            memory_bytes=bucket.nbytes * (1 + 1 / cluster.size),
-            owned=True,
-        )
+        return owned_cost(layers, exchange, cluster, even(cluster.size), cluster.topology)
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
-        assert exchange is not None
-        return [SlicedTransfer(parameters, exchange, place, label) for parameters in by_kind(place.parameters)]
+        assert isinstance(exchange, SplitExchange)
+        shares = even(place.ranks)
+        return [SlicedTransfer(kind, exchange, place, shares, label) for kind in by_kind(place.parameters)]
+
+
+def even(ranks: int) -> tuple[float, ...]:
+    """The same share for each."""
+    return (1 / ranks,) * ranks
+
+
+def owned_cost(
+    layers: Sequence[LayerProfile],
+    exchange: Exchange,
+    cluster: Cluster,
+    shares: Sequence[float],
+    topology: Topology,
+) -> Cost:
+    """What a site costs a worker if each rank of the topology owns its share."""
+    parameters = [p for layer in layers for p in layer.parameters]
+    itemsize = max(p.itemsize for p in parameters)
+    widths = tuple(map(_width, balanced([p.numel for p in parameters], shares)))
+    bucket = Bucket(sum(widths), itemsize, widths)
+    pack_s = bucket.nbytes * cluster.pack_byte_s
+    return Cost(
+        exchange.traffic(bucket, topology),
+        cluster.pace(exchange.name),
+        backward_s=pack_s,
+        lane_s=pack_s,  # the new parameters are taken out again
+        memory_bytes=bucket.nbytes * (1 + shares[0]),
+        owned=True,
+    )
 
 
 _REDUCE = 1
 _DOES = {_REDUCE: "sums gradients", Turn.VALUES: "sends parameters after a step", Turn.GRADIENTS: "reads gradients"}
 
 
-def _widths(spans: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[int, int]:
-    """Elements and flags of a slice, the same for all owners, so that any exchange can cut the whole."""
-    return max(sum(stop - start for _, start, stop in owned) for owned in spans), max(map(len, spans))
+def _width(owned: Sequence[tuple[int, int, int]]) -> int:
+    """Elements of a slice: values, flags and turn; none where nothing is owned."""
+    return sum(stop - start for _, start, stop in owned) + len(owned) + 1 if owned else 0
 
 
 @final
 class SlicedTransfer(OwnedTransfer):
     """Gradients of one dtype and device in their owners' slices, and afterwards the parameters."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, place: Place, label: str) -> None:
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        exchange: SplitExchange,
+        place: Place,
+        shares: Sequence[float],
+        label: str,
+    ) -> None:
         self.label = label
+        self.served = len(shares) > place.ranks
         self.exchange = exchange
         self.parameters = tuple(parameters.values())
         self._names = dict(zip(self.parameters, parameters, strict=True))
-        self._ranks, self._rank = place.ranks, place.rank
-        spans = balanced([p.numel() for p in self.parameters], place.ranks)
+        self._workers, self._rank = place.ranks, place.rank
+        self._serves = place.rank >= place.ranks
+        spans = balanced([p.numel() for p in self.parameters], shares)
         self.owned = tuple(tuple(Piece(self.parameters[i], start, stop) for i, start, stop in owned) for owned in spans)
         self.pieces = self.owned[place.rank]
-        width, flags = _widths(spans)
         first = self.parameters[0]
-        self._flat = torch.zeros(place.ranks * (width + flags + 1), dtype=first.dtype, device=first.device)
-        self._slices = self._flat.view(place.ranks, width + flags + 1)
-        self._values = [_split(row, owned) for row, owned in zip(self._slices, self.owned, strict=True)]
-        self._flags, self._turns = self._slices[:, width:-1], self._slices[:, -1]
+        widths = [_width(owned) for owned in spans]
+        flat = torch.zeros(sum(widths), dtype=first.dtype, device=first.device)
+        self._slices = flat.split(widths)
+        parts = [_split(piece, owned) for piece, owned in zip(self._slices, self.owned, strict=True)]
+        self._values, self._flags = [values for values, _ in parts], [flags for _, flags in parts]
+        self._turns = [piece[-1:] for piece in self._slices]
         rows = zip(self.owned, self._values, strict=True)
         self._everything = [(piece, value) for row in rows for piece, value in zip(*row, strict=True)]
         self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
         self._total = torch.zeros_like(self._slices[place.rank])  # of this rank's own slice, over backwards
-        self._total_values, self._total_flags = _split(self._total, self.pieces), self._total[width:-1]
+        self._total_values, self._total_flags = _split(self._total, self.pieces)
         self._landed: set[Tensor] = set()
-        self._held: set[Tensor] = set()
-        self._carried: set[Tensor] = set()  # what `run` adds to, as this backward found it
+        self.held: set[nn.Parameter] = set()
+        self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
         self._open = False  # something of this backward is in the slices
         self._packed = False
         self._hooks = [p.register_post_accumulate_grad_hook(self._land) for p in self.parameters]
@@ -124,13 +161,13 @@ class SlicedTransfer(OwnedTransfer):
         """Bring what is in `.grad` into the slices; whether there was anything."""
         if not self._open:
             self.settle()
-            self._open, self._carried = True, set(self._held)
+            self._open, self._carried = True, set(self.held)
         gradient = local_gradient(parameter)
         for piece, value in self._places[parameter]:
             if gradient is None:
                 value.zero_()
             else:
-                torch.mul(piece.of(gradient), 1.0 / self._ranks, out=value)
+                torch.mul(piece.of(gradient), 1.0 / self._workers, out=value)
         set_local_gradient(parameter, None)
         return gradient is not None
 
@@ -142,13 +179,17 @@ class SlicedTransfer(OwnedTransfer):
             if parameter not in self._landed and self._take(parameter):  # read, assigned, or kept before
                 used.add(parameter)
         for pieces, flags in zip(self.owned, self._flags, strict=True):
-            flags[: len(pieces)] = torch.tensor([float(piece.parameter in used) for piece in pieces])
-        self._held = set(self.parameters)
+            flags.copy_(torch.tensor([float(piece.parameter in used) for piece in pieces]))
+        self.held = set(self.parameters)
+
+    def follow(self, held: set[nn.Parameter]) -> None:
+        self._carried, self.held = held, set(self.parameters)
 
     def run(self, comm: Comm) -> None:
-        self._turns.fill_(_REDUCE)
-        self.exchange.reduce(self._flat, comm)
-        self._check([float(self._turns[self._rank].real) / self._ranks], _REDUCE)
+        for turn in self._turns:
+            turn.fill_(_REDUCE)
+        self.exchange.reduce_scatter(self._slices, comm)
+        self._check([turn / self._workers for turn in self._turns[self._rank].real.tolist()], _REDUCE)
         if not self._carried:
             self._total.copy_(self._slices[self._rank])
             return
@@ -164,31 +205,29 @@ class SlicedTransfer(OwnedTransfer):
         self._landed.clear()
         self._open = self._packed = False
 
-    def holds(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._held
-
-    def drop(self, parameter: nn.Parameter) -> None:
-        self._held.discard(parameter)
-
     def gradients(self) -> list[Tensor | None]:
         return [
-            value if flag else None for value, flag in zip(self._total_values, self._total_flags.tolist(), strict=False)
+            value if flag else None for value, flag in zip(self._total_values, self._total_flags.tolist(), strict=True)
         ]
 
     def gather(self, values: Sequence[Tensor], turn: Turn, comm: Comm) -> list[tuple[Piece, Tensor]]:
         for value, own in zip(values, self._values[self._rank], strict=True):
             own.copy_(value)
         self._flags[self._rank].copy_(self._total_flags)
-        self._turns[self._rank] = turn
-        self.exchange.gather(self._flat, comm)
-        self._check(self._turns.real.tolist(), turn)
+        self._turns[self._rank].fill_(turn)
+        self.exchange.all_gather(self._slices, comm)
+        if self._serves:
+            return []
+        self._check([each for turns in self._turns for each in turns.real.tolist()], turn)
         return self._everything
 
     def used(self) -> set[nn.Parameter]:
+        if self._serves:
+            return set()
         return {
             piece.parameter
-            for pieces, flags in zip(self.owned, self._flags.tolist(), strict=True)
-            for piece, flag in zip(pieces, flags, strict=False)
+            for pieces, flags in zip(self.owned, self._flags, strict=True)
+            for piece, flag in zip(pieces, flags.tolist(), strict=True)
             if flag
         }
 
@@ -202,7 +241,7 @@ class SlicedTransfer(OwnedTransfer):
             )
 
 
-def _split(flat: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, ...]:
-    """Views of the pieces, one behind the other, from the beginning of a flat tensor."""
-    sizes = [piece.numel for piece in pieces]
-    return flat[: sum(sizes)].split(sizes) if sizes else ()
+def _split(flat: Tensor, pieces: Sequence[Piece]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Views of a slice: of each piece's values, one behind the other, and of the flags."""
+    *values, flags, _ = flat.split([*(piece.numel for piece in pieces), len(pieces), len(flat) and 1])
+    return tuple(values), flags

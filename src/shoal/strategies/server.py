@@ -1,0 +1,59 @@
+"""Server: hosts of their own hold slices of each bucket, sum and update them, and send the new parameters to the workers.
+
+    worker ──▶ slices of its gradients ──▶ servers (and, where these are few, every worker a small share)
+    worker ◀── new parameters ◀─────────── which they have updated
+
+Everything is as in `sliced`, but for who owns what. With as many servers as workers, a worker sends and receives each
+byte once where all-reduce has it do so 2·(P−1)/P times; with fewer, workers serve the share that makes all links equally
+busy. Worthwhile where hosts that do not train are to spare.
+Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
+Clusters" (BytePS), OSDI 2020, section 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from shoal.core.contracts import Exchange, Place, SplitExchange, Strategy, Transfer
+from shoal.core.cost import Cost
+from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.strategies.landing import by_kind
+from shoal.strategies.sliced import SlicedTransfer, owned_cost
+
+
+@final
+class Server(Strategy):
+    """Sums and updates at servers, and gathers the parameters from there."""
+
+    name = "server"
+    bucketed = True
+    served = True
+
+    def takes(self, exchange: Exchange) -> bool:
+        return isinstance(exchange, SplitExchange) and exchange.serves
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        if not cluster.servers:
+            return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
+        return layer.whole_update or None
+
+    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+        assert exchange is not None
+        everyone = Topology(cluster.topology.hosts + cluster.servers, len(cluster.servers))
+        return owned_cost(layers, exchange, cluster, shares(cluster.size, len(cluster.servers)), everyone)
+
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
+        assert isinstance(exchange, SplitExchange)
+        each_own = shares(place.ranks, place.servers)
+        return [SlicedTransfer(kind, exchange, place, each_own, label) for kind in by_kind(place.parameters)]
+
+
+def shares(workers: int, servers: int) -> tuple[float, ...]:
+    """What each rank owns, workers first, so that every link carries the same.
+
+    Of n bytes a worker that owns w sends n + (W − 2)·w in a step, and a server that owns s sends W·s, where W·w + S·s = n:
+    equal at w = n·(W − S) / (W² + S·(W − 2)), and at nothing where there are as many servers as workers.
+    """
+    mine = max(0.0, (workers - servers) / (workers**2 + servers * (workers - 2)))
+    return (mine,) * workers + ((1 - workers * mine) / servers,) * servers
