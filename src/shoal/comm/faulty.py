@@ -81,6 +81,7 @@ class FaultyComm(Comm):
         self.inner = inner
         self.rank = inner.rank
         self.size = inner.size
+        self.topology = inner.topology
         self.faults = [f for f in faults if isinstance(f, RandomDelay) or f.rank == inner.rank]
         seeds = [f.seed for f in self.faults if isinstance(f, RandomDelay)]
         self._state = state or _State(random.Random(f"{seeds} rank {self.rank}"))

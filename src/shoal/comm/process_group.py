@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from shoal.comm.heartbeat import Heartbeat
 from shoal.core.contracts import Comm
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
+from shoal.core.facts import Topology
 
 _TAG = 0
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
@@ -80,9 +81,10 @@ class _Landing:
 class ProcessGroupComm(Comm):
     """A channel over one torch.distributed process group."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, topology: Topology) -> None:
         self.rank = group.rank()
         self.size = group.size()
+        self.topology = topology
         self._group = group
         self._timeout_s = timeout_s
         self._heartbeat = heartbeat
@@ -121,7 +123,7 @@ class ProcessGroupComm(Comm):
         with self._inside:
             group = dist.new_group(ranks, timeout=_seconds(self._timeout_s), group_desc=f"shoal-{name}")
         assert isinstance(group, dist.ProcessGroup)
-        return ProcessGroupComm(group, self._timeout_s, self._heartbeat)
+        return ProcessGroupComm(group, self._timeout_s, self._heartbeat, self.topology)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -190,14 +192,17 @@ def join(timeout_s: float, start_timeout_s: float, host: str) -> ProcessGroupCom
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store = _connect(address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}")
         scope = PrefixStore(f"shoal/{attempt}", store)
-        _call_roll(scope, rank, size, host, start_timeout_s)
+        if scope.add(f"count/{rank}", 1) > 1:
+            do = "give every process a RANK of its own"
+            raise UsageError(f"there is a rank {rank} already", where=f"rank {rank}, host {host}", do=do)
+    topology = _call_roll(scope, rank, size, host, start_timeout_s)
     heartbeat = Heartbeat(scope, rank, size, host, holder)
     if not dist.is_initialized():
         device = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=_seconds(timeout_s))
     group = dist.group.WORLD
     assert group is not None
-    return ProcessGroupComm(group, timeout_s, heartbeat)
+    return ProcessGroupComm(group, timeout_s, heartbeat, topology)
 
 
 _START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"
@@ -235,11 +240,9 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) -> None:
-    """Wait until every rank has come; after `timeout_s` say which have not."""
+def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Topology:
+    """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
     where = f"rank {rank}, host {host}"
-    if store.add(f"count/{rank}", 1) > 1:
-        raise UsageError(f"there is a rank {rank} already", where=where, do="give every process a RANK of its own")
     store.set(f"here/{rank}", json.dumps({"host": host, "size": size}))
     deadline = time.monotonic() + timeout_s
     while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
@@ -249,8 +252,8 @@ def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) 
             missing = json.loads(store.get("over"))
             raise _missing(missing, size, timeout_s, where)
         time.sleep(0.05)
-    for other in range(size):
-        there = json.loads(store.get(f"here/{other}"))
+    everyone = [json.loads(store.get(f"here/{other}")) for other in range(size)]
+    for other, there in enumerate(everyone):
         if there["size"] != size:
             raise RanksDiffer(
                 f"rank {other} (host {there['host']}) was started with another WORLD_SIZE",
@@ -260,6 +263,7 @@ def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) 
                 do="give the same WORLD_SIZE on every rank",
                 rank=other,
             )
+    return Topology(tuple(there["host"] for there in everyone))
 
 
 def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> MissingRank:

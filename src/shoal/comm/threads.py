@@ -10,7 +10,7 @@ process. When a rank fails the hub is aborted: every other rank that waits, or c
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal.core.contracts import Comm, Pending
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
+from shoal.core.facts import Topology
 
 T = TypeVar("T")
 
@@ -37,10 +38,14 @@ class _Mailbox:
 
 
 class Hub:
-    """What the ranks of one process share: the mailboxes, and who failed first."""
+    """What the ranks of one process share: the mailboxes, and who failed first.
 
-    def __init__(self, size: int = 1, timeout_s: float = 60.0) -> None:
+    `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its own.
+    """
+
+    def __init__(self, size: int = 1, timeout_s: float = 60.0, hosts: Sequence[str] | None = None) -> None:
         self.size = size
+        self.topology = Topology(tuple(hosts or (f"thread{rank}" for rank in range(size))))
         self.timeout_s = timeout_s
         self.lost: int | None = None  # the rank that failed first
         self.failure: BaseException | None = None
@@ -120,6 +125,7 @@ class ThreadComm(Comm):
         self.rank = rank
         self.hub = hub or Hub()
         self.size = self.hub.size
+        self.topology = self.hub.topology
         self.name = name
         self._channels = 0
 
@@ -193,13 +199,16 @@ class _Receive:
         expected.copy_(got.view(-1))
 
 
-def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0) -> list[T]:
+def run(
+    ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0, hosts: Sequence[str] | None = None
+) -> list[T]:
     """Run `work(comm)` once a rank, each on a thread with a context of its own.
 
     Args:
         ranks: number of ranks.
         work: what each of them does.
         timeout_s: how long a receive may wait, and how long the other ranks may take to end after one failed.
+        hosts: which host each rank takes itself to be on; by default each on one of its own.
 
     Returns:
         What each rank returned, in rank order.
@@ -211,7 +220,7 @@ def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0) ->
         >>> run(3, lambda comm: comm.gather_objects(comm.rank))
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
-    hub = Hub(ranks, timeout_s)
+    hub = Hub(ranks, timeout_s, hosts)
     results: dict[int, T] = {}
     ended: SimpleQueue[int] = SimpleQueue()
 

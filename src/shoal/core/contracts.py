@@ -32,7 +32,7 @@ class Pending(Protocol):
 
 
 class Comm(ABC):
-    """Messages among `size` ranks, of which this is `rank`.
+    """Messages among `size` ranks, of which this is `rank`; `topology` says which hosts they are on.
 
     Within one channel, messages between two ranks arrive in the order they were sent; concurrent users each take a
     channel of their own. Tensors are contiguous. The collectives here are built from point-to-point messages, so that
@@ -41,6 +41,7 @@ class Comm(ABC):
 
     rank: int
     size: int
+    topology: Topology
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> Pending:

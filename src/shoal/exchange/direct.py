@@ -36,7 +36,12 @@ class Direct(Exchange):
         others = topology.size - 1
         sizes = [size * bucket.itemsize for size in cut_sizes(bucket.numel, topology.size)]
         both_ways = tuple((bucket.nbytes - own) + others * own for own in sizes)
-        return Traffic(sent=both_ways, received=both_ways, rounds=2 if others and bucket.numel else 0)
+        leaving = [0] * topology.size
+        for ranks in topology.ranks_on.values():
+            beside = sum(sizes[r] for r in ranks)
+            for r in ranks:
+                leaving[r] = bucket.nbytes - beside + (topology.size - len(ranks)) * sizes[r]
+        return Traffic(both_ways, both_ways, rounds=2 if others and bucket.numel else 0, leaving=tuple(leaving))
 
     def reduce(self, flat: Tensor, comm: Comm) -> None:
         """Send foreign slices to their owners; add up one's own."""

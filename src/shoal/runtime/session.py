@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shoal.comm.process_group import alone, join
-from shoal.comm.threads import ThreadComm
+from shoal.comm.threads import Hub, ThreadComm
 from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster, ModelProfile
@@ -56,7 +56,6 @@ class Session:
     """The ranks, and what is kept between two `parallelize` calls."""
 
     comm: Comm
-    host: str
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
     lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
@@ -65,7 +64,7 @@ class Session:
     @property
     def world(self) -> World:
         """This process's place among the ranks."""
-        return World(self.comm.rank, self.comm.size, self.host)
+        return World(self.comm.rank, self.comm.size, self.comm.topology.hosts[self.comm.rank])
 
     def drain(self) -> None:
         """Finish what other ranks wait for: the parameters that this one has updated and is sending."""
@@ -107,8 +106,8 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         if min(timeout_s, start_timeout_s) <= 0:
             raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
         host = os.environ.get("SHOAL_HOST") or socket.gethostname()
-        comm: Comm = ThreadComm() if alone() else join(timeout_s, start_timeout_s, host)
-        session = Session(comm, host)
+        comm = ThreadComm(hub=Hub(hosts=(host,))) if alone() else join(timeout_s, start_timeout_s, host)
+        session = Session(comm)
         _session.set(session)
         # Before what tells the others that this rank has left; multiprocessing's children know no atexit.
         atexit.register(_drain_at_exit, session)
@@ -152,7 +151,7 @@ def ranks() -> Comm:
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the links."""
-    session = Session(comm, f"thread{comm.rank}", cluster)
+    session = Session(comm, cluster)
     token = _session.set(session)
     try:
         yield session
