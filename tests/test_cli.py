@@ -161,6 +161,7 @@ def test_train_starts_workers_that_end_in_silence() -> None:
         (("lab",), "COMMAND"),
         (("lab", "--rate", "fast", "--", "true"), "200mbit"),
         (("lab", "--hosts", "0", "--", "true"), "--hosts"),
+        (("lab", "--ranks-per-host", "0", "--", "true"), "--ranks-per-host"),
     ],
     ids=lambda value: " ".join(value[:3]).replace(RECIPE, "R") if isinstance(value, tuple) else "",
 )
@@ -208,3 +209,4 @@ def test_lab_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[
     script = 'echo $RANK of $WORLD_SIZE: "$@"; exit $((RANK * 3))'
     assert shoal("lab", "--hosts", "2", "--rate", "none", "--", "sh", "-c", script, "sh", "--rate", "x") == [3]
     assert sorted(capfd.readouterr().out.splitlines()) == ["[h0] 0 of 2: --rate x", "[h1] 1 of 2: --rate x"]
+    assert shoal("lab", "--hosts", "1", "--ranks-per-host", "2", "--", "sh", "-c", "exit $LOCAL_RANK") == [1]

@@ -18,13 +18,15 @@ from shoal.launch.local import Local
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 MESSAGES = """
+import os
 import torch
 from shoal.comm.process_group import join
 from shoal.core.errors import RanksDiffer
 
-comm = join(timeout_s=60, start_timeout_s=60, host="here")
+comm = join(timeout_s=60, start_timeout_s=60, host=f"h{int(os.environ['RANK']) // 2}")
 rank, size = comm.rank, comm.size
 lane, other = comm.channel("lane"), comm.channel("other")
+assert lane.topology.hosts == comm.topology.hosts == ("h0", "h0", "h1")
 
 got = torch.zeros(2)
 receiving = lane.receive(got, (rank - 1) % size)
@@ -68,7 +70,8 @@ from shoal.comm.process_group import alone, join
 dist.init_process_group("gloo")
 group = dist.group.WORLD
 assert not alone()
-comm = join(timeout_s=60, start_timeout_s=60, host="here")
+comm = join(timeout_s=60, start_timeout_s=60, host=f"h{dist.get_rank()}")
+assert comm.topology.hosts == ("h0", "h1")
 assert comm.channel("lane").gather_objects(comm.rank) == [0, 1]
 assert dist.group.WORLD is group
 """

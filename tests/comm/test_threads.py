@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.comm.faulty import FaultyComm
 from shoal.comm.threads import ThreadComm, run
+from shoal.comm.traced import TracedComm
 from shoal.core.contracts import Comm
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer
+from shoal.core.facts import Topology
 
 SESSION: ContextVar[str] = ContextVar("SESSION", default="none")
 
@@ -213,3 +216,12 @@ def test_close_drops_what_was_not_fetched() -> None:
         return sum(channel == lane.name for channel, _, _ in comm.hub._boxes)
 
     assert run(2, work) == [0, 0]
+
+
+def test_ranks_know_each_others_hosts_on_every_channel() -> None:
+    def work(comm: ThreadComm) -> set[Topology]:
+        wrapped = TracedComm(FaultyComm(comm, []))
+        return {each.topology for each in (comm, comm.channel("a"), wrapped, wrapped.channel("b"))}
+
+    assert run(3, work, hosts="aba") == [{Topology(("a", "b", "a"))}] * 3
+    assert run(2, work) == [{Topology(("thread0", "thread1"))}] * 2

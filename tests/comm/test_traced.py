@@ -20,7 +20,8 @@ def test_counts_both_directions_over_all_channels() -> None:
             lane.receive(torch.empty(5, dtype=torch.int8), source=0).wait()
         return traced.counts
 
-    assert run(2, work) == [Counts(29, 0, 2, 0), Counts(0, 29, 0, 2)]
+    assert run(2, work) == [Counts(29, 0, 2, 0, bytes_leaving=29), Counts(0, 29, 0, 2)]
+    assert run(2, work, hosts="aa") == [Counts(29, 0, 2, 0), Counts(0, 29, 0, 2)]
 
 
 def test_collectives_are_counted_and_set_up_is_not() -> None:
@@ -33,4 +34,4 @@ def test_collectives_are_counted_and_set_up_is_not() -> None:
         traced.broadcast(tensor, root=0)
         return traced.counts
 
-    assert run(2, work) == [Counts(32, 16, 3, 2), Counts(16, 32, 2, 3)]
+    assert run(2, work) == [Counts(32, 16, 3, 2, 32), Counts(16, 32, 2, 3, 16)]

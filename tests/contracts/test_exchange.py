@@ -19,7 +19,7 @@ from shoal.core.facts import Topology
 from shoal.core.pieces import cut
 from shoal.core.registry import found
 from shoal.exchange.direct import Direct
-from shoal.exchange.ring import Ring
+from shoal.exchange.hierarchical import Hierarchical
 from shoal.exchange.tree import Tree
 
 RANKS = [1, 2, 3, 4, 5, 8]
@@ -27,6 +27,8 @@ SIZES = [0, 1, 3, 7, 1000, 4097]
 EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]
 EVERY += [Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
 EXACT = [exchange for exchange in EVERY if exchange.exact]
+SPLITTING = [exchange for exchange in EVERY if exchange.splits]
+SHARED = ["aabb", "aaab", "abab", "abc", "aaaa", "abbacab", "aaaabbbbcccc"]  # a letter is the host of a rank
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,14 @@ def total(ranks: int, numel: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def perform(
-    exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype = torch.float64, faults: Sequence[Fault] = ()
+    exchange: Exchange,
+    ranks: int,
+    numel: int,
+    dtype: torch.dtype = torch.float64,
+    faults: Sequence[Fault] = (),
+    hosts: str | None = None,
 ) -> list[Outcome]:
-    """Reduce and gather on every rank, counted."""
+    """Reduce and gather on every rank, counted; every rank on a host of its own, or on the one that a letter names."""
 
     def work(comm: ThreadComm) -> Outcome:
         traced = TracedComm(FaultyComm(comm, faults) if faults else comm)
@@ -66,7 +73,7 @@ def perform(
         exchange.gather(flat, traced)
         return Outcome(after_reduce, flat, traced.counts)
 
-    return run(ranks, work, timeout_s=20)
+    return run(ranks, work, timeout_s=20, hosts=hosts)
 
 
 class WatchfulComm(Comm):
@@ -76,7 +83,7 @@ class WatchfulComm(Comm):
     """
 
     def __init__(self, inner: Comm) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.inner, self.rank, self.size, self.topology = inner, inner.rank, inner.size, inner.topology
         self.sending: list[Watched] = []
         self.receiving: list[Watched] = []
 
@@ -137,7 +144,7 @@ def distinct(ranks: int) -> Topology:
 
 
 def test_registry_finds_the_exchanges() -> None:
-    assert {"allreduce", "direct", "nothing", "ring", "tree"} <= {exchange.name for exchange in EVERY}
+    assert {"allreduce", "direct", "hierarchical", "nothing", "ring", "tree"} <= {exchange.name for exchange in EVERY}
 
 
 @pytest.mark.parametrize("numel", SIZES)
@@ -172,18 +179,39 @@ def test_stated_bytes_are_the_bytes_counted(exchange: Exchange, ranks: int, nume
         assert (stated.rounds > 0) == any(c.messages_sent for c in counts)
 
 
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("hosts", SHARED)
+@pytest.mark.parametrize("exchange", EVERY, ids=repr)
+def test_where_ranks_share_hosts_the_sum_and_the_stated_bytes_are_right(
+    exchange: Exchange, hosts: str, numel: int
+) -> None:
+    ranks, stated = len(hosts), exchange.traffic(Bucket(numel, 8), Topology(tuple(hosts)))
+    outcomes = perform(exchange, ranks, numel, hosts=hosts)
+    assert stated.sent == tuple(outcome.counts.bytes_sent for outcome in outcomes)
+    assert stated.received == tuple(outcome.counts.bytes_received for outcome in outcomes)
+    assert (stated.leaving or stated.sent) == tuple(outcome.counts.bytes_leaving for outcome in outcomes)
+    assert (stated.rounds > 0) == any(outcome.counts.messages_sent for outcome in outcomes)
+    if exchange.exact:
+        scale = sum(contribution(rank, numel, torch.float64).abs() for rank in range(ranks))
+        for rank, outcome in enumerate(outcomes):
+            assert ((outcome.after_gather - total(ranks, numel)).abs() <= 1e-12 * scale).all()
+            assert same_bits(outcome.after_gather, outcomes[0].after_gather)
+            assert same_bits(cut(outcome.after_reduce, ranks)[rank], cut(outcome.after_gather, ranks)[rank])
+
+
 @pytest.mark.parametrize("exchange", EXACT, ids=repr)
 def test_delays_do_not_change_a_bit(exchange: Exchange) -> None:
-    undisturbed = perform(exchange, 4, 1000, torch.float32)[0].after_gather
-    for seed in range(3):
-        for outcome in perform(exchange, 4, 1000, torch.float32, [RandomDelay(0.003, seed)]):
-            assert same_bits(outcome.after_gather, undisturbed)
+    for hosts in ("abcd", "abaa"):
+        undisturbed = perform(exchange, 4, 1000, torch.float32, hosts=hosts)[0].after_gather
+        for seed in range(3):
+            for outcome in perform(exchange, 4, 1000, torch.float32, [RandomDelay(0.003, seed)], hosts):
+                assert same_bits(outcome.after_gather, undisturbed)
 
 
 @pytest.mark.parametrize("numel", [1, 3, 1000])
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("hosts", ["abcdefgh"[:ranks] for ranks in RANKS] + SHARED)
 @pytest.mark.parametrize("exchange", EVERY, ids=repr)
-def test_leaves_tensors_in_flight_alone_and_waits_for_all(exchange: Exchange, ranks: int, numel: int) -> None:
+def test_leaves_tensors_in_flight_alone_and_waits_for_all(exchange: Exchange, hosts: str, numel: int) -> None:
     def work(comm: ThreadComm) -> None:
         watchful, flat = WatchfulComm(comm), contribution(comm.rank, numel, torch.float64)
         for half in (exchange.reduce, exchange.gather):
@@ -191,7 +219,7 @@ def test_leaves_tensors_in_flight_alone_and_waits_for_all(exchange: Exchange, ra
             watchful.close()
         assert not flat.isnan().any()
 
-    run(ranks, work, timeout_s=20)
+    run(len(hosts), work, timeout_s=20, hosts=hosts)
 
 
 def test_nothing_leaves_each_rank_its_own() -> None:
@@ -209,10 +237,47 @@ def test_direct_adds_in_the_order_of_the_ranks(ranks: int) -> None:
         assert same_bits(outcome.after_gather, expected)
 
 
-@pytest.mark.parametrize("exchange", [Direct(), Ring()], ids=repr)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_halves_carry_what_happens_between_them(exchange: Exchange, ranks: int) -> None:
+@pytest.mark.parametrize("numel", [1, 1000])
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (4, 2), (5, 2)])
+def test_hierarchical_is_direct_where_no_host_is_shared(ranks: int, rounds: int, numel: int) -> None:
+    topology, bucket = distinct(ranks), Bucket(numel, 4)
+    stated = Hierarchical().traffic(bucket, topology)
+    assert stated == Direct().traffic(bucket, topology)
+    assert stated.rounds == rounds
+    for one, other in zip(perform(Hierarchical(), ranks, numel), perform(Direct(), ranks, numel), strict=True):
+        assert same_bits(one.after_gather, other.after_gather)
+        assert one.counts == other.counts
+
+
+@pytest.mark.parametrize(("hosts", "count"), [("aabb", 2), ("abab", 2), ("aaaabbbbcccc", 3), ("aaaa", 1)])
+def test_hierarchical_sends_nothing_twice_over_a_hosts_link(hosts: str, count: int) -> None:
+    numel = 120
+    leaving = [outcome.counts.bytes_leaving for outcome in perform(Hierarchical(), len(hosts), numel, hosts=hosts)]
+    for host in set(hosts):
+        own = sum(nbytes for nbytes, where in zip(leaving, hosts, strict=True) if where == host)
+        assert own == 2 * numel * 8 * (count - 1) // count
+    assert Hierarchical().traffic(Bucket(numel, 8), Topology(tuple(hosts))).rounds == (4 if count > 1 else 2)
+
+
+@pytest.mark.parametrize("hosts", ["abaab", "aabb", "abbc"])
+def test_hierarchical_adds_each_hosts_ranks_in_order_then_the_hosts_in_order(hosts: str) -> None:
+    """So that the bits of a gradient do not depend on its place in a bucket, nor on who is quick."""
+    sums: dict[str, Tensor] = {}
+    for rank, host in enumerate(hosts):
+        own = contribution(rank, 1000, torch.float32)
+        sums[host] = sums[host] + own if host in sums else own
+    first, *others = sums.values()
+    for other in others:
+        first = first + other
+    for outcome in perform(Hierarchical(), len(hosts), 1000, torch.float32, hosts=hosts):
+        assert same_bits(outcome.after_gather, first)
+
+
+@pytest.mark.parametrize("exchange", SPLITTING, ids=repr)
+@pytest.mark.parametrize("hosts", ["ab", "abc", "abcd", "aab", "aabb"])
+def test_halves_carry_what_happens_between_them(exchange: Exchange, hosts: str) -> None:
     """An update may run between them: the owner's slice is what comes back, not the bare sum."""
+    ranks = len(hosts)
 
     def work(comm: Comm) -> Tensor:
         flat = contribution(comm.rank, 1000, torch.float64)
@@ -221,11 +286,11 @@ def test_halves_carry_what_happens_between_them(exchange: Exchange, ranks: int) 
         exchange.gather(flat, comm)
         return flat
 
-    for result in run(ranks, work, timeout_s=20):
+    for result in run(ranks, work, timeout_s=20, hosts=hosts):
         torch.testing.assert_close(result, 0.5 * total(ranks, 1000), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("exchange", [Direct(), Ring()], ids=repr)
+@pytest.mark.parametrize("exchange", SPLITTING, ids=repr)
 def test_empty_slices_are_not_sent(exchange: Exchange) -> None:
     """One element among five ranks has one owner: it gets four contributions or partial sums and sends the sum on."""
     messages = [outcome.counts.messages_sent for outcome in perform(exchange, 5, 1)]

@@ -11,7 +11,7 @@ from torch import nn
 import shoal
 from shoal import strategies
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
+from shoal.comm.traced import Counts, TracedComm
 from shoal.core.contracts import Exchange, Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import found
@@ -20,7 +20,7 @@ from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
 from shoal.runtime.session import using
 
-LINKS = {ranks: Cluster(Topology(("host",) * ranks), Link(1e-4, 1e8)) for ranks in (2, 3, 4)}
+HOSTS = ["ab", "abc", "abcd", "aba", "aabb"]  # a letter is the host of a rank
 COUNTS_BYTES = 24  # each forward's row count, to every other rank
 
 
@@ -49,32 +49,41 @@ def pins() -> list[str]:
     return carried + [name for name, kind in kinds.items() if not kind.bucketed]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+def moved(counts: Counts) -> list[int]:
+    """Bytes sent, received, and sent to other hosts, so far."""
+    return [counts.bytes_sent, counts.bytes_received, counts.bytes_leaving]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("pin", pins())
-def test_a_step_sends_the_bytes_that_are_stated(pin: str, ranks: int) -> None:
+def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
     torch.manual_seed(0)
-    model = Net()
+    model, ranks, cluster = Net(), len(hosts), Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8))
     ids, labels = torch.randint(19, (2 * ranks, 3)), torch.randint(5, (2 * ranks,))
 
-    def work(comm: ThreadComm) -> tuple[tuple[int, int], tuple[float, float]]:
+    def work(comm: ThreadComm) -> tuple[list[int], list[float]]:
         traced, mine = TracedComm(comm), copy.deepcopy(model)
         rows = slice(2 * comm.rank, 2 * comm.rank + 2)
-        with using(traced, LINKS[comm.size]) as session:
+        with using(traced, cluster) as session:
             loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(mine.parameters(), 0.1)
             shoal.parallelize(mine, loss_fn, optimizer, sample=(ids[rows], labels[rows]), pins={"*": pin})
             attached = session.attached[mine]
-            before = traced.counts.bytes_sent, traced.counts.bytes_received
+            before = moved(traced.counts)
             loss_fn(mine(ids[rows]), labels[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()  # sends nothing
             mine.state_dict()  # waits for parameters that are on their way
-            counted = traced.counts.bytes_sent - before[0], traced.counts.bytes_received - before[1]
+            counted = [after - earlier for after, earlier in zip(moved(traced.counts), before, strict=True)]
         predictor = Predictor(attached.profile, attached.cluster)
         layers = {layer.name: layer for layer in trainable_layers(mine)}
         costs = [predictor.cost(site).traffic for site in sites(attached.plan, layers)]
-        extra = COUNTS_BYTES * (comm.size - 1)
-        stated = sum(t.sent[comm.rank] for t in costs) + extra, sum(t.received[comm.rank] for t in costs) + extra
+        others, afar = ranks - 1, ranks - hosts.count(hosts[comm.rank])
+        stated = [
+            sum(t.sent[comm.rank] for t in costs) + COUNTS_BYTES * others,
+            sum(t.received[comm.rank] for t in costs) + COUNTS_BYTES * others,
+            sum((t.leaving or t.sent)[comm.rank] for t in costs) + COUNTS_BYTES * afar,
+        ]
         return counted, stated
 
-    for counted, stated in run(ranks, work):
+    for counted, stated in run(ranks, work, hosts=hosts):
         assert counted == stated

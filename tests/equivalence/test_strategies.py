@@ -41,6 +41,11 @@ WAYS = [
 ]
 
 
+def test_every_exchange_is_tried_with_every_strategy_that_takes_it() -> None:
+    assert {f"{strategy}:hierarchical" for strategy in ("replicate", "sliced", "factor")} <= set(WAYS)
+    assert {f"replicate:{exchange}" for exchange in EXACT} <= set(WAYS)
+
+
 class Odd(nn.Module):
     """Tokens to classes through one layer of every kind that matters, all sizes odd, some without a bias."""
 

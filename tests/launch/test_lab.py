@@ -68,6 +68,29 @@ else:
 """
 
 
+# Rank 0 greets rank 1, its neighbour on h0: the counters say which interface carried it.
+NEIGHBOURS = """
+import os, pathlib, socket, sys, time
+print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "SHOAL_HOST")))
+sent = lambda device: int(pathlib.Path("/proc/net/dev").read_text().partition(device + ":")[2].split()[8])
+if os.environ["RANK"] == "0":
+    with socket.create_server(("10.0.0.1", 7000)) as server:
+        peer, _ = server.accept()
+        before = sent("lo"), sent("eth0")
+        peer.sendall(bytes(5_000_000))
+        peer.recv(1)
+        sys.exit(not (sent("lo") - before[0] > 5_000_000 and sent("eth0") - before[1] < 100_000))
+elif os.environ["RANK"] == "1":
+    for _ in range(200):
+        try: link = socket.create_connection(("10.0.0.1", 7000))
+        except ConnectionRefusedError: time.sleep(0.02)
+        else: break
+    count = 0
+    while count < 5_000_000: count += len(link.recv(1 << 16))
+    link.sendall(b"!")
+"""
+
+
 def own_namespaces() -> list[str]:
     return [path.name for path in NAMES.glob(f"shoal-{os.getpid()}-*")]
 
@@ -106,6 +129,19 @@ def test_two_labs_stand_side_by_side() -> None:
         results = list(threads.map(lambda job: Lab(hosts=2).launch(job), jobs))
     assert [result.exit_codes for result in results] == [(0, 0), (0, 0)]
     assert own_namespaces() == []
+
+
+@pytest.mark.lab
+@needs_lab
+def test_ranks_of_a_host_share_its_namespace_and_talk_over_its_loopback(capfd: pytest.CaptureFixture[str]) -> None:
+    result = Lab(hosts=2, ranks_per_host=2).launch(Job((sys.executable, "-c", NEIGHBOURS), 4))
+    assert result.exit_codes == (0, 0, 0, 0)
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "[h0.0] 0 0 2 4 h0",
+        "[h0.1] 1 1 2 4 h0",
+        "[h1.0] 2 0 2 4 h1",
+        "[h1.1] 3 1 2 4 h1",
+    ]
 
 
 @pytest.mark.lab
@@ -158,6 +194,7 @@ def test_a_kernel_without_netem_says_so_before_anything_is_built(monkeypatch: py
     [
         ({"hosts": 0}, "hosts=0"),
         ({"hosts": 1000}, "1 to 250"),
+        ({"ranks_per_host": 0}, "ranks_per_host=0"),
         ({"rate": "1 gigabit"}, "200mbit"),
         ({"rate": "100"}, "200mbit"),
         ({"rate": "0mbit"}, "200mbit"),
@@ -173,6 +210,8 @@ def test_impossible_options_are_refused_at_construction(options: dict[str, objec
 def test_ranks_and_hosts_must_agree() -> None:
     with pytest.raises(LabError, match="3 ranks"):
         Lab(hosts=2).launch(Job(("true",), 3))
+    with pytest.raises(LabError, match="2 hosts × 2 = 4 ranks"):
+        Lab(hosts=2, ranks_per_host=2).launch(Job(("true",), 2))
 
 
 def test_missing_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from made_up import cluster, layer, linear, model
 
 from shoal.core.cost import Pace, Price
-from shoal.core.facts import ModelProfile
+from shoal.core.facts import ModelProfile, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.planner.timeline import Predictor, Timeline
 
@@ -119,3 +119,27 @@ def test_the_floor_is_compute_or_bytes_at_the_links_rate() -> None:
     ]
     assert floors == pytest.approx([1.0 + 2.0, 3.0 + 0.4, 3.8, 3.8], **NEARLY)
     assert Predictor(half, cluster(2, 1e5)).floor_s(owned) == pytest.approx(20.0, rel=1e-3), "2 MB, both ways"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "exchange", "crossing_mb"),
+    [
+        ("aabb", "direct", 8.0),  # each half once from and once to each of two ranks
+        ("aabb", "ring", 6.0),  # three quarters of it twice, past one border
+        ("aabb", "hierarchical", 4.0),  # half of it there, half of it back
+        ("abcd", "hierarchical", 6.0),
+    ],
+)
+def test_the_floor_counts_what_leaves_a_host(hosts: str, exchange: str, crossing_mb: float) -> None:
+    profile = model(layer("a", 2.0, MB * 4))
+    where = replace(cluster(4, 1e5), topology=Topology(tuple(hosts)))
+    plan = Plan(4, "made up", (Choice("a", "replicate", exchange),), bucket_bytes=1, lanes=1)
+    link_bytes_per_s = 1e5 * where.topology.ranks_per_host
+    expected = crossing_mb * 1e6 / link_bytes_per_s
+    assert Predictor(profile, where).floor_s(plan) == pytest.approx(expected, rel=1e-3)
+
+
+def test_on_one_host_the_floor_is_what_the_busiest_rank_moves() -> None:
+    profile, where = model(layer("a", 2.0, MB * 4)), replace(cluster(2, 1e5), topology=Topology(("a", "a")))
+    plan = Plan(2, "made up", (Choice("a", "replicate", "hierarchical"),), bucket_bytes=1, lanes=1)
+    assert Predictor(profile, where).floor_s(plan) == pytest.approx(40.0, rel=1e-3)

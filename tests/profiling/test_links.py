@@ -10,7 +10,7 @@ from shaped import ShapedComm
 
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Link
-from shoal.profiling.links import probe_link
+from shoal.profiling.links import _partners, probe_link
 
 
 def test_latency_and_rate_of_a_known_link() -> None:
@@ -27,6 +27,15 @@ def test_a_slow_link_is_measured_without_its_largest_messages(monkeypatch: pytes
     links = run(2, lambda comm: probe_link(ShapedComm.of(comm), budget_s=0.7))
     assert time.perf_counter() - start < 2.0
     assert links[0].bytes_per_s == pytest.approx(1e6, rel=0.3)
+
+
+@pytest.mark.parametrize("hosts", ["abcd", "aabb", "abab", "abcabc", "aabbc", "abbacab", "aaaa"])
+def test_every_rank_sends_to_another_host_and_to_another_rank(hosts: str) -> None:
+    pairs = run(len(hosts), _partners, hosts=hosts)
+    assert [pairs[to][0] for _, to in pairs] == list(range(len(hosts))), "who is sent to receives it"
+    for rank, (_, to) in enumerate(pairs):
+        assert to != rank
+        assert hosts[to] != hosts[rank] or len(set(hosts)) == 1
 
 
 def test_threads_are_quick_and_rank_one_alone_has_no_limit() -> None:

@@ -19,7 +19,6 @@ from shoal.core.pieces import cut
 from shoal.profiling.paces import probe_paces, probe_pack
 
 LINK = Link(ShapedComm.latency_s, ShapedComm.bytes_per_s)
-HOSTS = Topology(("a", "b"))
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def paces(*exchanges: Shift, lanes: int = 1) -> dict[str, Pace]:
 
     def work(comm: ThreadComm) -> dict[str, Pace]:
         channels = [ShapedComm.of(comm.channel(f"lane {i}")) for i in range(lanes)]
-        return probe_paces(comm, LINK, {e.name: e for e in exchanges}, lanes=channels, topology=HOSTS)
+        return probe_paces(comm, LINK, {e.name: e for e in exchanges}, lanes=channels)
 
     first, second = run(2, work)
     assert first == second

@@ -46,6 +46,8 @@ def test_a_cluster_shows_link_and_paces() -> None:
         "40 µs",
     ):
         assert expected in out
+    assert "a rank's share" not in out
+    assert "a rank's share" in printed(text.measured_cluster(Cluster(Topology(tuple("aab")), Link(2e-4, 25e6))))
 
 
 def test_differences_come_worst_first() -> None:

@@ -80,7 +80,7 @@ class FaultyComm(Comm):
     def __init__(self, inner: Comm, faults: Sequence[Fault], state: _State | None = None) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.size, self.servers = inner.size, inner.servers
+        self.size, self.topology = inner.size, inner.topology
         self.faults = [f for f in faults if isinstance(f, RandomDelay) or f.rank == inner.rank]
         seeds = [f.seed for f in self.faults if isinstance(f, RandomDelay)]
         self._state = state or _State(random.Random(f"{seeds} rank {self.rank}"))

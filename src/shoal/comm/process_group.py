@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from shoal.comm.heartbeat import Heartbeat
 from shoal.core.contracts import Comm
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
+from shoal.core.facts import Topology
 
 _TAG = 0
 _FOREVER_S = 1e8
@@ -81,9 +83,10 @@ class _Landing:
 class ProcessGroupComm(Comm):
     """A channel over one torch.distributed process group."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, servers: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, topology: Topology) -> None:
         self.rank = group.rank()
-        self.size, self.servers = group.size(), servers
+        self.size = group.size()
+        self.topology = topology
         self._group = group
         self._timeout_s = timeout_s
         self._heartbeat = heartbeat
@@ -119,13 +122,14 @@ class ProcessGroupComm(Comm):
                     rank=rank,
                 )
         timeout_s = _FOREVER_S if idle else self._timeout_s
-        return self._among(dist.get_process_group_ranks(self._group), name, timeout_s, self.servers)
+        return self._among(name, timeout_s, self.topology)
 
     def group(self, ranks: int) -> ProcessGroupComm:
         """A process group of the first ranks."""
-        return self._among(list(range(ranks)), f"first{ranks}", self._timeout_s)
+        return self._among(f"first{ranks}", self._timeout_s, self.topology.first(ranks))
 
-    def _among(self, ranks: list[int], name: str, timeout_s: float, servers: int = 0) -> ProcessGroupComm:
+    def _among(self, name: str, timeout_s: float, topology: Topology) -> ProcessGroupComm:
+        ranks = dist.get_process_group_ranks(self._group)[: topology.size]
         by_themselves = len(ranks) < dist.get_world_size()  # else it needs every rank there is
         with self._inside:
             group = dist.new_group(
@@ -135,7 +139,7 @@ class ProcessGroupComm(Comm):
                 use_local_synchronization=by_themselves,
             )
         assert isinstance(group, dist.ProcessGroup)
-        return ProcessGroupComm(group, timeout_s, self._heartbeat, servers)
+        return ProcessGroupComm(group, timeout_s, self._heartbeat, topology)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -204,17 +208,20 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0) 
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store = _connect(address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}")
         scope = PrefixStore(f"shoal/{attempt}", store)
-        _call_roll(scope, rank, size, host, start_timeout_s)
+        if scope.add(f"count/{rank}", 1) > 1:
+            do = "give every process a RANK of its own"
+            raise UsageError(f"there is a rank {rank} already", where=f"rank {rank}, host {host}", do=do)
+    if servers >= size:
+        got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
+        raise UsageError("not every rank can be a server", got=got, do=do)
+    topology = replace(_call_roll(scope, rank, size, host, start_timeout_s), servers=servers)
     heartbeat = Heartbeat(scope, rank, size, host, holder)
     if not dist.is_initialized():
         device = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=_seconds(timeout_s))
     group = dist.group.WORLD
     assert group is not None
-    if not 0 <= servers < group.size():
-        got, do = f"{servers} of {group.size()} ranks", "leave at least one rank to train"
-        raise UsageError("not all ranks can be servers", got=got, do=do)
-    return ProcessGroupComm(group, timeout_s, heartbeat, servers)
+    return ProcessGroupComm(group, timeout_s, heartbeat, topology)
 
 
 _START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"
@@ -252,11 +259,9 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) -> None:
-    """Wait until every rank has come; after `timeout_s` say which have not."""
+def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Topology:
+    """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
     where = f"rank {rank}, host {host}"
-    if store.add(f"count/{rank}", 1) > 1:
-        raise UsageError(f"there is a rank {rank} already", where=where, do="give every process a RANK of its own")
     store.set(f"here/{rank}", json.dumps({"host": host, "size": size}))
     deadline = time.monotonic() + timeout_s
     while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
@@ -266,8 +271,8 @@ def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) 
             missing = json.loads(store.get("over"))
             raise _missing(missing, size, timeout_s, where)
         time.sleep(0.05)
-    for other in range(size):
-        there = json.loads(store.get(f"here/{other}"))
+    everyone = [json.loads(store.get(f"here/{other}")) for other in range(size)]
+    for other, there in enumerate(everyone):
         if there["size"] != size:
             raise RanksDiffer(
                 f"rank {other} (host {there['host']}) was started with another WORLD_SIZE",
@@ -277,6 +282,7 @@ def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) 
                 do="give the same WORLD_SIZE on every rank",
                 rank=other,
             )
+    return Topology(tuple(there["host"] for there in everyone))
 
 
 def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> MissingRank:

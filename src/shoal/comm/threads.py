@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoal.core.contracts import Comm, Pending
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
+from shoal.core.facts import Topology
 
 T = TypeVar("T")
 
@@ -38,11 +39,17 @@ class _Mailbox:
 
 
 class Hub:
-    """What the ranks of one process share: the mailboxes, and who failed first."""
+    """What the ranks of one process share: the mailboxes, and who failed first.
 
-    def __init__(self, size: int = 1, timeout_s: float = 60.0, servers: int = 0) -> None:
+    `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its own. The last `servers`
+    ranks are servers.
+    """
+
+    def __init__(
+        self, size: int = 1, timeout_s: float = 60.0, hosts: Sequence[str] | None = None, servers: int = 0
+    ) -> None:
         self.size = size
-        self.servers = servers
+        self.topology = Topology(tuple(hosts or (f"thread{rank}" for rank in range(size))), servers)
         self.timeout_s = timeout_s
         self.lost: int | None = None  # the rank that failed first
         self.failure: BaseException | None = None
@@ -119,12 +126,17 @@ class ThreadComm(Comm):
     """
 
     def __init__(
-        self, rank: int = 0, hub: Hub | None = None, name: str = "world", size: int | None = None, idle: bool = False
+        self,
+        rank: int = 0,
+        hub: Hub | None = None,
+        name: str = "world",
+        topology: Topology | None = None,
+        idle: bool = False,
     ) -> None:
         self.rank = rank
         self.hub = hub or Hub()
-        self.size = self.hub.size if size is None else size
-        self.servers = self.hub.servers if self.size == self.hub.size else 0
+        self.topology = topology or self.hub.topology
+        self.size = self.topology.size
         self.name = name
         self.timeout_s = None if idle else self.hub.timeout_s
         self._channels = 0
@@ -142,11 +154,11 @@ class ThreadComm(Comm):
     def channel(self, name: str, *, idle: bool = False) -> ThreadComm:
         """A new channel, also where the name was given before."""
         self._channels += 1
-        return ThreadComm(self.rank, self.hub, f"{self.name}/{name}#{self._channels}", self.size, idle)
+        return ThreadComm(self.rank, self.hub, f"{self.name}/{name}#{self._channels}", self.topology, idle)
 
     def group(self, ranks: int) -> ThreadComm:
         """A channel of the first ranks only."""
-        return ThreadComm(self.rank, self.hub, f"{self.name}/the first {ranks}", ranks)
+        return ThreadComm(self.rank, self.hub, f"{self.name}/the first {ranks}", self.topology.first(ranks))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value; pickled as between processes, so that no two ranks share one object."""
@@ -204,14 +216,21 @@ class _Receive:
         expected.copy_(got.view(-1))
 
 
-def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0, servers: int = 0) -> list[T]:
+def run(
+    ranks: int,
+    work: Callable[[ThreadComm], T],
+    timeout_s: float = 60.0,
+    hosts: Sequence[str] | None = None,
+    servers: int = 0,
+) -> list[T]:
     """Run `work(comm)` once a rank, each on a thread with a context of its own.
 
     Args:
         ranks: number of ranks.
         work: what each of them does.
         timeout_s: how long a receive may wait, and how long the other ranks may take to end after one failed.
-        servers: how many of them, the last, are servers.
+        hosts: which host each rank takes itself to be on; by default each on one of its own.
+        servers: how many of the ranks, the last, are servers.
 
     Returns:
         What each rank returned, in rank order.
@@ -223,7 +242,7 @@ def run(ranks: int, work: Callable[[ThreadComm], T], timeout_s: float = 60.0, se
         >>> run(3, lambda comm: comm.gather_objects(comm.rank))
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
-    hub = Hub(ranks, timeout_s, servers)
+    hub = Hub(ranks, timeout_s, hosts, servers)
     results: dict[int, T] = {}
     ended: SimpleQueue[int] = SimpleQueue()
 

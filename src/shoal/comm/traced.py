@@ -23,12 +23,14 @@ class Counts:
     bytes_received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
+    bytes_leaving: int = 0  # of those sent, what went to other hosts
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)  # channels are used by several threads
 
-    def sent(self, nbytes: int) -> None:
-        """Count one message out."""
+    def sent(self, nbytes: int, leaving: bool) -> None:
+        """Count one message out, to another host where it is `leaving`."""
         with self._lock:
             self.bytes_sent += nbytes
+            self.bytes_leaving += nbytes * leaving
             self.messages_sent += 1
 
     def received(self, nbytes: int) -> None:
@@ -45,12 +47,12 @@ class TracedComm(Comm):
     def __init__(self, inner: Comm, counts: Counts | None = None) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.size, self.servers = inner.size, inner.servers
+        self.size, self.topology = inner.size, inner.topology
         self.counts = counts or Counts()
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Count and send."""
-        self.counts.sent(tensor.nbytes)
+        self.counts.sent(tensor.nbytes, leaving=self.topology.apart(self.rank, to))
         return self.inner.send(tensor, to)
 
     def receive(self, tensor: Tensor, source: int) -> Pending:

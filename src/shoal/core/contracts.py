@@ -32,7 +32,7 @@ class Pending(Protocol):
 
 
 class Comm(ABC):
-    """Messages among `size` ranks, of which this is `rank`.
+    """Messages among `size` ranks, of which this is `rank`; `topology` says which hosts they are on.
 
     Within one channel, messages between two ranks arrive in the order they were sent; concurrent users each take a
     channel of their own. Tensors are contiguous. The collectives here are built from point-to-point messages, so that
@@ -41,12 +41,12 @@ class Comm(ABC):
 
     rank: int
     size: int
-    servers: int = 0  # the last so many ranks are servers: they own parameters, and train nothing
+    topology: Topology
 
     @property
     def workers(self) -> int:
-        """How many ranks train: 0 … workers − 1."""
-        return self.size - self.servers
+        """How many ranks train: 0 … workers − 1. Those behind them are servers: they own parameters, and train nothing."""
+        return self.topology.workers
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> Pending:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange moves: `sent[rank]` and `received[rank]` in bytes, and the messages that follow one another."""
+    """What one exchange moves: `sent[rank]` and `received[rank]` in bytes, and the messages that follow one another.
+
+    `leaving[rank]` is how much of what is sent goes to other hosts; None says all of it, as where hosts have one rank.
+    """
 
     sent: tuple[float, ...]
     received: tuple[float, ...]
     rounds: int
+    leaving: tuple[float, ...] | None = None
 
     @property
     def worst(self) -> float:
@@ -21,7 +25,8 @@ class Traffic:
     @property
     def half(self) -> Traffic:
         """What one of two equal halves moves."""
-        return Traffic(tuple(n / 2 for n in self.sent), tuple(n / 2 for n in self.received), self.rounds // 2)
+        leaving = None if self.leaving is None else tuple(n / 2 for n in self.leaving)
+        return Traffic(tuple(n / 2 for n in self.sent), tuple(n / 2 for n in self.received), self.rounds // 2, leaving)
 
 
 @dataclass(frozen=True)

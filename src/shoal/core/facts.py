@@ -6,12 +6,12 @@ ranks are priced as they will be in training.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 
-from shoal.core.cost import Pace, Price
+from shoal.core.cost import Pace, Price, Traffic
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,44 @@ class Topology:
         """Number of ranks."""
         return len(self.hosts)
 
+    @cached_property
+    def ranks_on(self) -> Mapping[str, tuple[int, ...]]:
+        """Each host's ranks, ascending; the hosts in the order of their first ranks."""
+        ranks: dict[str, tuple[int, ...]] = {}
+        for rank, host in enumerate(self.hosts):
+            ranks[host] = (*ranks.get(host, ()), rank)
+        return ranks
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Each rank's place among the ranks of its host."""
+        return tuple(self.ranks_on[host].index(rank) for rank, host in enumerate(self.hosts))
+
+    def apart(self, one: int, other: int) -> bool:
+        """Whether two ranks are on different hosts."""
+        return self.hosts[one] != self.hosts[other]
+
+    @property
+    def workers(self) -> int:
+        """How many ranks train."""
+        return self.size - self.servers
+
+    def first(self, ranks: int) -> Topology:
+        """The first ranks by themselves."""
+        return Topology(self.hosts[:ranks])
+
     @property
     def ranks_per_host(self) -> int:
         """Most ranks on one host."""
-        return max(Counter(self.hosts).values())
+        return max(len(ranks) for ranks in self.ranks_on.values())
 
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank's way to the others carries: seconds = `latency_s` + bytes / `bytes_per_s`, each direction."""
+    """What one rank's way to the others carries: seconds = `latency_s` + bytes / `bytes_per_s`, each direction.
+
+    The ranks of one host share its link: `bytes_per_s` is a rank's share while all of them send to other hosts.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -64,6 +93,18 @@ class Cluster:
         """An exchange's pace: as measured, else all that the link gives at the processor time that its bytes cost."""
         unmeasured = Pace(Price(self.link.latency_s, 1 / self.link.bytes_per_s), Price(0.0, self.link.cpu_s_per_byte))
         return self.paces.get(exchange, unmeasured)
+
+    def link_s(self, traffic: Traffic) -> float:
+        """Seconds below which no schedule gets this traffic through: what leaves the busiest host, over its whole link.
+
+        On one host alone nothing leaves; there it is what the busiest rank moves.
+        """
+        hosts = self.topology.ranks_on.values()
+        if len(hosts) == 1:
+            return traffic.worst / self.link.bytes_per_s
+        leaving = traffic.leaving or traffic.sent
+        busiest = max(sum(leaving[r] for r in ranks) for ranks in hosts)
+        return busiest / (self.link.bytes_per_s * self.topology.ranks_per_host)
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,12 @@ class AllReduce(Exchange):
         sizes = [size * bucket.itemsize for size in cut_sizes(bucket.numel, ranks)]
         if ranks == 1:
             return Traffic((0.0,), (0.0,), rounds=0)
+        sent = tuple(twice - sizes[(r + 1) % ranks] - sizes[(r + 2) % ranks] for r in range(ranks))
         return Traffic(
-            sent=tuple(twice - sizes[(r + 1) % ranks] - sizes[(r + 2) % ranks] for r in range(ranks)),
+            sent=sent,
             received=tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks)),
             rounds=2 * (ranks - 1),
+            leaving=tuple(sent[r] * topology.apart(r, (r + 1) % ranks) for r in range(ranks)),
         )
 
     def reduce(self, flat: Tensor, comm: Comm) -> None:

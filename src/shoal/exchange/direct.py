@@ -33,12 +33,17 @@ class Direct(SplitExchange):
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """A worker sends foreign slices once and its own to every other worker; a server its own. As much comes in."""
-        workers = topology.size - topology.servers
-        sizes = bucket.slice_bytes(topology.size)
+        workers, sizes = topology.workers, bucket.slice_bytes(topology.size)
         both_ways = tuple(
             sum(sizes) - own + (workers - 1) * own if r < workers else workers * own for r, own in enumerate(sizes)
         )
-        return Traffic(sent=both_ways, received=both_ways, rounds=2 if topology.size > 1 and bucket.numel else 0)
+        leaving = [0] * topology.size
+        for ranks in topology.ranks_on.values():
+            beside, training = sum(sizes[r] for r in ranks), sum(r < workers for r in ranks)
+            for r in ranks:
+                leaving[r] = (sum(sizes) - beside) * (r < workers) + (workers - training) * sizes[r]
+        rounds = 2 if topology.size > 1 and bucket.numel else 0
+        return Traffic(both_ways, both_ways, rounds, leaving=tuple(leaving))
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send foreign slices to their owners; add up one's own."""

@@ -36,10 +36,12 @@ class Ring(SplitExchange):
         """Every slice twice, save those a rank does not send (r, then r+1) or receive (r−1, then r)."""
         ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
         twice = 2 * sum(sizes)
+        sent = tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks))
         return Traffic(
-            sent=tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks)),
+            sent=sent,
             received=tuple(twice - sizes[r - 1] - sizes[r] for r in range(ranks)),
             rounds=2 * (ranks - 1) if bucket.numel else 0,
+            leaving=tuple(sent[r] * topology.apart(r, (r + 1) % ranks) for r in range(ranks)),
         )
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:

@@ -44,10 +44,12 @@ class Tree(Exchange):
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """The whole bucket once along every edge, each way."""
         ranks = topology.size
-        both_ways = tuple(bucket.nbytes * (len(_children(r, ranks)) + (r > 0)) for r in range(ranks))
+        edges = [[*_children(r, ranks), *([(r - 1) // 2] if r else [])] for r in range(ranks)]
+        both_ways = tuple(bucket.nbytes * len(ends) for ends in edges)
+        leaving = tuple(bucket.nbytes * sum(topology.apart(r, end) for end in ends) for r, ends in enumerate(edges))
         chunks = -(-bucket.numel // self._chunk(bucket.itemsize))
         rounds = 2 * _depth(ranks) + chunks - 1 if ranks > 1 and chunks else 0
-        return Traffic(sent=both_ways, received=both_ways, rounds=rounds)
+        return Traffic(sent=both_ways, received=both_ways, rounds=rounds, leaving=leaving)
 
     def reduce(self, flat: Tensor, comm: Comm) -> None:
         """Sum up to the root and bring the total down, chunk by chunk."""

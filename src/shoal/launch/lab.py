@@ -45,7 +45,7 @@ SYNTAX = {
 
 @final
 class Lab(Launcher):
-    """Hosts as network namespaces with shaped links; rank r of a job runs on host h<r>.
+    """Hosts as network namespaces with shaped links; rank r of a job runs on host h<r // ranks_per_host>.
 
     `launch` builds the lab and takes it down again. Inside `with Lab(...) as lab:` it stays up between launches.
 
@@ -54,6 +54,7 @@ class Lab(Launcher):
         rate: of each link in each direction, as `tc` writes it (1gbit, 200mbit); None or "none" for no limit.
         delay: added on the way from any host to any other (5ms); needs a kernel with netem.
         burst: what a link lets pass at once. 32kb starves a 1gbit link; after a pause, one burst passes for free.
+        ranks_per_host: how many ranks share a host and its link; what they send each other stays on its loopback.
 
     Raises: LabError for options that no lab can have.
 
@@ -65,11 +66,23 @@ class Lab(Launcher):
     name: ClassVar[str] = "lab"
 
     def __init__(
-        self, hosts: int = 2, rate: str | None = "1gbit", delay: str | None = None, burst: str = "128kb"
+        self,
+        hosts: int = 2,
+        rate: str | None = "1gbit",
+        delay: str | None = None,
+        burst: str = "128kb",
+        ranks_per_host: int = 1,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise LabError(f"a lab has 1 to {MAX_HOSTS} hosts", got=f"hosts={hosts}", do="ask for another number")
+        if ranks_per_host < 1:
+            raise LabError(
+                "every host of a lab has at least one rank",
+                got=f"ranks_per_host={ranks_per_host}",
+                do="ask for another number",
+            )
         self.hosts = hosts
+        self.ranks_per_host = ranks_per_host
         self.rate = None if rate in UNSHAPED else rate
         self.delay = delay
         self.burst = burst
@@ -90,17 +103,21 @@ class Lab(Launcher):
         return None
 
     def launch(self, job: Job) -> Result:
-        """Run the job to its end, one rank a host.
+        """Run the job to its end, `ranks_per_host` ranks on each host.
 
         Raises: LabError where the lab cannot be built, UsageError for a job that cannot start. KeyboardInterrupt after
         Ctrl-C, when nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
         """
         check(job)
-        if job.ranks != self.hosts:
-            raise LabError("a lab runs one rank a host", got=f"{job.ranks} ranks", expected=f"{self.hosts} hosts")
+        if job.ranks != self.hosts * self.ranks_per_host:
+            raise LabError(
+                "a lab runs as many ranks on every host",
+                got=f"{job.ranks} ranks",
+                expected=f"{self.hosts} hosts × {self.ranks_per_host} = {self.hosts * self.ranks_per_host} ranks",
+            )
         with Interrupts() as interrupts, nullcontext() if self.namespaces else self:
             store = inside(self.namespaces[-1], partial(new_store, SWITCH_ADDRESS))
-            commands = [self._command(job, rank, store.port) for rank in range(self.hosts)]
+            commands = [self._command(job, rank, store.port) for rank in range(job.ranks)]
             return run(commands, job.grace_s, interrupts)
 
     def __enter__(self) -> Lab:
@@ -109,7 +126,7 @@ class Lab(Launcher):
         self._check_kernel()
         sweep()
         prefix = claim("switch")
-        self.namespaces = (*(f"{prefix}-h{rank}" for rank in range(self.hosts)), f"{prefix}-switch")
+        self.namespaces = (*(f"{prefix}-h{host}" for host in range(self.hosts)), f"{prefix}-switch")
         try:
             self._build()
         except BaseException:
@@ -122,9 +139,11 @@ class Lab(Launcher):
         take_down(names)
 
     def _command(self, job: Job, rank: int, port: int) -> Command:
-        meeting = variables(SWITCH_ADDRESS, port, rank, self.hosts, 0, 1)
-        variables_here = environment(job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{rank}", **meeting)
-        return Command(("ip", "netns", "exec", self.namespaces[rank], *job.command), variables_here, f"h{rank}")
+        host, local_rank = divmod(rank, self.ranks_per_host)
+        label = f"h{host}" if self.ranks_per_host == 1 else f"h{host}.{local_rank}"
+        meeting = variables(SWITCH_ADDRESS, port, rank, job.ranks, local_rank, self.ranks_per_host)
+        variables_here = environment(job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{host}", **meeting)
+        return Command(("ip", "netns", "exec", self.namespaces[host], *job.command), variables_here, label)
 
     def _check_kernel(self) -> None:
         """Try each queue on a loopback device that vanishes with the attempt: a kernel without one says so here."""
@@ -145,7 +164,7 @@ class Lab(Launcher):
 
     def _build(self) -> None:
         *hosts, switch = self.namespaces
-        addresses = {f"h{rank}": f"10.0.0.{rank + 1}" for rank in range(self.hosts)} | {"switch": SWITCH_ADDRESS}
+        addresses = {f"h{host}": f"10.0.0.{host + 1}" for host in range(self.hosts)} | {"switch": SWITCH_ADDRESS}
         for namespace in hosts:
             execute("ip", "netns", "add", namespace)
         for namespace in self.namespaces:

@@ -137,7 +137,7 @@ class Predictor:
         return self._run(sites, waiting, changes, lanes)
 
     def floor_s(self, plan: Plan) -> float:
-        """What no schedule of this plan can beat: its compute, or its bytes at the rate of the link.
+        """What no schedule of this plan can beat: its compute, or its bytes that leave a host at the rate of the link.
 
         Compute is the main thread's, with what lanes compute and the processor time of the bytes where they share its
         processor.
@@ -154,7 +154,7 @@ class Predictor:
         update_s = self.profile.optimizer_s * (1 - share + line.stolen * share / self.cluster.size)
         changes_s = sum(cost.backward_s for cost in costs)
         compute_s = self.profile.forward_s + self.profile.backward_s + changes_s + update_s + lanes_s
-        return max(compute_s, sum(cost.traffic.worst for cost in costs) / self.cluster.link.bytes_per_s)
+        return max(compute_s, sum(self.cluster.link_s(cost.traffic) for cost in costs))
 
     def _run(self, sites: list[Site], waiting: dict[str, list[int]], changes: dict[str, float], lanes: int) -> Timeline:
         profile, line = self.profile, _Line(self.cluster, lanes)

@@ -1,8 +1,9 @@
 """Measures the links: latency, rate and processor cost of a byte.
 
-Every rank sends to the next and receives from the one before, all at once, back to back: after a pause a shaped link
-lets a burst (128 KB in the lab) pass for free, so each size begins with messages that are not counted, and the large
-ones decide the rate. What the ranks agree on is the slowest rank's, so that all go on alike and return the same.
+Every rank sends to another host and receives from one, all at once, back to back. So ranks that share a host each find
+their share of its link; on one host alone they find what they can send each other. After a pause a shaped link lets a
+burst (128 KB in the lab) pass for free, so each size begins with messages that are not counted, and the large ones
+decide the rate. What the ranks agree on is the slowest rank's, so that all go on alike and return the same.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.
 
     Returns:
         The same link on every rank. `cpu_s_per_byte` is the whole process's: where ranks are threads it counts them
-        all. With one rank there is nothing to measure: no latency, no limit.
+        all. With one rank there is nothing to measure: no latency, no limit. Where one host holds more than half of
+        the ranks, some of them must send within it, and the share of the others is found larger than it is.
     """
     if comm.size == 1:
         return Link(latency_s=0.0, bytes_per_s=math.inf)
@@ -54,14 +56,15 @@ def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.
 
 def _time_messages(comm: Comm, size: int, allowed_s: float) -> tuple[float, float]:
     """(seconds a message, processor seconds a byte) of messages of one size, back to back, in about `allowed_s`."""
+    source, to = _partners(comm)
     outgoing = torch.zeros(size, dtype=torch.uint8)
     incoming = torch.empty_like(outgoing)
 
     def shift(messages: int) -> float:
         start = time.perf_counter()
         for _ in range(messages):
-            received = comm.receive(incoming, (comm.rank - 1) % comm.size)
-            sent = comm.send(outgoing, (comm.rank + 1) % comm.size)
+            received = comm.receive(incoming, source)
+            sent = comm.send(outgoing, to)
             received.wait()
             sent.wait()
         return (time.perf_counter() - start) / messages
@@ -75,3 +78,10 @@ def _time_messages(comm: Comm, size: int, allowed_s: float) -> tuple[float, floa
     cpu_s_per_byte = (time.process_time() - cpu_start) / (groups * in_group * size)
     ranks = comm.gather_objects((message_s, cpu_s_per_byte))
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
+
+
+def _partners(comm: Comm) -> tuple[int, int]:
+    """Whom this rank receives from, and sends to: as far away as the largest host is long, with the hosts in a ring."""
+    ring = [rank for ranks in comm.topology.ranks_on.values() for rank in ranks]
+    place, away = ring.index(comm.rank), comm.topology.ranks_per_host % comm.size or 1
+    return ring[place - away], ring[(place + away) % comm.size]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.core.contracts import Bucket, Comm, Exchange
 from shoal.core.cost import Pace, Price, Traffic
-from shoal.core.facts import Link, Topology
+from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
 
 _SMALL, _LARGE = 1 << 16, (4 << 20, 1 << 20, 1 << 18)  # bytes of a bucket; of the large, the first that fits
@@ -33,9 +33,7 @@ _MOST_ROUNDS = 64
 _PACK_S = 0.1
 
 
-def probe_paces(
-    comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, lanes: Sequence[Comm], topology: Topology
-) -> dict[str, Pace]:
+def probe_paces(comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, lanes: Sequence[Comm]) -> dict[str, Pace]:
     """Measure what each exchange takes to move its stated bytes.
 
     Args:
@@ -43,7 +41,6 @@ def probe_paces(
         link: what `probe_link` measured.
         exchanges: by name; about a second for each.
         lanes: one channel for each bucket in flight at once; each gets a thread.
-        topology: which hosts the ranks are on.
 
     Returns:
         By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends nothing. The processor
@@ -68,7 +65,7 @@ def probe_paces(
             return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 
         def pace(exchange: Exchange) -> Pace:
-            traffic = {nbytes: exchange.traffic(Bucket(nbytes // 4, 4), topology) for nbytes in (_SMALL, *_LARGE)}
+            traffic = {nbytes: exchange.traffic(Bucket(nbytes // 4, 4), comm.topology) for nbytes in (_SMALL, *_LARGE)}
             if not traffic[_SMALL].worst:
                 return Pace(Price(0.0, 0.0), Price(0.0, 0.0))
             wall, cpu = {}, {}

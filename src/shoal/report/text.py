@@ -105,7 +105,8 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
     table = Table(title=f"{cluster.size} ranks on {len(set(cluster.topology.hosts))} hosts", title_justify="left")
     table.add_column("what")
     table.add_column("measured", justify="right")
-    table.add_row("link rate, each direction", _rate(cluster.link.bytes_per_s))
+    shared = ", a rank's share" if 1 < len(cluster.topology.ranks_on) < cluster.size else ""
+    table.add_row(f"link rate, each direction{shared}", _rate(cluster.link.bytes_per_s))
     table.add_row("latency of a message", f"{cluster.link.latency_s * 1e6:.0f} µs")
     table.add_row("processor time of a byte", f"{cluster.link.cpu_s_per_byte * 1e9:.2f} ns")
     table.add_row("cores a rank", f"{cluster.cores_per_rank:g}")

@@ -200,7 +200,9 @@ class OwnedOptimizer:
     def take_state(self) -> None:
         """Keep the own pieces of what the optimizer holds of owned parameters, and free the rest."""
         state = self._optimizer.state
-        self._owners.tell("take_state", self._number, OfRank(lambda r: [parts(t, r, state) for t in self._owners.served]))
+        self._owners.tell(
+            "take_state", self._number, OfRank(lambda r: [parts(t, r, state) for t in self._owners.served])
+        )
         for transfer, update in self._updates.items():
             update.take_state(parts(transfer, self._owners.rank, state))
         for parameter in [p for p in self._optimizer.state if p in self._owners]:

@@ -53,9 +53,7 @@ def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
 class Owners:
     """What the ranks own of one model, and what is on its way."""
 
-    def __init__(
-        self, engine: Engine, transfers: Sequence[OwnedTransfer], rank: int, tell: Tell = tell_nobody
-    ) -> None:
+    def __init__(self, engine: Engine, transfers: Sequence[OwnedTransfer], rank: int, tell: Tell = tell_nobody) -> None:
         self.transfers = tuple(transfers)
         self.served = tuple(transfer for transfer in transfers if transfer.served)
         self.rank = rank

@@ -30,7 +30,7 @@ from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
 from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
-from shoal.core.facts import Cluster, Link, ModelProfile, Topology
+from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found, named
 from shoal.planner.search import LANES, known, repredicted, resolve, search
@@ -102,7 +102,7 @@ def parallelize(
     cluster = measured_cluster(session)
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies))
-    transfers = apply(model, chosen, comm, len(session.server_hosts))
+    transfers = apply(model, chosen, comm, len(cluster.servers))
     prefix = f"model{len(session.attached)}"
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
@@ -186,20 +186,20 @@ def measured_cluster(session: Session) -> Cluster:
     """The session's ranks and links, measured at the first call (a collective)."""
     if session.cluster is None:
         comm = session.comm
-        seats = comm.gather_objects((session.host, _machine(), len(os.sched_getaffinity(0))))
-        topology = Topology(tuple(host for host, _, _ in seats))
-        sharing = Counter(machine for _, machine, _ in seats)
-        cores = min(cores / sharing[machine] for _, machine, cores in seats)
+        seats = comm.gather_objects((_machine(), len(os.sched_getaffinity(0))))
+        sharing = Counter(machine for machine, _ in seats)
+        cores = min(cores / sharing[machine] for machine, cores in seats)
         if comm.size == 1:
-            session.cluster = Cluster(topology, Link(0.0, math.inf), cores)
+            session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
         else:
             link = probe_link(comm)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
             exact = {name: kind() for name, kind in found(exchanges, Exchange).items() if kind.exact}
-            paces = probe_paces(comm, link, exact, lanes=lanes, topology=topology)
+            paces = probe_paces(comm, link, exact, lanes=lanes)
             for lane in lanes:
                 lane.close()
-            session.cluster = Cluster(topology, link, cores, paces, probe_pack(comm), session.server_hosts)
+            servers = session.servers.hosts if session.servers else ()
+            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers)
     return session.cluster
 
 

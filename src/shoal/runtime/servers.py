@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -62,6 +62,7 @@ class Servers:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
+        self.hosts = comm.topology.hosts[comm.workers :]
         orders = comm.channel(_CHANNEL, idle=True)
         self._lane = Lane(orders, "orders") if comm.rank == 0 else None
         self._names: dict[int, _Name] = {}  # by id, of what servers know too
@@ -149,7 +150,7 @@ def serve(comm: Comm) -> None:
         while True:
             landed: list[Tensor] = []
             errand = orders.run(partial(_receive_bytes, landed), "orders")
-            errand.wait("serving", meanwhile=lambda: [model.engine.check() for model in models])
+            errand.wait("serving", meanwhile=partial(_check, models))
             what, *args = _read(landed[0], models)
             if what == _END:
                 return
@@ -162,6 +163,11 @@ def serve(comm: Comm) -> None:
         for model in models:
             model.engine.close()
         orders.close()
+
+
+def _check(models: Sequence[_Model]) -> None:
+    for model in models:
+        model.engine.check()
 
 
 class _Model:
@@ -178,22 +184,23 @@ class _Model:
         transfers: list[OwnedTransfer] = []
         for site in sites:
             shells = {name: _shell(*form) for name, form in site.parameters.items()}
-            place = Place({}, shells, comm.rank, comm.workers, comm.servers)
+            place = Place({}, shells, comm.rank, comm.workers, comm.size - comm.workers)
             strategy, exchange = named(strategies, Strategy, site.strategy), named(exchanges, Exchange, site.exchange)
             made_here = strategy.apply(place, exchange, site.label)
             transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]
         self.transfers = tuple(transfers)
         self.engine = Engine(transfers, (), channels(comm, number, lanes))
         self.owners = Owners(self.engine, transfers, comm.rank)
+        own = (self.exchange, self.update, self.gather_state, self.take_state, self.take_values)
+        theirs = (self.owners.fetch_all, self.owners.norms, self.owners.scale)
+        self._parts: dict[str, Callable[..., object]] = {part.__name__: part for part in (*own, *theirs)}
         self._updates = [{t: Update(made(*each), t) for t in transfers} for each in optimizers]
 
     def do(self, what: str, held: Sequence[Sequence[int]], *args: Any) -> None:
         """Do this server's part of what the workers do, who find these gradients held by their owners."""
         for transfer, indices in zip(self.transfers, held, strict=True):
             transfer.held = {transfer.parameters[i] for i in indices}
-        mine = {"fetch_all": self.owners.fetch_all, "norms": self.owners.norms, "scale": self.owners.scale}
-        mine |= {name: getattr(self, name) for name in ("exchange", "update", "gather_state", "take_state", "take_values")}
-        mine[what](*args)
+        self._parts[what](*args)
 
     def exchange(self) -> None:
         """A backward begins."""

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shoal.comm.process_group import alone, join
-from shoal.comm.threads import ThreadComm
+from shoal.comm.threads import Hub, ThreadComm
 from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster, ModelProfile
@@ -57,18 +57,16 @@ class Session:
     """The ranks, and what is kept between two `parallelize` calls."""
 
     comm: Comm
-    host: str
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
     lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
     servers: Servers | None = None
-    server_hosts: tuple[str, ...] = ()
     broken: bool = False  # this rank ends for an error
 
     @property
     def world(self) -> World:
         """This process's place among the ranks."""
-        return World(self.comm.rank, self.comm.size, self.host)
+        return World(self.comm.rank, self.comm.size, self.comm.topology.hosts[self.comm.rank])
 
     def drain(self) -> None:
         """Finish what other ranks wait for: parameters that this one has updated and is sending; servers' work."""
@@ -117,12 +115,13 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         if min(timeout_s, start_timeout_s) <= 0:
             raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
         host = os.environ.get("SHOAL_HOST") or socket.gethostname()
-        comm: Comm = ThreadComm() if alone() else join(timeout_s, start_timeout_s, host, _number_of_servers())
+        servers = _number_of_servers()
+        comm = ThreadComm(hub=Hub(hosts=(host,))) if alone() else join(timeout_s, start_timeout_s, host, servers)
         if comm.rank >= comm.workers:
-            serve_for(comm, host)
+            serve(comm)
             comm.leave(None)
             sys.exit(0)
-        session = _among_workers(comm, host)
+        session = _among_workers(comm)
         _session.set(session)
         # Before what tells the others that this rank has left; multiprocessing's children know no atexit.
         atexit.register(_drain_at_exit, session)
@@ -137,19 +136,11 @@ def _number_of_servers() -> int:
     return int(text)
 
 
-def _among_workers(comm: Comm, host: str, cluster: Cluster | None = None) -> Session:
-    """A worker's session; with servers all ranks call this, or `serve_for`, at once."""
-    if not comm.servers:
-        return Session(comm, host, cluster)
-    hosts = comm.gather_objects(host)
-    workers = comm.group(comm.workers)
-    return Session(workers, host, cluster, servers=Servers(comm), server_hosts=tuple(hosts[comm.workers :]))
-
-
-def serve_for(comm: Comm, host: str) -> None:
-    """Be a server (see runtime/servers.py) until the workers have ended."""
-    comm.gather_objects(host)
-    serve(comm)
+def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
+    """A worker's session; where there are servers every worker calls this at once."""
+    if comm.workers == comm.size:
+        return Session(comm, cluster)
+    return Session(comm.group(comm.workers), cluster, servers=Servers(comm))
 
 
 def world() -> World:
@@ -188,7 +179,7 @@ def ranks() -> Comm:
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the links."""
-    session = _among_workers(comm, f"thread{comm.rank}", cluster)
+    session = _among_workers(comm, cluster)
     token = _session.set(session)
     try:
         yield session

@@ -53,12 +53,13 @@ class Factor(Strategy):
 
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         (layer,) = layers
-        ranks = cluster.size
-        row_bytes = self._row_bytes(layer)
-        sent = (layer.rows * row_bytes + _HEADER_BYTES) * (ranks - 1)
+        ranks, topology = cluster.size, cluster.topology
+        message_bytes = layer.rows * self._row_bytes(layer) + _HEADER_BYTES
+        sent = message_bytes * (ranks - 1)
+        leaving = tuple(message_bytes * (ranks - len(topology.ranks_on[host])) for host in topology.hosts)
         itemsize = layer.parameters[0].itemsize
         return Cost(
-            Traffic((sent,) * ranks, (sent,) * ranks, rounds=2),
+            Traffic((sent,) * ranks, (sent,) * ranks, rounds=2, leaving=leaving),
             cluster.pace("direct"),  # its gathers are `direct`'s second half
             backward_s=-min(layer.own_product_s, layer.backward_s),
             lane_s=layer.product_s(layer.rows * ranks),

@@ -1,11 +1,11 @@
-"""Server: hosts of their own hold slices of each bucket, sum and update them, and send the new parameters to the workers.
+"""Server: hosts of their own hold slices of each bucket, sum and update them, and send back new parameters.
 
     worker ──▶ slices of its gradients ──▶ servers (and, where these are few, every worker a small share)
     worker ◀── new parameters ◀─────────── which they have updated
 
 Everything is as in `sliced`, but for who owns what. With as many servers as workers, a worker sends and receives each
-byte once where all-reduce has it do so 2·(P−1)/P times; with fewer, workers serve the share that makes all links equally
-busy. Worthwhile where hosts that do not train are to spare.
+byte once where all-reduce has it do so 2·(P−1)/P times; with fewer, workers serve the share that makes all links
+equally busy. Worthwhile where there are hosts to spare that do not train.
 Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
 Clusters" (BytePS), OSDI 2020, section 4.1.
 """
@@ -52,8 +52,8 @@ class Server(Strategy):
 def shares(workers: int, servers: int) -> tuple[float, ...]:
     """What each rank owns, workers first, so that every link carries the same.
 
-    Of n bytes a worker that owns w sends n + (W − 2)·w in a step, and a server that owns s sends W·s, where W·w + S·s = n:
-    equal at w = n·(W − S) / (W² + S·(W − 2)), and at nothing where there are as many servers as workers.
+    Of n bytes a worker that owns w sends n + (W − 2)·w in a step, and a server that owns s sends W·s; W·w + S·s = n.
+    Equal at w = n·(W − S) / (W² + S·(W − 2)); workers own nothing where there are as many servers.
     """
     mine = max(0.0, (workers - servers) / (workers**2 + servers * (workers - 2)))
     return (mine,) * workers + ((1 - workers * mine) / servers,) * servers
