@@ -233,10 +233,11 @@ def probe(workers: int | None) -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.option("--hosts", default=2, show_default=True, type=click.IntRange(1), help="Hosts, a link to each.")
 @click.option("--ranks-per-host", default=1, show_default=True, type=click.IntRange(1), help="Ranks that share a host.")
+@click.option("--servers", default=0, type=click.IntRange(0), help='More hosts, as servers (strategy "server").')
 @click.option("--rate", default="1gbit", show_default=True, help='Each link\'s rate, as tc writes it, or "none".')
 @click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def lab(hosts: int, ranks_per_host: int, rate: str, delay: str | None, command: tuple[str, ...]) -> None:
+def lab(hosts: int, ranks_per_host: int, servers: int, rate: str, delay: str | None, command: tuple[str, ...]) -> None:
     """Run COMMAND on hosts with shaped links (root, Linux).
 
     The hosts are network namespaces of this machine; ranks fill one host after the other, and the output of a rank
@@ -244,10 +245,11 @@ def lab(hosts: int, ranks_per_host: int, rate: str, delay: str | None, command: 
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
-    built = Lab(hosts=hosts, rate=rate, delay=delay, ranks_per_host=ranks_per_host)
+    built = Lab(hosts=hosts + servers, rate=rate, delay=delay, ranks_per_host=ranks_per_host)
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")
-    sys.exit(built.launch(Job(command, hosts * ranks_per_host)).exit_code)
+    serving = {"SHOAL_SERVERS": str(servers * ranks_per_host)} if servers else {}
+    sys.exit(built.launch(Job(command, (hosts + servers) * ranks_per_host, serving)).exit_code)
 
 
 def _bytes_per_s(rate: str) -> float:

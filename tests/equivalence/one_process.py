@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,13 @@ from shoal.core.contracts import Exchange, Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import found
 from shoal.profiling.layers import profile_model
+from shoal.runtime.servers import serve
 from shoal.runtime.session import using
 
 LEARNING_RATE = 0.05
 ROWS = 12  # of a whole batch: even on 1, 2, 3 and 4 ranks
 
+T = TypeVar("T")
 State = dict[str, Tensor]
 Batch = tuple[Any, Any]
 Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
@@ -93,12 +95,12 @@ class Training:
     def on_ranks(self, ranks: int, way: str = BUCKETED[0], *, uneven: bool = False) -> list[State]:
         """Each rank's state after training together; `way` is as `pins_of` takes it."""
         copies = [copy.deepcopy(self.model) for _ in range(ranks)]
-        pins = self.pins_of(way)
+        pins, servers = self.pins_of(way), servers_of(way, ranks)
 
         def work(comm: ThreadComm) -> State:
             mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in self.batches]
             model = copies[comm.rank]
-            with using(comm, cluster_of(ranks)):
+            with using(comm, cluster_of(ranks, servers)):
                 model, loss_fn, optimizer = shoal.parallelize(
                     model,
                     copy.deepcopy(self.loss_fn),  # a module's hooks are one rank's
@@ -110,7 +112,7 @@ class Training:
                 self.loop(model, loss_fn, optimizer, mine)
                 return state(model)
 
-        return run(ranks, work, timeout_s=20, hosts=cluster_of(ranks).topology.hosts)
+        return on_threads(ranks, work, servers)
 
     def pins_of(self, way: str) -> dict[str, str]:
         """Pins for "replicate", for "replicate:ring", or for "factor:ring": factor where it serves, ring elsewhere."""
@@ -126,9 +128,26 @@ class Training:
         return {"*": rest} | dict.fromkeys(served, strategy)
 
 
-def cluster_of(ranks: int) -> Cluster:
+def on_threads(ranks: int, work: Callable[[ThreadComm], T], servers: int = 0) -> list[T]:
+    """What `work` returns on each rank, with so many servers beside."""
+
+    def work_or_serve(comm: ThreadComm) -> T | None:
+        return work(comm) if comm.rank < ranks else serve(comm)
+
+    cluster = cluster_of(ranks, servers)
+    hosts = cluster.topology.hosts + cluster.servers
+    return run(ranks + servers, work_or_serve, timeout_s=20, hosts=hosts, servers=servers)[:ranks]
+
+
+def servers_of(way: str, ranks: int) -> int:
+    """How many servers a way needs: fewer than there are workers where it can, so that these own something too."""
+    return (ranks + 1) // 2 if found(strategies, Strategy)[way.partition(":")[0]].served else 0
+
+
+def cluster_of(ranks: int, servers: int = 0) -> Cluster:
     """Two ranks on every host (where their number is odd, one on the last), and links that nobody need measure."""
-    return Cluster(Topology(tuple(f"host{rank // 2}" for rank in range(ranks))), Link(latency_s=1e-4, bytes_per_s=1e9))
+    hosts = Topology(tuple(f"host{rank // 2}" for rank in range(ranks)))
+    return Cluster(hosts, Link(latency_s=1e-4, bytes_per_s=1e9), servers=tuple(f"server{s}" for s in range(servers)))
 
 
 def state(model: nn.Module) -> State:

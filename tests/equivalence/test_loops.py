@@ -19,7 +19,9 @@ from one_process import (
     features,
     integers,
     numbers,
+    on_threads,
     rows_of,
+    servers_of,
     sgd,
     state,
 )
@@ -107,6 +109,7 @@ def versus(make, judge, makes, judges, batches, freeze):
 @WAY
 def test_two_models_side_by_side(way, uneven, freeze):
     gan, ranks = built(Gan), 3
+    servers = servers_of(way, ranks)
     batches = [(numbers(12, 4, seed=s), numbers(12, 7, seed=s + 30)) for s in range(5)]
     copies = [copy.deepcopy(gan) for _ in range(ranks)]
     alone = copy.deepcopy(gan)
@@ -115,7 +118,7 @@ def test_two_models_side_by_side(way, uneven, freeze):
     def work(comm: ThreadComm) -> dict[str, Tensor]:
         mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
         make, judge = copies[comm.rank].make, copies[comm.rank].judge
-        with using(comm, cluster_of(ranks)):
+        with using(comm, cluster_of(ranks, servers)):
             plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": {"*": way}}
             make, _, makes = shoal.parallelize(
                 make, optimizer=adamw(make.parameters()), sample=(mine[0][0], 0), **plain
@@ -126,7 +129,7 @@ def test_two_models_side_by_side(way, uneven, freeze):
             versus(make, judge, makes, judges, mine, freeze)
         return state(copies[comm.rank])
 
-    got = run(ranks, work, timeout_s=20)
+    got = on_threads(ranks, work, servers)
     assert_same_bits(got)
     assert difference(alone.state_dict(), got[0]) <= 1e-10
 
@@ -164,7 +167,7 @@ def test_what_rank_0_alone_does_between_steps(way):
                     model(x[:1])
                 model.train()
                 torch.save(model.state_dict(), io.BytesIO())
-                if way != "sliced":  # what ranks own, all of them bring together
+                if way not in ("sliced", "server"):  # what ranks own, all of them bring together
                     torch.save(optimizer.state_dict(), io.BytesIO())
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)

@@ -41,8 +41,8 @@ class _Mailbox:
 class Hub:
     """What the ranks of one process share: the mailboxes, and who failed first.
 
-    `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its own. The last `servers`
-    ranks are servers.
+    `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its own. The last
+    `servers` ranks are servers.
     """
 
     def __init__(

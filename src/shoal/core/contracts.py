@@ -45,7 +45,7 @@ class Comm(ABC):
 
     @property
     def workers(self) -> int:
-        """How many ranks train: 0 … workers − 1. Those behind them are servers: they own parameters, and train nothing."""
+        """How many ranks train: 0 … workers − 1. Those behind them are servers: they own parameters, no more."""
         return self.topology.workers
 
     @abstractmethod

@@ -4,9 +4,9 @@
     what each worker does next   ──▶  does its part of it, in the same order, over the same lanes
     Servers.tell(what, …)             serve(): _Model.<what>(…)
 
-A server holds the same transfers, updates and lanes as a worker, without the model: it sums, updates and sends its slices
-whenever the workers do. Of its tensors it touches its own slices only, and memory that nobody touches is never taken.
-What workers and servers both know (parameters, pieces, transfers) crosses by name, not by value.
+A server holds the same transfers, updates and lanes as a worker, without the model: it sums, updates and sends its
+slices whenever the workers do. Of its tensors it touches its own slices only, and memory that nobody touches is never
+taken. What workers and servers both know (parameters, pieces, transfers) crosses by name, not by value.
 Guarded by tests/equivalence/test_servers.py.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the split in which
 workers serve a share too: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
@@ -66,6 +66,7 @@ class Servers:
         orders = comm.channel(_CHANNEL, idle=True)
         self._lane = Lane(orders, "orders") if comm.rank == 0 else None
         self._names: dict[int, _Name] = {}  # by id, of what servers know too
+        self._ended = False
         self._models: list[tuple[OwnedTransfer, ...]] = []
 
     def open(
@@ -96,8 +97,9 @@ class Servers:
         return channels(self.comm, model, lanes), tell
 
     def end(self) -> None:
-        """Let the servers finish, and end."""
-        if self._lane is not None:
+        """Let the servers finish, and end. Nothing more can be told them."""
+        if self._lane is not None and not self._ended:
+            self._ended = True
             self._send(_END)
             self._lane.drain()
 
