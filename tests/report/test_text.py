@@ -50,6 +50,13 @@ def test_a_cluster_shows_link_and_paces() -> None:
     assert "a rank's share" in printed(text.measured_cluster(Cluster(Topology(tuple("aab")), Link(2e-4, 25e6))))
 
 
+def test_a_histogram_of_staleness_adds_up() -> None:
+    out = printed(text.staleness(4, {2: 10, 0: 30}))
+    assert "rank 4" in out
+    assert out.index("0 steps") < out.index("2 steps")
+    assert "75%" in out and "25%" in out
+
+
 def test_differences_come_worst_first() -> None:
     out = printed(text.differences([("a", 1e-12), ("b", 3e-5)]))
     assert out.index("3.0e-05") < out.index("1.0e-12")

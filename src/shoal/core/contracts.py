@@ -213,10 +213,22 @@ class Transfer(ABC):
 
 
 class Turn(IntEnum):
-    """What owners send pieces for."""
+    """What ranks send pieces for."""
 
+    END = 0  # nothing more: this worker has ended
+    SUM = 1  # gradients, to be summed
     VALUES = 2  # new parameters, after an update
     GRADIENTS = 3  # gradients that somebody reads
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What crosses the network of one rank's pieces, and views of its parts."""
+
+    whole: Tensor  # flat
+    values: tuple[Tensor, ...]  # of each piece
+    flags: Tensor  # of each piece, whether its parameter was used
+    turn: Tensor  # what the sender takes it for; no element where nothing is owned
 
 
 class OwnedTransfer(Transfer):
@@ -250,6 +262,10 @@ class OwnedTransfer(Transfer):
         """
 
     @abstractmethod
+    def slice_of(self, rank: int) -> Slice:
+        """A new slice of a rank's pieces, of zeros."""
+
+    @abstractmethod
     def used(self) -> set[nn.Parameter]:
         """The parameters that any rank used in what was reduced. Known after `gather`."""
 
@@ -263,6 +279,7 @@ class Place:
     rank: int
     ranks: int  # that train; servers stand behind them
     servers: int = 0
+    stale: bool = False  # workers run ahead of one another: a server answers each by itself
 
 
 class Strategy(ABC):

@@ -42,7 +42,8 @@ class Plan:
     """Choices for every layer with parameters, in the order in which backward finishes them.
 
     `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its own), `lanes` is the
-    number of exchanges in flight at once, `predicted_s` the step time that the planner expects.
+    number of exchanges in flight at once, `predicted_s` the step time that the planner expects. With a `staleness`
+    other than 0 workers run ahead of one another (strategies/server.py).
     """
 
     ranks: int
@@ -51,6 +52,7 @@ class Plan:
     bucket_bytes: int
     lanes: int
     predicted_s: float = 0.0
+    staleness: int | None = 0  # updates that a worker's parameters may lack, with servers; None: any number
 
     def sites(self, nbytes: dict[str, int], bucketed: frozenset[str]) -> Iterator[Site]:
         """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until the bucket is full.
@@ -122,6 +124,8 @@ class Plan:
             raise PlanError(f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo)
         choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
         plan = _record(cls, {**data, "choices": choices}, source)
+        if plan.staleness is not None and plan.staleness < 0:
+            raise PlanError(f"{source}: staleness is a number of steps, or null for no bound", do=redo)
         if min(plan.ranks, plan.bucket_bytes, plan.lanes) < 1:
             raise PlanError(f"{source}: ranks, bucket_bytes and lanes are at least 1", do=redo)
         return plan
@@ -140,6 +144,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
     "float": (float, int),
+    "int | None": (int, type(None)),
     "tuple[Choice, ...]": (tuple,),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -118,6 +118,17 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
             f"{name}: processor time",
             f"{pace.cpu.byte_s * 1e9:.2f} ns a byte, {pace.cpu.round_s * 1e6:.0f} µs a message",
         )
+    return table
+
+
+def staleness(rank: int, observed: Mapping[int, int]) -> Table:
+    """How stale the parameters were that a server gave to workers running ahead: by how many steps, and how often."""
+    table = Table(title=f"server, rank {rank}: parameters were given", title_justify="left")
+    table.add_column("stale by", justify="right")
+    table.add_column("times", justify="right")
+    table.add_column("of all", justify="right")
+    for steps, times in sorted(observed.items()):
+        table.add_row(f"{steps} steps", f"{times:,}", f"{times / sum(observed.values()):.0%}")
     return table
 
 

@@ -53,6 +53,7 @@ def places(model: nn.Module, plan: Plan, rank: int, servers: int = 0) -> list[tu
                 rank=rank,
                 ranks=plan.ranks,
                 servers=servers,
+                stale=plan.staleness != 0,
             ),
         )
         for site in sites(plan, layers)
@@ -91,6 +92,12 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     """Refuse a plan in which a strategy is given a layer that it cannot serve, or a name that does not exist."""
     for choice in plan.choices:
         strategy = named(strategies, Strategy, choice.strategy)
+        if plan.staleness != 0 and not strategy.served:
+            raise PlanError(
+                f"{choice.strategy} knows no staleness",
+                where=f"layer {choice.layer}",
+                do='let servers own every layer ("server"), or set the plan\'s staleness to 0',
+            )
         if strategy.bucketed:
             if not strategy.takes(named(exchanges, Exchange, choice.exchange)):
                 raise PlanError(

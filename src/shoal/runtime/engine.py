@@ -45,6 +45,7 @@ class Engine:
         self._transfers = tuple(transfers)
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
+        self.served_lanes = with_servers
         self.lanes = among_workers + with_servers
         ways = {False: cycle(among_workers), True: cycle(with_servers)}
         self._lane = {t: next(ways[isinstance(t, OwnedTransfer) and t.served]) for t in self._transfers}

@@ -28,7 +28,8 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.profiling.updates import attributes, like, part_of, settings
 from shoal.runtime.engine import Engine
-from shoal.runtime.owners import OfRank, Owners, norm
+from shoal.runtime.orders import OfRank
+from shoal.runtime.owners import Owners, norm
 
 _SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
@@ -296,25 +297,37 @@ class Update:
         """The update by these settings, attributes and gradients, and the return of `parameters`, for a lane to do."""
 
         def update(comm: Comm) -> None:
-            filled: list[list[Tensor]] = [[] for _ in groups]
-            for (piece, tensor), gradient in zip(self._tensors.items(), self._transfer.gradients(), strict=True):
-                tensor.data = piece.of(piece.parameter)
-                if (its := given.get(piece)) is not None:
-                    tensor.grad = gradient if its.at_owner else its.gradient
-                    filled[its.group].append(tensor)
-            for name in vars(self._copy).keys() - now.keys() - {"param_groups", "state"}:
-                delattr(self._copy, name)
-            vars(self._copy).update(now)
-            self._copy.param_groups = [
-                {**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True)
-            ]
-            self._copy.step()
-            values = [tensor.data for tensor in self._tensors.values()]
+            values = self.step(self._transfer.gradients(), given, groups, now)
             for piece, value in self._transfer.gather(values, Turn.VALUES, comm):
                 if piece not in self._tensors and piece.parameter in parameters:
                     piece.of(piece.parameter).copy_(value)
 
         return update
+
+    def step(
+        self,
+        gradients: Sequence[Tensor | None],
+        given: Mapping[Piece, Given],
+        groups: Sequence[dict[str, Any]],
+        now: Mapping[str, Any],
+    ) -> list[Tensor]:
+        """Update the own pieces by their gradients, in order; their new values."""
+        filled: list[list[Tensor]] = [[] for _ in groups]
+        for (piece, tensor), gradient in zip(self._tensors.items(), gradients, strict=True):
+            tensor.data = piece.of(piece.parameter)
+            if (its := given.get(piece)) is not None:
+                tensor.grad = gradient if its.at_owner else its.gradient
+                filled[its.group].append(tensor)
+        for name in vars(self._copy).keys() - now.keys() - {"param_groups", "state"}:
+            delattr(self._copy, name)
+        vars(self._copy).update(now)
+        self._copy.param_groups = [{**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True)]
+        self._copy.step()
+        return [tensor.data for tensor in self._tensors.values()]
+
+    def values(self) -> list[Tensor]:
+        """The own pieces of the parameters, as they are."""
+        return [piece.of(piece.parameter) for piece in self._tensors]
 
     def state_bytes(self) -> int:
         """Bytes of the own pieces' state."""

@@ -14,7 +14,6 @@ Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
@@ -30,13 +29,6 @@ class Tell(Protocol):
     """Has the servers do their part of `what`, with these arguments (runtime/servers.py)."""
 
     def __call__(self, what: str, /, *args: Any) -> None: ...
-
-
-@dataclass(frozen=True)
-class OfRank:
-    """An argument that is another for each server."""
-
-    of: Callable[[int], Any]
 
 
 def tell_nobody(what: str, /, *args: Any) -> None:

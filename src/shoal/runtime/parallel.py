@@ -16,6 +16,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,7 +43,7 @@ from shoal.rewrite.apply import apply, check, check_served, label, places
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
 from shoal.runtime.optimizer import extend
-from shoal.runtime.owners import Owners, Tell, tell_nobody
+from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.servers import ServedSite
 from shoal.runtime.session import Attached, Session, current, ranks
 from shoal.runtime.watch import watch
@@ -61,6 +62,7 @@ def parallelize(
     pins: Mapping[str, str] | None = None,
     strategies: Iterable[str] | None = None,
     count: Callable[[Any, Any], float | Tensor] | None = None,
+    staleness: int | None = 0,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all ranks as one.
 
@@ -78,6 +80,9 @@ def parallelize(
         strategies: names of the strategies that the planner may use; all by default.
         count: a function of (output, target) that gives how many terms the local mean is over, where that is not the
             number of rows (ignore_index, token losses). Without a loss_fn its target is what the model was called with.
+        staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for the synchronous
+            step, None for any number. Otherwise all layers are served, every rank weighs the same however many rows it
+            has, and there is no one gradient to read or to clip.
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
@@ -89,9 +94,11 @@ def parallelize(
     session = current()
     comm = session.comm
     comm.reached("parallelize: comparing what the ranks were given")
-    given = agreed(comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies))
+    given = agreed(comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies, staleness))
     optimizers = _listed(optimizer)
-    _require_same_request(comm, given, pins, strategies, count, optimizers)
+    _require_same_request(comm, given, pins, strategies, count, optimizers, staleness)
+    if staleness != 0:
+        pins = {"*": _SERVED}
     if comm.size == 1:
         for each in optimizers:
             extend(each)
@@ -101,15 +108,16 @@ def parallelize(
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
     comm.reached("parallelize: planning and rewriting")
-    chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies))
+    chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies, staleness))
     transfers = apply(model, chosen, comm, len(cluster.servers))
     prefix = f"model{len(session.attached)}"
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers) - len(served)))]
-    weigher = Weigher(comm.channel(f"{prefix}-counts"))
-    server_lanes, tell = _open_servers(session, model, chosen, served, optimizers)
+    weigher = Weigher(comm.channel(f"{prefix}-counts") if chosen.staleness == 0 else None)
+    number, server_lanes = _open_servers(session, model, chosen, served, optimizers)
     engine = Engine(transfers, lanes, server_lanes)
+    tell = session.servers.tell(number, engine, chosen.staleness) if session.servers and served else tell_nobody
     engine.began = partial(tell, "exchange")
     session.lanes += engine.lanes
     owners = Owners(engine, owned, comm.rank, tell) if owned else None
@@ -121,10 +129,10 @@ def parallelize(
 
 def _open_servers(
     session: Session, model: nn.Module, plan: Plan, served: Sequence[OwnedTransfer], optimizers: Sequence[Optimizer]
-) -> tuple[Sequence[Comm], Tell]:
+) -> tuple[int, Sequence[Comm]]:
     """Let the servers, if the plan has any use for them, take their part."""
     if session.servers is None or not served:
-        return (), tell_nobody
+        return 0, ()
     sites = [
         ServedSite(
             site.strategy,
@@ -135,7 +143,7 @@ def _open_servers(
         for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
         if named(all_strategies, Strategy, site.strategy).served
     ]
-    return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)))
+    return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
 
 
 def plan(
@@ -217,9 +225,10 @@ def _chosen(
     cluster: Cluster,
     pins: Mapping[str, str] | None,
     strategies: Iterable[str] | None,
+    staleness: int | None,
 ) -> Plan:
     if given is None:
-        return search(profile, cluster, pins=pins, strategies=strategies)
+        return replace(search(profile, cluster, pins=pins, strategies=strategies), staleness=staleness)
     check_served(given, profile, cluster)
     return repredicted(given, profile, cluster)
 
@@ -231,6 +240,7 @@ def _checked(
     plan: Any,
     pins: Mapping[str, str] | None,
     strategies: Iterable[str] | None,
+    staleness: int | None,
 ) -> Plan | None:
     """Refuse what cannot be parallelised; the given plan, None for "auto"."""
     if not isinstance(model, nn.Module):
@@ -271,6 +281,13 @@ def _checked(
                 do="build it from model.parameters() of the model you give",
             )
     known(strategies)
+    if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
+        raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 for none")
+    if staleness != 0 and (pins or plan != "auto"):
+        raise PlanError(
+            "a staleness leaves nothing to plan: servers own every layer",
+            do="leave out plan and pins, or write the staleness into the plan",
+        )
     if plan == "auto":
         resolve(pins or {}, [layer.name for layer in trainable_layers(model)])
         return None
@@ -284,6 +301,7 @@ def _checked(
     raise PlanError("the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path')
 
 
+_SERVED = "server"
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 
@@ -302,6 +320,7 @@ def _require_same_request(
     strategies: Iterable[str] | None,
     count: Callable[..., Any] | None,
     optimizers: list[Optimizer],
+    staleness: int | None,
 ) -> None:
     """Compare what the ranks asked for; the models themselves are compared when they are profiled."""
     chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
@@ -314,6 +333,7 @@ def _require_same_request(
         "pins": sorted((pins or {}).items()),
         "strategies": "all" if strategies is None else sorted(strategies),
         "count": "none" if count is None else "a function",
+        "staleness": "unbounded" if staleness is None else staleness,
         **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
     }
     first, *others = comm.gather_objects(mine)

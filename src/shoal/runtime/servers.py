@@ -15,11 +15,11 @@ Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
 
 from __future__ import annotations
 
-import io
-import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, final
 
 import torch
@@ -32,14 +32,15 @@ from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Place, Strategy
 from shoal.core.pieces import Piece
 from shoal.core.registry import named
 from shoal.profiling.updates import attributes, made
+from shoal.runtime.ahead import AheadModel, RunningAhead
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
 from shoal.runtime.optimizer import Update
-from shoal.runtime.owners import OfRank, Owners, Tell
+from shoal.runtime.orders import Names, OfRank, of_rank, read, receive_bytes, send_bytes
+from shoal.runtime.owners import Owners, Tell
 
 _CHANNEL = "orders"
 _END = "end"
-_Name = tuple[int, ...]  # model, transfer, and parameter, or rank and piece; () is nothing that a server knows
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,14 @@ class Servers:
     """
 
     def __init__(self, comm: Comm) -> None:
-        self.comm = comm
         self.hosts = comm.topology.hosts[comm.workers :]
+        self._comm = comm
         orders = comm.channel(_CHANNEL, idle=True)
         self._lane = Lane(orders, "orders") if comm.rank == 0 else None
-        self._names: dict[int, _Name] = {}  # by id, of what servers know too
+        self._names = Names()
         self._ended = False
         self._models: list[tuple[OwnedTransfer, ...]] = []
+        self._running_ahead: list[RunningAhead] = []
 
     def open(
         self,
@@ -75,31 +77,43 @@ class Servers:
         transfers: Sequence[OwnedTransfer],
         optimizers: Sequence[Optimizer],
         lanes: int,
-    ) -> tuple[list[Comm], Tell]:
-        """Let servers take their part of a model (a collective of all ranks): the lanes, and how to tell them.
+        staleness: int | None,
+    ) -> tuple[int, list[Comm]]:
+        """Let servers take their part of a model (a collective of all ranks): its number, and the lanes to them.
 
         Args:
             sites: what servers take part in.
             transfers: the workers' own side of it, in the same order.
             optimizers: what updates the parameters.
             lanes: how many exchanges are in flight at once.
+            staleness: how many steps a worker may run ahead; None: any number.
         """
         model = len(self._models)
         self._models.append(tuple(transfers))
-        self._send("open", model, sites, [(type(each), attributes(each)) for each in optimizers], lanes)
-        for number, transfer in enumerate(transfers):
-            self._names[id(transfer)] = (model, number)
-            self._names |= {id(p): (model, number, index) for index, p in enumerate(transfer.parameters)}
-            for rank, pieces in enumerate(transfer.owned):
-                self._names |= {id(piece): (model, number, rank, index) for index, piece in enumerate(pieces)}
+        self._send("open", model, sites, [(type(each), attributes(each)) for each in optimizers], lanes, staleness)
+        self._names.add(model, transfers)
+        return model, channels(self._comm, model, lanes, idle=staleness != 0)
+
+    def tell(self, model: int, engine: Engine, staleness: int | None) -> Tell:
+        """How to tell the servers of a model what its workers do; they are given the parameters as they are."""
         tell = partial(self._tell, model)
-        tell("take_values", OfRank(lambda rank: [{p: _value(p) for p in each.owned[rank]} for each in transfers]))
-        return channels(self.comm, model, lanes), tell
+        values = OfRank(lambda rank: [{p: _value(p) for p in each.owned[rank]} for each in self._models[model]])
+        tell("take_values", values)
+        if staleness == 0:
+            return tell
+        servers, lanes = range(self._comm.workers, self._comm.size), len(engine.served_lanes)
+        ahead = RunningAhead(engine, self._models[model], servers, lanes, tell, self._names.written)
+        self._running_ahead.append(ahead)
+        return ahead
 
     def end(self) -> None:
         """Let the servers finish, and end. Nothing more can be told them."""
-        if self._lane is not None and not self._ended:
-            self._ended = True
+        if self._ended:
+            return
+        self._ended = True
+        for ahead in self._running_ahead:
+            ahead.end()
+        if self._lane is not None:
             self._send(_END)
             self._lane.drain()
 
@@ -115,33 +129,25 @@ class Servers:
     def _send(self, what: str, /, *args: Any) -> None:
         if self._lane is None:
             return
-        for server in range(self.comm.workers, self.comm.size):
-            order = self._written((what, *(arg.of(server) if isinstance(arg, OfRank) else arg for arg in args)))
-            self._lane.run(partial(_send_bytes, order, server), f"order to rank {server}: {what}")
-
-    def _written(self, order: tuple[Any, ...]) -> Tensor:
-        buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer)
-        pickler.persistent_id = self._name  # type: ignore[method-assign]
-        pickler.dump(order)
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-    def _name(self, thing: Any) -> _Name | None:
-        if isinstance(thing, nn.Parameter | Piece | OwnedTransfer):
-            return self._names.get(id(thing), ())  # a parameter that no server has any part of
-        return None
+        for server in range(self._comm.workers, self._comm.size):
+            order = self._names.written(what, *of_rank(server, args))
+            self._lane.run(partial(send_bytes, order, server), f"order to rank {server}: {what}")
 
 
-def channels(comm: Comm, model: int, lanes: int) -> list[Comm]:
+def channels(comm: Comm, model: int, lanes: int, *, idle: bool) -> list[Comm]:
     """The lanes of a model's served transfers, among all ranks."""
-    return [comm.channel(f"model{model}-served{lane}") for lane in range(lanes)]
+    return [comm.channel(f"model{model}-served{lane}", idle=idle) for lane in range(lanes)]
 
 
-def serve(comm: Comm) -> None:
+def serve(comm: Comm) -> list[Counter[int]]:
     """Be a server until the workers have ended.
 
     Args:
         comm: all ranks, of which this is one of the last.
+
+    Returns:
+        For each model whose workers may run ahead of one another, how often a worker was given parameters of which
+        staleness: how many of its own steps are not yet in them, for want of other workers.
 
     Raises:
         WorldError: a rank was lost.
@@ -150,12 +156,12 @@ def serve(comm: Comm) -> None:
     models: list[_Model] = []
     try:
         while True:
-            landed: list[Tensor] = []
-            errand = orders.run(partial(_receive_bytes, landed), "orders")
+            landed: SimpleQueue[Tensor] = SimpleQueue()
+            errand = orders.run(partial(_next_order, landed), "orders")
             errand.wait("serving", meanwhile=partial(_check, models))
-            what, *args = _read(landed[0], models)
+            what, *args = read(landed.get(), [model.transfers for model in models])
             if what == _END:
-                return
+                return _finished(models)
             if what == "open":
                 models.append(_Model(comm, *args))
             else:
@@ -163,13 +169,23 @@ def serve(comm: Comm) -> None:
                 models[model].do(what, held, *args)
     finally:
         for model in models:
-            model.engine.close()
+            model.way.close()
         orders.close()
+
+
+def _finished(models: Sequence[_Model]) -> list[Counter[int]]:
+    for model in models:
+        model.way.finish()
+    return [model.way.observed for model in models]
+
+
+def _next_order(landed: SimpleQueue[Tensor], comm: Comm) -> None:
+    landed.put(receive_bytes(0, comm))
 
 
 def _check(models: Sequence[_Model]) -> None:
     for model in models:
-        model.engine.check()
+        model.way.check()
 
 
 class _Model:
@@ -182,56 +198,82 @@ class _Model:
         sites: Sequence[ServedSite],
         optimizers: Sequence[tuple[type[Optimizer], Mapping[str, Any]]],
         lanes: int,
+        staleness: int | None,
     ) -> None:
         transfers: list[OwnedTransfer] = []
         for site in sites:
             shells = {name: _shell(*form) for name, form in site.parameters.items()}
-            place = Place({}, shells, comm.rank, comm.workers, comm.size - comm.workers)
+            place = Place({}, shells, comm.rank, comm.workers, comm.size - comm.workers, staleness != 0)
             strategy, exchange = named(strategies, Strategy, site.strategy), named(exchanges, Exchange, site.exchange)
             made_here = strategy.apply(place, exchange, site.label)
             transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]
         self.transfers = tuple(transfers)
-        self.engine = Engine(transfers, (), channels(comm, number, lanes))
-        self.owners = Owners(self.engine, transfers, comm.rank)
-        own = (self.exchange, self.update, self.gather_state, self.take_state, self.take_values)
-        theirs = (self.owners.fetch_all, self.owners.norms, self.owners.scale)
-        self._parts: dict[str, Callable[..., object]] = {part.__name__: part for part in (*own, *theirs)}
         self._updates = [{t: Update(made(*each), t) for t in transfers} for each in optimizers]
+        to_workers = channels(comm, number, lanes, idle=staleness != 0)
+        self.way: _InStep | AheadModel
+        if staleness == 0:
+            self.way = _InStep(self.transfers, self._updates, to_workers)
+        else:
+            self.way = AheadModel(self.transfers, number, self._updates, to_workers, staleness)
 
     def do(self, what: str, held: Sequence[Sequence[int]], *args: Any) -> None:
         """Do this server's part of what the workers do, who find these gradients held by their owners."""
         for transfer, indices in zip(self.transfers, held, strict=True):
             transfer.held = {transfer.parameters[i] for i in indices}
-        self._parts[what](*args)
+        parts: dict[str, Callable[..., object]] = {"take_values": self._take_values, "take_state": self._take_state}
+        (parts | self.way.parts)[what](*args)
 
-    def exchange(self) -> None:
-        """A backward begins."""
-        for transfer in self.transfers:
-            self.engine.settle(transfer)
-            transfer.follow(set(transfer.held))
-            self.engine.later(transfer, transfer.run, "exchange")
-
-    def update(self, optimizer: int, transfer: OwnedTransfer, *work: Any) -> None:
-        """A step of one optimizer, for one transfer."""
-        self.owners.send_off(transfer, (), self._updates[optimizer][transfer].work(*work))
-
-    def gather_state(self, optimizer: int) -> None:
-        """A worker's state_dict."""
-        self.owners.settle()
-        for transfer, update in self._updates[optimizer].items():
-            self.owners.together(transfer, partial(update.gather_state, None))
-
-    def take_state(self, optimizer: int, states: Sequence[Mapping[Piece, dict[str, Any]]]) -> None:
-        """A state that workers have loaded, or begin with."""
-        self.owners.settle()
-        for update, state in zip(self._updates[optimizer].values(), states, strict=True):
-            update.take_state(state)
-
-    def take_values(self, values: Sequence[Mapping[Piece, Tensor]]) -> None:
-        """What parameters begin with."""
+    def _take_values(self, values: Sequence[Mapping[Piece, Tensor]]) -> None:
         for pieces in values:
             for piece, value in pieces.items():
                 piece.of(piece.parameter).copy_(value)
+
+    def _take_state(self, optimizer: int, states: Sequence[Mapping[Piece, dict[str, Any]]]) -> None:
+        self.way.settle()
+        for update, state in zip(self._updates[optimizer].values(), states, strict=True):
+            update.take_state(state)
+
+
+class _InStep:
+    """A server's part of a model whose workers keep step: whatever they do together, it does with them."""
+
+    def __init__(
+        self,
+        transfers: Sequence[OwnedTransfer],
+        updates: Sequence[Mapping[OwnedTransfer, Update]],
+        lanes: Sequence[Comm],
+    ) -> None:
+        self.observed: Counter[int] = Counter()  # nobody runs ahead
+        self._transfers, self._updates = transfers, updates
+        self._engine = Engine(transfers, (), lanes)
+        self._owners = owners = Owners(self._engine, transfers, lanes[0].rank)
+        self.parts: dict[str, Callable[..., object]] = {
+            "exchange": self._exchange,
+            "update": self._update,
+            "gather_state": self._gather_state,
+            "fetch_all": owners.fetch_all,
+            "norms": owners.norms,
+            "scale": owners.scale,
+        }
+        self.settle, self.check, self.close = owners.settle, self._engine.check, self._engine.close
+
+    def finish(self) -> None:
+        """Finish what workers wait for."""
+        self.settle()
+
+    def _exchange(self) -> None:
+        for transfer in self._transfers:
+            self._engine.settle(transfer)
+            transfer.follow(set(transfer.held))
+            self._engine.later(transfer, transfer.run, "exchange")
+
+    def _update(self, optimizer: int, transfer: OwnedTransfer, *work: Any) -> None:
+        self._owners.send_off(transfer, (), self._updates[optimizer][transfer].work(*work))
+
+    def _gather_state(self, optimizer: int) -> None:
+        self.settle()
+        for transfer, update in self._updates[optimizer].items():
+            self._owners.together(transfer, partial(update.gather_state, None))
 
 
 def _value(piece: Piece) -> Tensor:
@@ -241,31 +283,3 @@ def _value(piece: Piece) -> Tensor:
 def _shell(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
     """A parameter of that form, of which only what is written takes memory."""
     return nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype))
-
-
-def _send_bytes(order: Tensor, to: int, comm: Comm) -> None:
-    comm.send(torch.tensor([order.numel()]), to).wait()
-    comm.send(order, to).wait()
-
-
-def _receive_bytes(landed: list[Tensor], comm: Comm) -> None:
-    size = torch.empty(1, dtype=torch.int64)
-    comm.receive(size, 0).wait()
-    order = torch.empty(int(size), dtype=torch.uint8)
-    comm.receive(order, 0).wait()
-    landed.append(order)
-
-
-def _read(order: Tensor, models: Sequence[_Model]) -> Any:
-    def thing(name: _Name) -> Any:
-        if not name:
-            return None
-        model, number, *rest = name
-        transfer = models[model].transfers[number]
-        if not rest:
-            return transfer
-        return transfer.parameters[rest[0]] if len(rest) == 1 else transfer.owned[rest[0]][rest[1]]
-
-    unpickler = pickle.Unpickler(io.BytesIO(order.numpy().tobytes()))
-    unpickler.persistent_load = thing  # type: ignore[method-assign]
-    return unpickler.load()

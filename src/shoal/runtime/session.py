@@ -24,6 +24,7 @@ from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
+from shoal.report import text
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
 from shoal.runtime.optimizer import OwnedOptimizer
@@ -118,7 +119,8 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         servers = _number_of_servers()
         comm = ThreadComm(hub=Hub(hosts=(host,))) if alone() else join(timeout_s, start_timeout_s, host, servers)
         if comm.rank >= comm.workers:
-            serve(comm)
+            for observed in filter(None, serve(comm)):
+                text.console().print(text.staleness(comm.rank, observed))
             comm.leave(None)
             sys.exit(0)
         session = _among_workers(comm)

@@ -22,11 +22,11 @@ from shoal.runtime.lanes import Errand, Lane
 
 @final
 class Weigher:
-    """Exchanges row counts over a channel of its own."""
+    """Exchanges row counts over a channel of its own; without one, every rank weighs the same."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._size, self._rank = comm.size, comm.rank
-        self._lane = Lane(comm, "row counts")
+    def __init__(self, comm: Comm | None) -> None:
+        self._comm = comm
+        self._lane = None if comm is None else Lane(comm, "row counts")
         self._asked = 0
 
     def ask(self, count: float, batch: Any = None) -> Weight:
@@ -35,16 +35,18 @@ class Weigher:
         Raises:
             RanksDiffer: every rank was fed the same batch.
         """
+        if self._comm is None or self._lane is None:
+            return Weight(None, [], 0, "")
         self._lane.reached(f"forward {self._asked}")
         first = self._asked == 0 and bool(_tensors(batch))
         mine = torch.tensor([count, *(_digest(batch) if first else (0, 0))], dtype=torch.float64)
-        counts = [torch.empty_like(mine) for _ in range(self._size)]
+        counts = [torch.empty_like(mine) for _ in range(self._comm.size)]
         errand = self._lane.run(lambda comm: comm.all_gather(counts, mine), "row counts")
-        weight = Weight(errand, counts, self._rank, f"forward {self._asked}, row counts")
+        weight = Weight(errand, counts, self._comm.rank, f"forward {self._asked}, row counts")
         self._asked += 1
         if first and weight.same_batch():
             raise RanksDiffer(
-                f"all {self._size} ranks were fed the same batch, so every rank would compute the same gradients",
+                f"all {self._comm.size} ranks were fed the same batch, so every rank would compute the same gradients",
                 where="the first forward",
                 do="wrap the loader on every rank: loader = shoal.shard(loader)",
             )
@@ -52,20 +54,21 @@ class Weigher:
 
     def close(self) -> None:
         """End the lane."""
-        self._lane.close()
+        if self._lane is not None:
+            self._lane.close()
 
 
 @final
 class Weight:
-    """This rank's weight in the global mean, known once every rank's count has come."""
+    """This rank's weight in the global mean, known once every rank's count has come (1 where none is asked for)."""
 
-    def __init__(self, errand: Errand, counts: list[Tensor], rank: int, where: str) -> None:
+    def __init__(self, errand: Errand | None, counts: list[Tensor], rank: int, where: str) -> None:
         self._errand, self._counts, self._rank, self._where = errand, counts, rank, where
 
     def value(self) -> float | None:
         """K·P/ΣK, or None where every rank counts the same. Waits for the counts."""
         counts = self._arrived(0)
-        if len(set(counts)) == 1:
+        if len(set(counts)) <= 1:
             return None
         return counts[self._rank] * len(counts) / sum(counts)
 
@@ -75,7 +78,8 @@ class Weight:
         return len(digests) == 1 and digests != {(0.0, 0.0)}
 
     def _arrived(self, column: int) -> list[float]:
-        self._errand.wait(self._where)
+        if self._errand is not None:
+            self._errand.wait(self._where)
         return [float(count[column]) for count in self._counts]
 
 

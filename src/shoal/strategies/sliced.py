@@ -31,6 +31,7 @@ from shoal.core.contracts import (
     Exchange,
     OwnedTransfer,
     Place,
+    Slice,
     SplitExchange,
     Strategy,
     Transfer,
@@ -94,8 +95,7 @@ def owned_cost(
     )
 
 
-_REDUCE = 1
-_DOES = {_REDUCE: "sums gradients", Turn.VALUES: "sends parameters after a step", Turn.GRADIENTS: "reads gradients"}
+_DOES = {Turn.SUM: "sums gradients", Turn.VALUES: "sends parameters after a step", Turn.GRADIENTS: "reads gradients"}
 
 
 def _width(owned: Sequence[tuple[int, int, int]]) -> int:
@@ -128,15 +128,15 @@ class SlicedTransfer(OwnedTransfer):
         first = self.parameters[0]
         widths = [_width(owned) for owned in spans]
         flat = torch.zeros(sum(widths), dtype=first.dtype, device=first.device)
-        self._slices = flat.split(widths)
-        parts = [_split(piece, owned) for piece, owned in zip(self._slices, self.owned, strict=True)]
-        self._values, self._flags = [values for values, _ in parts], [flags for _, flags in parts]
-        self._turns = [piece[-1:] for piece in self._slices]
+        slices = [_parted(own, owned) for own, owned in zip(flat.split(widths), self.owned, strict=True)]
+        self._slices = [own.whole for own in slices]
+        self._values, self._flags = [own.values for own in slices], [own.flags for own in slices]
+        self._turns = [own.turn for own in slices]
         rows = zip(self.owned, self._values, strict=True)
         self._everything = [(piece, value) for row in rows for piece, value in zip(*row, strict=True)]
         self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
-        self._total = torch.zeros_like(self._slices[place.rank])  # of this rank's own slice, over backwards
-        self._total_values, self._total_flags = _split(self._total, self.pieces)
+        total = _parted(torch.zeros_like(self._slices[place.rank]), self.pieces)  # of this rank's own, over backwards
+        self._total, self._total_values, self._total_flags = total.whole, total.values, total.flags
         self._landed: set[Tensor] = set()
         self.held: set[nn.Parameter] = set()
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
@@ -187,9 +187,9 @@ class SlicedTransfer(OwnedTransfer):
 
     def run(self, comm: Comm) -> None:
         for turn in self._turns:
-            turn.fill_(_REDUCE)
+            turn.fill_(Turn.SUM)
         self.exchange.reduce_scatter(self._slices, comm)
-        self._check([turn / self._workers for turn in self._turns[self._rank].real.tolist()], _REDUCE)
+        self._check([turn / self._workers for turn in self._turns[self._rank].real.tolist()], Turn.SUM)
         if not self._carried:
             self._total.copy_(self._slices[self._rank])
             return
@@ -221,6 +221,9 @@ class SlicedTransfer(OwnedTransfer):
         self._check([each for turns in self._turns for each in turns.real.tolist()], turn)
         return self._everything
 
+    def slice_of(self, rank: int) -> Slice:
+        return _parted(torch.zeros_like(self._slices[rank]), self.owned[rank])
+
     def used(self) -> set[nn.Parameter]:
         if self._serves:
             return set()
@@ -231,7 +234,7 @@ class SlicedTransfer(OwnedTransfer):
             if flag
         }
 
-    def _check(self, turns: Sequence[float], mine: int) -> None:
+    def _check(self, turns: Sequence[float], mine: Turn) -> None:
         """Refuse what came where not every rank takes it for the same."""
         if any(turn != mine for turn in turns):
             raise RanksDiffer(
@@ -241,7 +244,7 @@ class SlicedTransfer(OwnedTransfer):
             )
 
 
-def _split(flat: Tensor, pieces: Sequence[Piece]) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Views of a slice: of each piece's values, one behind the other, and of the flags."""
-    *values, flags, _ = flat.split([*(piece.numel for piece in pieces), len(pieces), len(flat) and 1])
-    return tuple(values), flags
+def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
+    """A flat tensor as a slice: each piece's values, one behind the other, the flags, and the turn."""
+    *values, flags, turn = flat.split([*(piece.numel for piece in pieces), len(pieces), len(flat) and 1])
+    return Slice(flat, tuple(values), flags, turn)

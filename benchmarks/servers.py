@@ -1,0 +1,140 @@
+"""Spare hosts as servers: their exchange against all-reduce, and what running ahead is worth.
+
+    sudo .venv/bin/python benchmarks/servers.py [exchange] [ahead]      about four minutes; results/servers.json
+
+exchange   buckets summed and brought back, three in flight, back to back: 4 workers by gloo's all-reduce and by `direct`
+           among themselves, with 4 more hosts as servers, and with 2 more (then workers serve a share too)
+ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds a
+           step of the synchronous server, of a bound of 3, and of none; and the same with one worker slow for good
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.comm.process_group import join
+from shoal.core.contracts import Comm
+from shoal.exchange.direct import Direct
+from shoal.strategies.server import shares
+
+WORKERS, RATE = 4, "1gbit"
+BUCKET, LANES, ROUNDS, TURNS = 4 << 20, 3, 8, 5  # bytes of a bucket; buckets in a turn are LANES × ROUNDS
+STEP_S, SLOWER, STEPS = 0.05, 3, 60
+RESULTS = Path(__file__).parent / "results" / "servers.json"
+
+
+def lab(servers: int, serving: int, *arguments: str) -> list[dict[str, float]]:
+    """Run this file on hosts of a lab, of which `serving` are Shoal's servers; what ranks printed as JSON."""
+    hosts = ["--hosts", str(WORKERS + servers - serving), "--servers", str(serving)]
+    command = [sys.executable, "-m", "shoal", "lab", *hosts, "--rate", RATE, "--", sys.executable, __file__, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    print(done.stdout, end="", flush=True)
+    return [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if "] {" in line]
+
+
+def exchange(servers: int) -> None:
+    """On a rank: seconds of one bucket's exchange, by way."""
+    everyone = join(60.0, 60.0, os.environ["SHOAL_HOST"], servers)
+    lanes = [everyone.channel(f"lane{i}") for i in range(LANES)]
+    sizes = [int(BUCKET // 4 * share) for share in shares(WORKERS, servers)] if servers else [0] * WORKERS
+    flats = [torch.zeros(BUCKET // 4) for _ in lanes]
+
+    def by_servers(comm: Comm, flat: Tensor) -> None:
+        slices = flat[: sum(sizes)].split(sizes)
+        Direct().reduce_scatter(slices, comm)
+        Direct().all_gather(slices, comm)
+
+    def by_workers(comm: Comm, flat: Tensor) -> None:
+        Direct().reduce(flat, comm)
+        Direct().gather(flat, comm)
+
+    ways: dict[str, tuple[list[Comm], Callable[[Comm, Tensor], None]]] = {}
+    if servers:
+        ways[f"{WORKERS} + {servers} servers"] = (lanes, by_servers)
+    if everyone.rank < WORKERS:
+        among = everyone.group(WORKERS)
+        own_lanes = [among.channel(f"own{i}") for i in range(LANES)]
+        ways["all-reduce"] = (own_lanes, lambda comm, flat: comm.all_reduce(flat))
+        ways["direct"] = (own_lanes, by_workers)
+    else:
+        ways |= {"all-reduce": ([], by_workers), "direct": ([], by_workers)}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with ThreadPoolExecutor(LANES) as pool:
+        for _ in range(TURNS):
+            for name, (channels, work) in ways.items():
+
+                def serve(comm: Comm, flat: Tensor, work: Callable[[Comm, Tensor], None] = work) -> None:
+                    for _ in range(ROUNDS):
+                        work(comm, flat)
+
+                everyone.gather_objects(None)
+                start = time.perf_counter()
+                list(pool.map(serve, channels, flats))
+                ranks = everyone.gather_objects(time.perf_counter() - start)
+                seconds[name].append(max(ranks) / (ROUNDS * LANES))
+    if everyone.rank == 0:
+        print(json.dumps({name: statistics.median(each) for name, each in seconds.items()}), flush=True)
+    everyone.leave(None)
+
+
+def ahead(staleness: int | None, slow: str) -> None:
+    """On a rank: seconds a step where workers are slow in turn, or one of them for good."""
+    world = shoal.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(16, 64) + world.rank, torch.randint(10, (16,))
+    loss_fn = nn.functional.cross_entropy
+    how = {"pins": {"*": "server"}} if staleness == 0 else {"staleness": staleness}
+    shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), **how)
+    draw = random.Random(0)
+    own_s = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        chosen = draw.randrange(world.size) if slow == "random" else 0
+        loss = loss_fn(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        time.sleep(STEP_S * (SLOWER if chosen == world.rank else 1))
+        optimizer.step()
+        own_s.append(time.perf_counter() - start)
+    model.state_dict()
+    print(json.dumps({"rank": world.rank, "step_s": sum(own_s) / STEPS}), flush=True)
+
+
+def main() -> None:
+    """Run what was asked for, and write the figures."""
+    wanted = sys.argv[1:] or ["exchange", "ahead"]
+    figures = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if "exchange" in wanted:
+        figures["exchange_s"] = {str(s): lab(s, 0, "--exchange", str(s))[0] for s in (WORKERS, WORKERS // 2)}
+    if "ahead" in wanted:
+        figures["ahead_step_s"] = {}
+        for slow in ("random", "one"):
+            for bound in ("0", "3", "none"):
+                ranks = lab(2, 2, "--ahead", bound, slow)
+                by_rank = {each["rank"]: each["step_s"] for each in ranks}
+                figures["ahead_step_s"][f"{slow}, bound {bound}"] = [by_rank[rank] for rank in range(WORKERS)]
+    RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if "--exchange" in sys.argv:
+        exchange(int(sys.argv[2]))
+    elif "--ahead" in sys.argv:
+        ahead(None if sys.argv[2] == "none" else int(sys.argv[2]), sys.argv[3])
+    else:
+        main()

@@ -1,0 +1,264 @@
+"""Workers that run ahead of one another: servers answer each by itself, within a bound on its staleness.
+
+    worker r, a lane of its own to each server        server, a thread for each worker and lane
+      backward      each bucket's slice         ──▶     kept
+      step c        the optimizer's settings    ──▶     Shelf.step: a step's gradients are applied when all workers'
+                    parameters                  ◀──     are there; the answer waits until those of step c − bound were
+
+A worker's clock is the number of its steps; what it is given is stale by its clock less the slowest worker's. Each
+step's gradients are summed in the order of the ranks and applied as one update, so that a bound of 0 gives the bits of
+the synchronous step. Without a bound each gradient is an update of its own as it comes, and no answer waits.
+Guarded by tests/equivalence/test_servers.py.
+Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013,
+section 3 (there a worker reads its own updates at once); Dean et al., "Large Scale Distributed Deep Networks", NeurIPS
+2012, section 4.1, for updates as they come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Condition
+from typing import Any, final
+
+from torch import Tensor
+
+from shoal.core.contracts import Comm, OwnedTransfer, Slice, Turn
+from shoal.core.errors import UsageError
+from shoal.runtime.engine import Engine
+from shoal.runtime.lanes import Errand, Lane
+from shoal.runtime.optimizer import Update
+from shoal.runtime.orders import of_rank, read, receive_bytes, send_bytes
+from shoal.runtime.owners import Tell
+
+_POLL_S = 0.5
+_ONE_EACH = (
+    "where workers run ahead of one another, every backward is followed by one step, of one optimizer a parameter"
+)
+
+
+@final
+class RunningAhead:
+    """How a worker that may run ahead tells the servers: each worker for itself.
+
+    Args:
+        engine: runs the transfers.
+        transfers: the model's served ones.
+        servers: their ranks.
+        lanes: how many channels there are to them.
+        tell: worker 0's word to all servers, before training starts.
+        written: an order as bytes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfers: Sequence[OwnedTransfer],
+        servers: range,
+        lanes: int,
+        tell: Tell,
+        written: Callable[..., Tensor],
+    ) -> None:
+        self._engine, self._transfers, self._servers, self._lanes = engine, transfers, servers, lanes
+        self._tell, self._written = tell, written
+        self._backwards = 0
+        self._steps: Counter[OwnedTransfer] = Counter()
+
+    def __call__(self, what: str, /, *args: Any) -> None:
+        if what == "exchange":
+            if any(self._steps[transfer] != self._backwards for transfer in self._transfers):
+                raise UsageError(_ONE_EACH, do="call optimizer.step() after each backward, or train without staleness")
+            self._start()
+            self._backwards += 1
+        elif what == "update":
+            self._update(*args)
+        elif what == "take_state" and not self._backwards:
+            self._tell(what, *args)
+        else:
+            raise UsageError(
+                "there is no one gradient or optimizer state where workers run ahead of one another",
+                got=_CALLED[what],
+                do="train with staleness=0, or do without it",
+            )
+
+    def end(self) -> None:
+        """Tell the servers that this worker has ended."""
+        self._start()
+        for lane in range(min(self._lanes, len(self._transfers))):
+            on_lane = self._transfers[lane :: self._lanes]
+            self._engine.later(on_lane[0], partial(self._farewell, on_lane), "farewell to servers")
+            self._engine.settle(on_lane[0])
+
+    def _start(self) -> None:
+        if not self._backwards:
+            self._tell("start")
+
+    def _update(self, number: int, transfer: OwnedTransfer, *work: Any) -> None:
+        self._steps[transfer] += 1
+        if self._steps[transfer] > self._backwards:
+            raise UsageError(_ONE_EACH, where=transfer.label, do="train without staleness")
+        orders = {s: self._written(number, transfer, *of_rank(s, work)) for s in self._servers if transfer.owned[s]}
+
+        def give(comm: Comm) -> None:
+            for server, order in orders.items():
+                send_bytes(order, server, comm)
+
+        self._engine.later(transfer, give, "order an update of")
+
+    def _farewell(self, on_lane: Sequence[OwnedTransfer], comm: Comm) -> None:
+        for server in self._servers:
+            first = next((transfer for transfer in on_lane if transfer.owned[server]), None)
+            if first is not None:
+                nothing = first.slice_of(server)
+                nothing.turn.fill_(Turn.END)
+                comm.send(nothing.whole, server).wait()
+
+
+_CALLED = {
+    "fetch_all": "a gradient is read",
+    "norms": "optimizer.clip_grad_norm_",
+    "scale": "optimizer.clip_grad_norm_",
+    "gather_state": "optimizer.state_dict",
+    "take_state": "optimizer.load_state_dict",
+}
+
+
+@final
+class AheadModel:
+    """A server's part of a model whose workers run ahead of one another.
+
+    Args:
+        transfers: of this model.
+        number: of this model among `models`.
+        updates: each optimizer's, by transfer.
+        lanes: channels to the workers.
+        staleness: the bound; None for none.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[OwnedTransfer],
+        number: int,
+        updates: Sequence[Mapping[OwnedTransfer, Update]],
+        lanes: Sequence[Comm],
+        staleness: int | None,
+    ) -> None:
+        self.observed: Counter[int] = Counter()
+        self._transfers, self._number, self._lanes = transfers, number, lanes
+        workers = lanes[0].workers
+        self._shelves = {t: Shelf([each[t] for each in updates], workers, staleness, self.observed) for t in transfers}
+        self._threads: list[Lane] = []
+        self._errands: list[Errand] = []
+
+        self.parts: dict[str, Callable[..., object]] = {"start": self._start}
+
+    def settle(self) -> None:
+        """Nothing is under way before the workers start."""
+
+    def _start(self) -> None:
+        for index, comm in enumerate(self._lanes):
+            rank, on_lane = comm.rank, self._transfers[index :: len(self._lanes)]
+            mine = [transfer for transfer in on_lane if transfer.owned[rank]]
+            for worker in range(comm.workers):
+                thread = Lane(comm, f"worker {worker}")
+                self._threads.append(thread)
+                self._errands.append(thread.run(partial(self._answer, worker, mine), f"answer worker {worker}"))
+
+    def check(self) -> None:
+        """Raise the error that a thread has ended with."""
+        for errand in self._errands:
+            if errand.failed():
+                errand.wait("serving")
+
+    def finish(self) -> None:
+        """Wait until every worker has ended."""
+        for errand in self._errands:
+            errand.wait("serving", meanwhile=self.check)
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.close()
+
+    def _answer(self, worker: int, mine: Sequence[OwnedTransfer], comm: Comm) -> None:
+        while mine:
+            landed: dict[OwnedTransfer, Slice] = {}
+            for transfer in mine:
+                landed[transfer] = transfer.slice_of(comm.rank)
+                comm.receive(landed[transfer].whole, worker).wait()
+                if landed[transfer].turn == Turn.END:
+                    return
+            for _ in mine:
+                known = [()] * self._number + [self._transfers]
+                number, transfer, *work = read(receive_bytes(worker, comm), known)
+                answer = transfer.slice_of(comm.rank)
+                self._shelves[transfer].step(
+                    worker, landed[transfer], number, work, answer, partial(comm.check, "serving")
+                )
+                comm.send(answer.whole, worker).wait()
+
+
+@final
+class Shelf:
+    """A server's slice of one transfer, and how far each worker is with it.
+
+    Args:
+        updates: each optimizer's.
+        workers: how many there are.
+        bound: by how many steps a worker may be ahead of the slowest; None for any number.
+        observed: counts by how many one was, whenever it was given parameters.
+    """
+
+    def __init__(self, updates: Sequence[Update], workers: int, bound: int | None, observed: Counter[int]) -> None:
+        self._updates, self._bound, self._observed = updates, bound, observed
+        self._clocks = [0] * workers
+        self._applied = 0  # steps of all workers
+        self._waiting: dict[int, dict[int, tuple[Slice, int, Sequence[Any]]]] = {}  # by step and worker
+        self._moved = Condition()
+
+    def step(
+        self,
+        worker: int,
+        gradients: Slice,
+        optimizer: int,
+        work: Sequence[Any],
+        answer: Slice,
+        check: Callable[[], None],
+    ) -> None:
+        """Take a worker's gradients, and fill its answer as soon as it may go on; `check` is called while it waits."""
+        with self._moved:
+            clock = self._clocks[worker]
+            self._clocks[worker] += 1
+            if self._bound is None:
+                self._update(gradients, optimizer, work)
+            else:
+                self._waiting.setdefault(clock, {})[worker] = gradients, optimizer, work
+                self._apply()
+            self._moved.notify_all()
+            while self._bound is not None and self._ahead(worker) > self._bound:
+                if not self._moved.wait(_POLL_S):
+                    check()
+            self._observed[self._ahead(worker)] += 1
+            for value, new in zip(answer.values, self._updates[optimizer].values(), strict=True):
+                value.copy_(new)
+            answer.flags.fill_(1)
+            answer.turn.fill_(Turn.VALUES)
+
+    def _ahead(self, worker: int) -> int:
+        return self._clocks[worker] - min(self._clocks)
+
+    def _apply(self) -> None:
+        """Apply every step of which all workers' gradients are there."""
+        while len(self._waiting.get(self._applied, ())) == len(self._clocks):
+            given = self._waiting.pop(self._applied)
+            total, optimizer, work = given[0]
+            for worker in range(1, len(given)):
+                total.whole.add_(given[worker][0].whole)
+            self._update(total, optimizer, work)
+            self._applied += 1
+
+    def _update(self, gradients: Slice, optimizer: int, work: Sequence[Any]) -> None:
+        used = gradients.flags.tolist()
+        values = [value if flag else None for value, flag in zip(gradients.values, used, strict=True)]
+        self._updates[optimizer].step(values, *work)

@@ -1,0 +1,100 @@
+"""Orders to servers: what a worker has them do, as bytes.
+
+Parameters, pieces and transfers, which workers and servers both know, cross by name and not by value; all else is
+pickled. Both ends are one job of one user, as with any message among ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.core.errors import UsageError
+from shoal.core.pieces import Piece
+
+_Name = tuple[int, ...]  # model, transfer, and parameter, or rank and piece; () is nothing that servers know
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """An argument that is another for each server."""
+
+    of: Callable[[int], Any]
+
+
+def of_rank(rank: int, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments as they are for one server."""
+    return [each.of(rank) if isinstance(each, OfRank) else each for each in arguments]
+
+
+@final
+class Names:
+    """What workers and servers both know."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, _Name] = {}  # by id
+
+    def add(self, model: int, transfers: Sequence[OwnedTransfer]) -> None:
+        """Name a model's transfers, and all that belongs to them."""
+        for number, transfer in enumerate(transfers):
+            self._names[id(transfer)] = (model, number)
+            self._names |= {id(p): (model, number, index) for index, p in enumerate(transfer.parameters)}
+            for rank, pieces in enumerate(transfer.owned):
+                self._names |= {id(piece): (model, number, rank, index) for index, piece in enumerate(pieces)}
+
+    def written(self, *order: Any) -> Tensor:
+        """An order as bytes (UsageError where something of it cannot be sent)."""
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer)
+        pickler.persistent_id = self._name  # type: ignore[method-assign]
+        try:
+            pickler.dump(order)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            do = "define the optimizer's class in a module, with settings that can be pickled; or serve without servers"
+            raise UsageError("the optimizer cannot be sent to the servers", got=str(error)[:200], do=do) from error
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    def _name(self, thing: Any) -> _Name | None:
+        if isinstance(thing, nn.Parameter | Piece | OwnedTransfer):
+            return self._names.get(id(thing), ())
+        return None
+
+
+def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any, ...]:
+    """The order that these bytes are, to a server that has these transfers of each model."""
+
+    def thing(name: _Name) -> Any:
+        if not name:
+            return None
+        model, number, *rest = name
+        transfer = models[model][number]
+        if not rest:
+            return transfer
+        return transfer.parameters[rest[0]] if len(rest) == 1 else transfer.owned[rest[0]][rest[1]]
+
+    unpickler = pickle.Unpickler(io.BytesIO(order.numpy().tobytes()))
+    unpickler.persistent_load = thing  # type: ignore[method-assign]
+    content: tuple[Any, ...] = unpickler.load()
+    return content
+
+
+def send_bytes(order: Tensor, to: int, comm: Comm) -> None:
+    """Send an order."""
+    comm.send(torch.tensor([order.numel()]), to).wait()
+    comm.send(order, to).wait()
+
+
+def receive_bytes(source: int, comm: Comm) -> Tensor:
+    """Receive an order."""
+    size = torch.empty(1, dtype=torch.int64)
+    comm.receive(size, source).wait()
+    order = torch.empty(int(size), dtype=torch.uint8)
+    comm.receive(order, source).wait()
+    return order
