@@ -2,10 +2,10 @@
 
     sudo .venv/bin/python benchmarks/servers.py [exchange] [ahead]      about four minutes; results/servers.json
 
-exchange   buckets summed and brought back, three in flight, back to back: 4 workers by gloo's all-reduce and by `direct`
-           among themselves, with 4 more hosts as servers, and with 2 more (then workers serve a share too)
-ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds a
-           step of the synchronous server, of a bound of 3, and of none; and the same with one worker slow for good
+exchange   buckets summed and brought back, three in flight, back to back: 4 workers by themselves, by all-reduce
+           and by `direct`; with 4 more hosts as servers, and with 2 more (then workers serve a share too)
+ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds
+           a step of the synchronous server, of a bound of 3, and of none; and the same with one worker slow for good
 """
 
 from __future__ import annotations

@@ -150,8 +150,11 @@ class ProcessGroupComm(Comm):
         return values
 
     def close(self) -> None:
-        self._heartbeat.wake.pop(id(self), None)
-        if dist.is_initialized() and self._group is not dist.group.WORLD:
+        if self._heartbeat.wake.pop(id(self), None) is None:  # closed already, by another of its users
+            return
+        # A group of some ranks only stays: torch names those by how many groups there are, and under a name that comes
+        # again the next would find the addresses that this one left in the store.
+        if dist.is_initialized() and self._group is not dist.group.WORLD and self.size == dist.get_world_size():
             dist.destroy_process_group(self._group)
 
     def reached(self, where: str) -> None:
