@@ -41,7 +41,7 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
 OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed]
-WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for tests of single circumstances
+WAYS = [*BUCKETED, "sliced, low", *OTHERS]  # each strategy once, in the default exchange: for single circumstances
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -91,8 +91,9 @@ class Training:
         return state(model)
 
     def on_ranks(self, ranks: int, way: str = BUCKETED[0], *, uneven: bool = False) -> list[State]:
-        """Each rank's state after training together; `way` is as `pins_of` takes it."""
+        """Each rank's state after training together; `way` is as `pins_of` takes it, or with ", low" behind it."""
         copies = [copy.deepcopy(self.model) for _ in range(ranks)]
+        way, memory = with_memory(way)
         pins = self.pins_of(way)
 
         def work(comm: ThreadComm) -> State:
@@ -106,6 +107,7 @@ class Training:
                     sample=mine[0],
                     pins=pins,
                     count=self.count,
+                    memory=memory,
                 )
                 self.loop(model, loss_fn, optimizer, mine)
                 return state(model)
@@ -124,6 +126,12 @@ class Training:
         served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
         assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
         return {"*": rest} | dict.fromkeys(served, strategy)
+
+
+def with_memory(way: str) -> tuple[str, str]:
+    """A way without its ", low", and what `parallelize` takes as memory for it."""
+    way, _, memory = way.partition(", ")
+    return way, memory or "fast"
 
 
 def cluster_of(ranks: int) -> Cluster:

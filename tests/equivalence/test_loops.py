@@ -22,6 +22,7 @@ from one_process import (
     rows_of,
     sgd,
     state,
+    with_memory,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -107,6 +108,7 @@ def versus(make, judge, makes, judges, batches, freeze):
 @WAY
 def test_two_models_side_by_side(way, uneven, freeze):
     gan, ranks = built(Gan), 3
+    pin, memory = with_memory(way)
     batches = [(numbers(12, 4, seed=s), numbers(12, 7, seed=s + 30)) for s in range(5)]
     copies = [copy.deepcopy(gan) for _ in range(ranks)]
     alone = copy.deepcopy(gan)
@@ -116,7 +118,7 @@ def test_two_models_side_by_side(way, uneven, freeze):
         mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
         make, judge = copies[comm.rank].make, copies[comm.rank].judge
         with using(comm, cluster_of(ranks)):
-            plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": {"*": way}}
+            plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": {"*": pin}, "memory": memory}
             make, _, makes = shoal.parallelize(
                 make, optimizer=adamw(make.parameters()), sample=(mine[0][0], 0), **plain
             )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal import exchange as exchanges
 from shoal import strategies
+from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
@@ -24,7 +25,7 @@ from shoal.core.registry import found, named
 from shoal.profiling.identity import Layer, model_digest, trainable_layers
 
 
-def apply(model: nn.Module, plan: Plan, comm: Comm) -> list[Transfer]:
+def apply(model: nn.Module, plan: Plan, comm: Comm, buckets: Buckets) -> list[Transfer]:
     """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
 
     Raises:
@@ -41,6 +42,7 @@ def apply(model: nn.Module, plan: Plan, comm: Comm) -> list[Transfer]:
             parameters={p: value for name in site.layers for p, value in layers[name].parameters.items()},
             rank=comm.rank,
             ranks=comm.size,
+            buckets=buckets,
         )
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
         transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, _label(number, site))

@@ -271,6 +271,7 @@ class _Update:
             for piece, value in self._transfer.gather(values, Turn.VALUES, comm):
                 if piece not in self._tensors and piece.parameter in group_of:
                     piece.of(piece.parameter).copy_(value)
+            self._transfer.release()
 
         return update
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from shoal import exchange as exchanges
 from shoal.comm.agreement import agreed, from_first
+from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.contracts import Comm, Exchange, OwnedTransfer
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
@@ -58,6 +59,7 @@ def parallelize(
     pins: Mapping[str, str] | None = None,
     strategies: Iterable[str] | None = None,
     count: Callable[[Any, Any], float | Tensor] | None = None,
+    memory: str = "fast",
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all ranks as one.
 
@@ -75,20 +77,23 @@ def parallelize(
         strategies: names of the strategies that the planner may use; all by default.
         count: a function of (output, target) that gives how many terms the local mean is over, where that is not the
             number of rows (ignore_index, token losses). Without a loss_fn its target is what the model was called with.
+        memory: "fast", or "low": buckets of `sliced` layers take memory only while they are on their way, and backward
+            waits where more than two a lane would. The same results, bit for bit.
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
 
     Raises:
-        UsageError: what was given does not fit: sample, plan, pins, an already compiled model, or ranks that differ.
+        UsageError: what was given does not fit: sample, plan, pins, memory, a compiled model, or ranks that differ.
         WorldError: a rank was lost while they prepared.
     """
     session = current()
     comm = session.comm
     comm.reached("parallelize: comparing what the ranks were given")
-    given = agreed(comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies))
+    given = agreed(comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies, memory))
     optimizers = _listed(optimizer)
-    _require_same_request(comm, given, pins, strategies, count, optimizers)
+    _require_same_request(comm, given, pins, strategies, count, memory, optimizers)
+    session.optimizers[model] = tuple(optimizers)
     if comm.size == 1:
         for each in optimizers:
             extend(each, None, None)
@@ -99,11 +104,12 @@ def parallelize(
     cluster = measured_cluster(session)
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies))
-    transfers = apply(model, chosen, comm)
+    buckets = Buckets(memory)
+    transfers = apply(model, chosen, comm, buckets)
     prefix = f"model{len(session.attached)}"
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts"))
-    engine = Engine(transfers, lanes)
+    engine = Engine(transfers, lanes, buckets)
     session.lanes += engine.lanes
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     owners = Owners(engine, owned) if owned else None
@@ -206,6 +212,7 @@ def _checked(
     plan: Any,
     pins: Mapping[str, str] | None,
     strategies: Iterable[str] | None,
+    memory: Any,
 ) -> Plan | None:
     """Refuse what cannot be parallelised; the given plan, None for "auto"."""
     if not isinstance(model, nn.Module):
@@ -245,6 +252,10 @@ def _checked(
                 f"the optimizer {type(optimizer).__name__} holds none of the model's parameters",
                 do="build it from model.parameters() of the model you give",
             )
+    if memory not in MEMORY:
+        raise UsageError(
+            "there is no such way to use memory", got=repr(memory), expected=" or ".join(map(repr, MEMORY))
+        )
     known(strategies)
     if plan == "auto":
         resolve(pins or {}, [layer.name for layer in trainable_layers(model)])
@@ -276,6 +287,7 @@ def _require_same_request(
     pins: Mapping[str, str] | None,
     strategies: Iterable[str] | None,
     count: Callable[..., Any] | None,
+    memory: str,
     optimizers: list[Optimizer],
 ) -> None:
     """Compare what the ranks asked for; the models themselves are compared when they are profiled."""
@@ -289,6 +301,7 @@ def _require_same_request(
         "pins": sorted((pins or {}).items()),
         "strategies": "all" if strategies is None else sorted(strategies),
         "count": "none" if count is None else "a function",
+        "memory": memory,
         **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
     }
     first, *others = comm.gather_objects(mine)

@@ -91,7 +91,8 @@ class SlicedTransfer(OwnedTransfer):
         self.pieces = self.owned[place.rank]
         width, flags = _widths(spans)
         first = self.parameters[0]
-        self._flat = torch.zeros(place.ranks * (width + flags + 1), dtype=first.dtype, device=first.device)
+        self._buckets = place.buckets
+        self._flat = self._buckets.flat(place.ranks * (width + flags + 1), first)
         self._slices = self._flat.view(place.ranks, width + flags + 1)
         self._values = [_split(row, owned) for row, owned in zip(self._slices, self.owned, strict=True)]
         self._flags, self._turns = self._slices[:, width:-1], self._slices[:, -1]
@@ -99,6 +100,7 @@ class SlicedTransfer(OwnedTransfer):
         self._everything = [(piece, value) for row in rows for piece, value in zip(*row, strict=True)]
         self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
         self._total = torch.zeros_like(self._slices[place.rank])  # of this rank's own slice, over backwards
+        self._buckets.close(self._flat)
         self._total_values, self._total_flags = _split(self._total, self.pieces), self._total[width:-1]
         self._landed: set[Tensor] = set()
         self._held: set[Tensor] = set()
@@ -124,6 +126,7 @@ class SlicedTransfer(OwnedTransfer):
         """Bring what is in `.grad` into the slices; whether there was anything."""
         if not self._open:
             self.settle()
+            self._buckets.open(self._flat)
             self._open, self._carried = True, set(self._held)
         gradient = local_gradient(parameter)
         for piece, value in self._places[parameter]:
@@ -151,6 +154,7 @@ class SlicedTransfer(OwnedTransfer):
         self._check([float(self._turns[self._rank].real) / self._ranks], _REDUCE)
         if not self._carried:
             self._total.copy_(self._slices[self._rank])
+            self._buckets.close(self._flat)
             return
         for index, piece in enumerate(self.pieces):
             value, flag = self._total_values[index], self._total_flags[index]
@@ -159,6 +163,7 @@ class SlicedTransfer(OwnedTransfer):
                 flag.zero_()
             value.add_(self._values[self._rank][index])
             flag.add_(self._flags[self._rank][index])
+        self._buckets.close(self._flat)
 
     def publish(self) -> None:
         self._landed.clear()
@@ -176,6 +181,7 @@ class SlicedTransfer(OwnedTransfer):
         ]
 
     def gather(self, values: Sequence[Tensor], turn: Turn, comm: Comm) -> list[tuple[Piece, Tensor]]:
+        self._buckets.open(self._flat)
         for value, own in zip(values, self._values[self._rank], strict=True):
             own.copy_(value)
         self._flags[self._rank].copy_(self._total_flags)
@@ -191,6 +197,12 @@ class SlicedTransfer(OwnedTransfer):
             for piece, flag in zip(pieces, flags, strict=False)
             if flag
         }
+
+    def release(self) -> None:
+        self._buckets.close(self._flat)
+
+    def kept(self) -> Sequence[Tensor]:
+        return [self._total]
 
     def _check(self, turns: Sequence[float], mine: int) -> None:
         """Refuse what came where not every rank takes it for the same."""
