@@ -53,7 +53,7 @@ def memory(model: nn.Module) -> Memory:
         WorldError: a rank was lost.
 
     Example:
-        >>> import shoal
+        >>> import torch, shoal
         >>> _ = shoal.init()
         >>> model = torch.nn.Linear(1000, 250)
         >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
