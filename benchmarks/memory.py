@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,13 @@ def train(way: str, folder: Path) -> None:
         options["plan"] = replace(plan, bucket_bytes=4 << 20)
         current().cluster = CLUSTER
     shoal.parallelize(model, F.mse_loss, optimizer, sample=sample, **options)
+    began = time.perf_counter()
     for number in range(WARM_UP + STEPS):
         if number == WARM_UP:
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+            began = time.perf_counter()
         step(model, optimizer, [batch(r, number) for r in (range(RANKS) if world.size == 1 else [world.rank])])
+    print(f"rank {world.rank}: {(time.perf_counter() - began) / STEPS:.2f} s a step", file=sys.stderr)
     held = replace(shoal.memory(model), process_peak=resident("VmHWM") - before)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(held)))
     if world.rank == 0:
@@ -92,7 +96,7 @@ def measured(way: str, folder: Path, rate: str | None) -> tuple[dict[str, int], 
     """Each figure on the rank where it is most, and the parameters after training."""
     ranks = 1 if way == "one process" else RANKS
     folder.mkdir()
-    job = Job((sys.executable, __file__, way, str(folder)), ranks)
+    job = Job((sys.executable, str(Path(__file__).resolve()), way, str(folder)), ranks)
     launcher = Lab(hosts=ranks, rate=rate) if rate and ranks > 1 else Local()
     if launcher.launch(job).exit_code:
         sys.exit(1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +15,9 @@ from torch import Tensor, nn
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 from shoal.runtime.session import current
+
+_M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+_LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,18 @@ def memory(model: nn.Module) -> Memory:
         buckets_peak=attached.engine.buckets.peak_bytes if attached else 0,
         process_peak=_process_peak(parameters[0].device),
     )
+
+
+def return_freed_memory() -> None:
+    """Have the whole process give large blocks back when it frees them (glibc; elsewhere nothing).
+
+    By itself glibc keeps freed blocks of up to 32 MB for later, in an arena a thread: what buckets free would stay with
+    the process in pieces. It costs the kernel's zeroing of new pages at each large allocation.
+    """
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        library.malloc_trim(0)  # and what it kept so far
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -40,6 +40,7 @@ from shoal.profiling.paces import probe_paces, probe_pack
 from shoal.rewrite.apply import apply, check, check_served
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
+from shoal.runtime.memory import return_freed_memory
 from shoal.runtime.optimizer import extend
 from shoal.runtime.owners import Owners
 from shoal.runtime.session import Attached, Session, current, ranks
@@ -78,7 +79,8 @@ def parallelize(
         count: a function of (output, target) that gives how many terms the local mean is over, where that is not the
             number of rows (ignore_index, token losses). Without a loss_fn its target is what the model was called with.
         memory: "fast", or "low": buckets of `sliced` layers take memory only while they are on their way, and backward
-            waits where more than two a lane would. The same results, bit for bit.
+            waits where more than two a lane would; with glibc, the process returns what it frees in blocks of 1 MiB or
+            more. The same results, bit for bit.
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
@@ -98,6 +100,8 @@ def parallelize(
         for each in optimizers:
             extend(each, None, None)
         return model, loss_fn, optimizer
+    if memory == "low":
+        return_freed_memory()
     comm.reached("parallelize: measuring the model")
     profile = profile_model(model, loss_fn, optimizers, sample, comm)
     comm.reached("parallelize: measuring the links")
