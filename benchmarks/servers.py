@@ -30,16 +30,16 @@ from shoal.core.contracts import Comm
 from shoal.exchange.direct import Direct
 from shoal.strategies.server import shares
 
-WORKERS, RATE = 4, "1gbit"
-BUCKET, LANES, ROUNDS, TURNS = 4 << 20, 3, 8, 5  # bytes of a bucket; buckets in a turn are LANES × ROUNDS
+WORKERS = 4
+BUCKET, LANES, ROUNDS, TURNS = 4 << 20, 3, 4, 5  # bytes of a bucket; buckets in a turn are LANES × ROUNDS
 STEP_S, SLOWER, STEPS = 0.05, 3, 60
 RESULTS = Path(__file__).parent / "results" / "servers.json"
 
 
-def lab(servers: int, serving: int, *arguments: str) -> list[dict[str, float]]:
+def lab(rate: str, servers: int, serving: int, *arguments: str) -> list[dict[str, float]]:
     """Run this file on hosts of a lab, of which `serving` are Shoal's servers; what ranks printed as JSON."""
     hosts = ["--hosts", str(WORKERS + servers - serving), "--servers", str(serving)]
-    command = [sys.executable, "-m", "shoal", "lab", *hosts, "--rate", RATE, "--", sys.executable, __file__, *arguments]
+    command = [sys.executable, "-m", "shoal", "lab", *hosts, "--rate", rate, "--", sys.executable, __file__, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, end="", flush=True)
     return [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if "] {" in line]
@@ -120,12 +120,12 @@ def main() -> None:
     wanted = sys.argv[1:] or ["exchange", "ahead"]
     figures = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if "exchange" in wanted:
-        figures["exchange_s"] = {str(s): lab(s, 0, "--exchange", str(s))[0] for s in (WORKERS, WORKERS // 2)}
+        figures["exchange_s"] = {str(s): lab("200mbit", s, 0, "--exchange", str(s))[0] for s in (WORKERS, WORKERS // 2)}
     if "ahead" in wanted:
         figures["ahead_step_s"] = {}
         for slow in ("random", "one"):
             for bound in ("0", "3", "none"):
-                ranks = lab(2, 2, "--ahead", bound, slow)
+                ranks = lab("1gbit", 2, 2, "--ahead", bound, slow)
                 by_rank = {each["rank"]: each["step_s"] for each in ranks}
                 figures["ahead_step_s"][f"{slow}, bound {bound}"] = [by_rank[rank] for rank in range(WORKERS)]
     RESULTS.write_text(json.dumps(figures, indent=1) + "\n")

@@ -78,10 +78,16 @@ def test_train_on_two_ranks_shows_the_plan_and_compares_the_prediction(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    assert shoal("train", RECIPE, "--steps", "6", "--pin", "2=factor", "--save-plan", path, ranks=2) == [0, 0]
+    assert shoal(
+        "train", RECIPE, "--steps", "6", "--pin", "2=factor", "--memory", "low", "--save-plan", path, ranks=2
+    ) == [
+        0,
+        0,
+    ]
     printed = squeezed(capsys.readouterr().out)
     assert printed.count("plan for 2 ranks") == 1
     assert "6 steps" in printed
+    assert re.search(r"memory of this rank: parameters [\d.]+ MB, gradients [\d.]+ MB, optimizer state", printed)
     assert re.search(r"predicted step [\d.]+ ms: \d+% (under|over) the measured one", printed)
     assert Plan.load(path).choice("2").strategy == "factor"
 
@@ -128,6 +134,7 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     figures = json.loads(path.read_text())
     assert set(figures["median_s"]) == {"shoal", "ddp"}
     assert [len(times) for times in figures["rounds_s"].values()] == [2, 2]
+    assert set(figures["memory_bytes"]) == {"parameters", "gradients", "optimizer_state", "buckets_peak"}
     ratio = figures["ratio_to_shoal"]["ddp"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert f"{ratio['median']:.2f}" in done.stdout

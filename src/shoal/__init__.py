@@ -11,6 +11,7 @@ from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.planner.explain import explain
+from shoal.runtime.memory import Memory, memory
 from shoal.runtime.parallel import parallelize, plan, shard
 from shoal.runtime.session import World, init, world
 
@@ -18,6 +19,7 @@ __all__ = [
     "Choice",
     "Cluster",
     "Link",
+    "Memory",
     "Plan",
     "ShoalError",
     "Topology",
@@ -26,6 +28,7 @@ __all__ = [
     "WorldError",
     "explain",
     "init",
+    "memory",
     "parallelize",
     "plan",
     "shard",

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.report import text
 from shoal.report.trace import chrome
+from shoal.runtime.memory import Memory, memory
 from shoal.runtime.parallel import parallelize, shard
 from shoal.runtime.recipe import Recipe
 from shoal.runtime.session import Attached, current, init
@@ -45,7 +47,7 @@ def bench(
     json_path: Path | None = None,
     trace_path: Path | None = None,
 ) -> dict[str, Any]:
-    """Time the recipe's step under Shoal and the named peers; print medians and ratios.
+    """Time the recipe's step under Shoal and the named peers; print medians, ratios and memory.
 
     Args:
         recipe: what to train, each rank on its own rows.
@@ -87,6 +89,7 @@ def bench(
         "ratio_to_shoal": {name: _ratio(figures[name], figures["shoal"]) for name in against},
         "predicted_s": attached.plan.predicted_s,
         "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
+        "memory_bytes": _memory(shoal.model),
         "plan": json.loads(attached.plan.to_json()),
     }
     if current().comm.rank == 0:
@@ -96,6 +99,12 @@ def bench(
     if trace_path:
         _trace(shoal, attached, batch, steps, trace_path)
     return report
+
+
+def _memory(model: torch.nn.Module) -> dict[str, int]:
+    """What Shoal's own model holds, each kind on the rank with the most; the process's peak is the peers' too."""
+    ranks = [asdict(replace(each, process_peak=None)) for each in current().comm.gather_objects(memory(model))]
+    return {kind: max(each[kind] for each in ranks) for kind, nbytes in ranks[0].items() if nbytes is not None}
 
 
 def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
@@ -123,6 +132,7 @@ def _shoal(work: Workload, request: Request) -> Peer:
         plan=request.plan,
         pins=request.pins,
         strategies=request.strategies,
+        memory=request.memory,
     )
     return peer
 
@@ -152,6 +162,8 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
     predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
     console.print(f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one")
+    held = Memory(**report["memory_bytes"], process_peak=None)
+    console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
     floor = report["floor_s"]
     console.print(
         f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured {measured / floor:.2f} of it"

@@ -17,6 +17,7 @@ import torch
 
 from shoal import worker
 from shoal.bench import bench as run_bench
+from shoal.core.buckets import MEMORY
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.job import Job
@@ -27,6 +28,13 @@ from shoal.runtime.session import leave, world
 
 _PACKAGE = Path(__file__).parent
 _NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+_MEMORY = click.option(
+    "--memory",
+    type=click.Choice(MEMORY),
+    default=MEMORY[0],
+    show_default=True,
+    help="With low, buckets that owners sum take memory only on their way.",
+)
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -108,19 +116,26 @@ def _distributed(workers: int | None) -> None:
         sys.exit(Local().launch(Job(command, workers)).exit_code)
 
 
-def _request(pin: tuple[str, ...], strategy: tuple[str, ...], plan: str = "auto", save: Path | None = None) -> Any:
+def _request(
+    pin: tuple[str, ...],
+    strategy: tuple[str, ...],
+    plan: str = "auto",
+    save: Path | None = None,
+    memory: str = MEMORY[0],
+) -> Any:
     pins = {}
     for text in pin:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError("a pin is LAYER=STRATEGY", got=text, do="write for instance --pin 'classifier.*=factor'")
         pins[name] = value
-    return worker.Request(plan, pins or None, strategy or None, save)
+    return worker.Request(plan, pins or None, strategy or None, save, memory)
 
 
 @main.command()
 @_recipe_command
 @click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+@_MEMORY
 @click.option("--save-plan", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 @click.option("--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default.")
 @click.option("--steps", type=click.IntRange(1), help="End after this many steps.")
@@ -130,12 +145,13 @@ def train(
     pin: tuple[str, ...],
     strategy: tuple[str, ...],
     plan: str,
+    memory: str,
     save_plan: Path | None,
     epochs: int | None,
     steps: int | None,
 ) -> None:
     """Train RECIPE, after showing its plan."""
-    loaded, request = load(recipe), _request(pin, strategy, plan, save_plan)
+    loaded, request = load(recipe), _request(pin, strategy, plan, save_plan, memory)
     _distributed(workers)
     worker.train(loaded, request, epochs=epochs, max_steps=steps)
 
@@ -173,6 +189,7 @@ def plan(
 @main.command()
 @_recipe_command
 @click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+@_MEMORY
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to train.")
 @click.option("--float32", is_flag=True, help="In float32, which shows rounding; the criterion is float64's.")
 def check(
@@ -181,11 +198,12 @@ def check(
     pin: tuple[str, ...],
     strategy: tuple[str, ...],
     plan: str,
+    memory: str,
     steps: int,
     float32: bool,
 ) -> None:
     """Compare RECIPE on all ranks with one process on the global batch."""
-    loaded, request = load(recipe), _request(pin, strategy, plan)
+    loaded, request = load(recipe), _request(pin, strategy, plan, memory=memory)
     _distributed(workers)
     worst = worker.check(loaded, request, steps=steps, dtype=torch.float32 if float32 else torch.float64)
     if not float32 and not worst <= worker.CRITERION:
@@ -197,6 +215,7 @@ def check(
 @_recipe_command
 @click.option("--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain.")
 @click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+@_MEMORY
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns that each contender takes.")
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn.")
 @click.option("--json", "json_path", type=_NEW_FILE, callback=_in_a_folder, help="Write all figures there.")
@@ -210,13 +229,14 @@ def bench(
     strategy: tuple[str, ...],
     against: str,
     plan: str,
+    memory: str,
     rounds: int,
     steps: int,
     json_path: Path | None,
     trace_path: Path | None,
 ) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
-    loaded, request = load(recipe), _request(pin, strategy, plan)
+    loaded, request = load(recipe), _request(pin, strategy, plan, memory=memory)
     _distributed(workers)
     peers = against.split(",")
     run_bench(loaded, request, peers, rounds=rounds, steps=steps, json_path=json_path, trace_path=trace_path)

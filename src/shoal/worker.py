@@ -27,6 +27,7 @@ from shoal.planner.explain import explain
 from shoal.planner.search import search
 from shoal.profiling.layers import profile_model
 from shoal.report import text
+from shoal.runtime.memory import memory
 from shoal.runtime.parallel import measured_cluster, parallelize, shard
 from shoal.runtime.recipe import Recipe
 from shoal.runtime.session import current, init, world
@@ -45,10 +46,11 @@ class Request:
     pins: Mapping[str, str] | None = None
     strategies: tuple[str, ...] | None = None
     save: Path | None = None  # where to write the plan
+    memory: str = "fast"  # as for `parallelize`
 
 
 def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_steps: int | None = None) -> None:
-    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times and the test accuracy."""
+    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times, memory and the test accuracy."""
     init()
     console = text.console()
     torch.manual_seed(_SEED)
@@ -64,6 +66,7 @@ def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_st
         plan=request.plan,
         pins=request.pins,
         strategies=request.strategies,
+        memory=request.memory,
     )
     first, attached = world().rank == 0, current().attached.get(model)
     if first and attached is not None:
@@ -101,6 +104,7 @@ def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_st
                 f"predicted step {predicted * 1e3:.1f} ms: {abs(predicted - measured) / measured:.0%} "
                 f"{'under' if predicted < measured else 'over'} the measured one"
             )
+        console.print(f"memory of this rank: {memory(model)}")
         if test is not None and recipe.accuracy is not None:
             console.print(f"test accuracy {_accuracy(recipe, model, test):.2%}")
 
@@ -165,6 +169,7 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
         plan=request.plan,
         pins=request.pins,
         strategies=request.strategies,
+        memory=request.memory,
     )
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)

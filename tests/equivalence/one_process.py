@@ -43,7 +43,7 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
 OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed]
-WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for tests of single circumstances
+WAYS = [*BUCKETED, "sliced, low", *OTHERS]  # each strategy once, in the default exchange: for single circumstances
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -93,8 +93,9 @@ class Training:
         return state(model)
 
     def on_ranks(self, ranks: int, way: str = BUCKETED[0], *, uneven: bool = False) -> list[State]:
-        """Each rank's state after training together; `way` is as `pins_of` takes it."""
+        """Each rank's state after training together; `way` is as `pins_of` takes it, or with ", low" behind it."""
         copies = [copy.deepcopy(self.model) for _ in range(ranks)]
+        way, memory = with_memory(way)
         pins, servers = self.pins_of(way), servers_of(way, ranks)
 
         def work(comm: ThreadComm) -> State:
@@ -108,6 +109,7 @@ class Training:
                     sample=mine[0],
                     pins=pins,
                     count=self.count,
+                    memory=memory,
                 )
                 self.loop(model, loss_fn, optimizer, mine)
                 return state(model)
@@ -128,6 +130,12 @@ class Training:
         return {"*": rest} | dict.fromkeys(served, strategy)
 
 
+def with_memory(way: str) -> tuple[str, str]:
+    """A way without its ", low", and what `parallelize` takes as memory for it."""
+    way, _, memory = way.partition(", ")
+    return way, memory or "fast"
+
+
 def on_threads(ranks: int, work: Callable[[ThreadComm], T], servers: int = 0) -> list[T]:
     """What `work` returns on each rank, with so many servers beside."""
 
@@ -141,7 +149,8 @@ def on_threads(ranks: int, work: Callable[[ThreadComm], T], servers: int = 0) ->
 
 def servers_of(way: str, ranks: int) -> int:
     """How many servers a way needs: fewer than there are workers where it can, so that these own something too."""
-    return (ranks + 1) // 2 if found(strategies, Strategy)[way.partition(":")[0]].served else 0
+    strategy = way.partition(", ")[0].partition(":")[0]
+    return (ranks + 1) // 2 if found(strategies, Strategy)[strategy].served else 0
 
 
 def cluster_of(ranks: int, servers: int = 0) -> Cluster:

@@ -13,12 +13,17 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.faulty import FaultyComm, RandomDelay
-from shoal.comm.threads import run
+from shoal.comm.threads import ThreadComm, run
 from shoal.core.contracts import Comm
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.runtime.session import using
 
 WAY = "sliced"
+
+
+@pytest.fixture(autouse=True, params=["sliced", "sliced, low"])
+def either_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "WAY", request.param)
 
 
 class Seeing(nn.Module):
@@ -219,18 +224,19 @@ def stepped(model, loss_fn, optimizer, batch):
 def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit():
     """2,000 steps; in each, something else happens between, and messages take their time."""
     torch.manual_seed(0)
-    ranks, steps = 2, 2000
+    ranks, steps, low = 2, 2000, WAY.endswith("low")
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())))
     rows = torch.randn(ranks, 20, 4, 9)
     acts = torch.randint(12, (steps,)).tolist()
 
-    def trained(comm: Comm) -> list[Tensor]:
+    def trained(comm: Comm, memory: str) -> list[Tensor]:
         mine = copy.deepcopy(model)
         cluster = Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))
         with using(comm, cluster) as session:
             optimizer = torch.optim.SGD(mine.parameters(), 0.01, momentum=0.9)
             pins = {"*": "sliced:direct", "2": "replicate:direct", "4": "sliced:ring"}
-            shoal.parallelize(mine, F.mse_loss, optimizer, sample=(rows[comm.rank, 0], rows[comm.rank, 0]), pins=pins)
+            sample = rows[comm.rank, 0], rows[comm.rank, 0]
+            shoal.parallelize(mine, F.mse_loss, optimizer, sample=sample, pins=pins, memory=memory)
             assert {c.strategy for c in session.attached[mine].plan.choices} == {"sliced", "replicate"}
             for step, act in enumerate(acts):
                 x = rows[comm.rank, step % 20]
@@ -253,8 +259,11 @@ def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit(
                 optimizer.zero_grad()
             return [p.detach().clone() for p in mine.parameters()]
 
-    quiet = run(ranks, trained)
-    delayed = run(ranks, lambda comm: trained(FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)])), timeout_s=120)
-    for a, b in zip(quiet + quiet, quiet[1:] + quiet[:1] + delayed, strict=True):
+    def delayed(comm: ThreadComm) -> list[Tensor]:
+        return trained(FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]), "low" if low else "fast")
+
+    quiet = run(ranks, lambda comm: trained(comm, "fast"))
+    late = run(ranks, delayed, timeout_s=120)
+    for a, b in zip(quiet + quiet, quiet[1:] + quiet[:1] + late, strict=True):
         for one, other in zip(a, b, strict=True):
             assert torch.equal(one, other)

@@ -19,9 +19,14 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
-from shoal.runtime.session import current, using
+from shoal.runtime.session import using
 
 WAY = "sliced"
+
+
+@pytest.fixture(autouse=True, params=["sliced", "sliced, low"])
+def either_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "WAY", request.param)
 
 
 def mlp() -> nn.Module:
@@ -242,21 +247,22 @@ def test_each_rank_holds_its_share_of_the_state():
     x, y = numbers(8, 64), integers(64, 8)
     copies = [copy.deepcopy(model) for _ in range(ranks)]
 
-    def work(comm: ThreadComm) -> int:
+    def work(comm: ThreadComm) -> shoal.Memory:
         mine = copies[comm.rank]
         with using(comm, cluster_of(ranks)):
             optimizer = adamw(mine.parameters())
             batch = rows_of((x, y), comm.rank, ranks)
-            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=batch, pins={"*": WAY})
+            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=batch, pins={"*": "sliced"})
             stepped(mine, F.cross_entropy, optimizer, [batch])
             mine.state_dict()
             assert not optimizer.state, "what others own is not held here"
-            (owned,) = current().attached[mine].optimizers
-            return owned.state_bytes()
+            return shoal.memory(mine)
 
     held = run(ranks, work)
-    whole = 8 * 2 * sum(p.numel() for p in model.parameters())  # and a counter a piece
-    assert whole / ranks <= max(held) <= 1.02 * whole / ranks
+    whole = 8 * sum(p.numel() for p in model.parameters())
+    assert {each.parameters for each in held} == {whole}
+    assert whole / ranks <= max(each.gradients for each in held) <= 1.02 * whole / ranks  # and flags
+    assert 2 * whole / ranks <= max(each.optimizer_state for each in held) <= 1.02 * 2 * whole / ranks  # and counters
 
 
 def test_a_group_added_later():

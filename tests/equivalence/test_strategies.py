@@ -39,6 +39,8 @@ WAYS = [
     ),
     *(f"{strategy}:{exchange}" for strategy in OTHERS for exchange in EXACT),
 ]
+SLICED = [way for way in WAYS if way.startswith("sliced")]
+WAYS += [f"{way}, low" for way in SLICED]
 
 
 def test_every_exchange_is_tried_with_every_strategy_that_takes_it() -> None:
@@ -117,3 +119,10 @@ def test_every_rank_starts_from_the_parameters_and_buffers_of_rank_0(way):
         return sgd(parameters)
 
     assert_same(Training(model=built(Odd), batches=BATCHES, optimizer=spoiling), 3, way)
+
+
+@pytest.mark.parametrize("way", SLICED)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_low_memory_gives_the_bits_of_fast(ranks, way):
+    fast, low = (training(torch.float32, adamw).on_ranks(ranks, each)[0] for each in (way, f"{way}, low"))
+    assert all(torch.equal(fast[name], low[name]) for name in fast)

@@ -94,6 +94,7 @@ PLANS = {
         PlanError, ("no allowed strategy serves layer norm", "LayerNorm"), options=option(strategies=["factor"])
     ),
     "no strategies": Case(PlanError, ("at least one",), options=option(strategies=[])),
+    "a memory that is none": Case(UsageError, ("'lo'", "'fast' or 'low'"), options=option(memory="lo")),
     "strategies as one name": Case(PlanError, ("a list of names", "'factor'"), options=option(strategies="factor")),
     "a strategy that is none": Case(PlanError, ("'fctor'", "'factor'"), options=option(strategies=["fctor"])),
     "a plan that names another layer": Case(
@@ -136,6 +137,7 @@ RANKS_THAT_DIFFER = {
     "pins": Case(
         RanksDiffer, ("rank 1", "pins", "factor"), options=lambda r: {"pins": only(1, {"hidden": "factor"}, None)(r)}
     ),
+    "memory": Case(RanksDiffer, ("rank 1", "memory", "low"), options=lambda r: {"memory": only(1, "low", "fast")(r)}),
     "strategies": Case(
         RanksDiffer, ("rank 2", "replicate"), options=lambda r: {"strategies": only(2, ["replicate"], None)(r)}
     ),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import threading
+import traceback
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.comm.faulty import FaultyComm, RandomDelay
+from shoal.comm.faulty import Delay, FaultyComm, Kill, Killed, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.contracts import Comm, Transfer
-from shoal.core.errors import UsageError, WorldError
+from shoal.core.errors import PeerLost, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
@@ -42,8 +44,11 @@ class Scripted(Transfer):
     def publish(self) -> None:
         self._log.append(f"publish {self.label}")
 
+    def kept(self) -> list[Tensor]:
+        return []
 
-Trained = tuple[Plan, list[Tensor]]
+
+Trained = tuple[Plan, list[Tensor], int]
 
 
 def scripted(order: str, **errors: Exception) -> tuple[Engine, list[Scripted], list[str], Tensor]:
@@ -89,17 +94,22 @@ def test_a_backward_after_the_session_is_refused() -> None:
         loss.backward()
 
 
-def trained(comm: Comm, model: nn.Module, rows: Tensor, pins: dict[str, str], plan: Plan | None = None) -> Trained:
-    """Train a copy, by a plan or one made for the pins; the plan and the parameters it ends with."""
+def trained(
+    comm: Comm, model: nn.Module, rows: Tensor, pins: dict[str, str], plan: Plan | None = None, memory: str = "fast"
+) -> Trained:
+    """Train a copy, by a plan or one made for the pins; the plan, the parameters it ends with, the peak of buckets."""
     mine = copy.deepcopy(model)
     with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
         optimizer, sample = torch.optim.SGD(mine.parameters(), 0.1), ((rows[0],), None)
-        shoal.parallelize(mine, None, optimizer, sample=sample, plan=plan or "auto", pins=None if plan else pins)
+        shoal.parallelize(
+            mine, None, optimizer, sample=sample, plan=plan or "auto", pins=None if plan else pins, memory=memory
+        )
         for batch in rows:
             optimizer.zero_grad()
             mine(batch).backward()
             optimizer.step()
-        return session.attached[mine].plan, [p.detach() for p in mine.parameters()]
+        peak = shoal.memory(mine).buckets_peak
+        return session.attached[mine].plan, [p.detach() for p in mine.parameters()], peak
 
 
 class Deep(nn.Module):
@@ -121,12 +131,12 @@ def test_random_delays_do_not_change_a_bit(pins: dict[str, str]) -> None:
     def calm(comm: ThreadComm) -> Trained:
         return trained(comm, model, rows[comm.rank], pins)
 
-    plan, expected = run(3, calm)[0]
+    plan, expected, _ = run(3, calm)[0]
 
     def delayed(comm: ThreadComm) -> Trained:
         return trained(FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]), model, rows[comm.rank], pins, plan)
 
-    for _, parameters in run(3, delayed):
+    for _, parameters, _ in run(3, delayed):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
@@ -138,3 +148,52 @@ def test_every_rank_fed_the_same_batch_is_told_to_shard() -> None:
 
     with pytest.raises(UsageError, match="the same batch"):
         run(2, work)
+
+
+MANY = {"*": "sliced:direct"}
+
+
+def many_buckets(model: Deep, sample: Tensor, ranks: int) -> Plan:
+    """A plan in which each of the six layers is a bucket, on one lane."""
+    cluster = Cluster(Topology(("host",) * ranks), Link(1e-4, 1e8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    made = shoal.plan(model, None, optimizer, sample=((sample,), None), cluster=cluster, pins=MANY)
+    return replace(made, bucket_bytes=1, lanes=1)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_low_memory_has_backward_wait_for_room_on_a_slow_network(slow: int) -> None:
+    torch.manual_seed(0)
+    model, rows = Deep(), torch.randn(2, 5, 5, 40)  # ranks, steps, rows a rank, width
+    plan = many_buckets(model, rows[0, 0], 2)
+
+    def work(comm: ThreadComm, memory: str) -> Trained:
+        late = FaultyComm(comm, [Delay(slow, 0.005)])
+        return trained(late, model, rows[comm.rank], MANY, plan, memory)
+
+    fast, low = (run(2, lambda comm, memory=memory: work(comm, memory)) for memory in ("fast", "low"))
+    for (_, expected, whole), (_, parameters, peak) in zip(fast, low, strict=True):
+        assert peak == whole // 6 * 2  # a lane's two of six
+        assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+@pytest.mark.parametrize("at", [12, 64, 70])  # operations of rank 1: in its first and in its second backward
+def test_a_rank_that_is_lost_while_another_waits_for_room_is_named(at: int) -> None:
+    torch.manual_seed(0)
+    model, rows = Deep(), torch.randn(3, 5, 5, 40)
+    plan = many_buckets(model, rows[0, 0], 3)
+    heard: dict[int, Exception] = {}
+
+    def work(comm: ThreadComm) -> None:
+        try:
+            trained(FaultyComm(comm, [Delay(1, 0.02), Kill(1, at)]), model, rows[comm.rank], MANY, plan, "low")
+        except Exception as error:
+            heard[comm.rank] = error
+            raise
+
+    with pytest.raises(Killed):
+        run(3, work, timeout_s=20)
+    for rank in (0, 2):
+        error = heard[rank]
+        assert isinstance(error, PeerLost) and error.rank == 1
+        assert "_make_room" in "".join(traceback.format_tb(error.__traceback__)), str(error)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost, Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.job import Job, Result
@@ -211,6 +212,10 @@ class Transfer(ABC):
     def publish(self) -> None:
         """Put the global gradients where the optimizer looks: `parameter.grad`. Then be ready for the next backward."""
 
+    @abstractmethod
+    def kept(self) -> Sequence[Tensor]:
+        """The tensors that it keeps gradients in from one backward to the next."""
+
 
 class Turn(IntEnum):
     """What ranks send pieces for."""
@@ -243,7 +248,7 @@ class OwnedTransfer(Transfer):
     pieces: tuple[Piece, ...]  # this rank's own
     held: set[nn.Parameter]  # whose gradients are at their owners; of the others `.grad` is the truth
     served: bool  # whether servers own some: it goes over lanes that they are on
-    settle: Callable[[], None]  # set by the engine: waits for what a lane still does with this transfer
+    settle: Callable[[], None]  # set by the engine: waits for a lane that works on it, and for room for its bucket
 
     @abstractmethod
     def follow(self, held: set[nn.Parameter]) -> None:
@@ -255,7 +260,7 @@ class OwnedTransfer(Transfer):
 
     @abstractmethod
     def gather(self, values: Sequence[Tensor], turn: Turn, comm: Comm) -> list[tuple[Piece, Tensor]]:
-        """Give one flat tensor for each own piece, and get every rank's; what is got is valid until the next call.
+        """Give one flat tensor for each own piece, and get every rank's; what is got is valid until `release`.
 
         Raises:
             RanksDiffer: another rank is at another `turn`.
@@ -267,7 +272,11 @@ class OwnedTransfer(Transfer):
 
     @abstractmethod
     def used(self) -> set[nn.Parameter]:
-        """The parameters that any rank used in what was reduced. Known after `gather`."""
+        """The parameters that any rank used in what was reduced. Known from `gather` to `release`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """What `gather` gave is no longer needed."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +289,7 @@ class Place:
     ranks: int  # that train; servers stand behind them
     servers: int = 0
     stale: bool = False  # workers run ahead of one another: a server answers each by itself
+    buckets: Buckets = field(default_factory=Buckets)
 
 
 class Strategy(ABC):

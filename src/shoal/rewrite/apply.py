@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal import exchange as exchanges
 from shoal import strategies
+from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
@@ -24,7 +25,7 @@ from shoal.core.registry import found, named
 from shoal.profiling.identity import Layer, model_digest, trainable_layers
 
 
-def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0) -> list[Transfer]:
+def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0, buckets: Buckets | None = None) -> list[Transfer]:
     """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
 
     Raises:
@@ -34,16 +35,18 @@ def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0) -> list[Tr
     align(model, comm)
     before = _identity(model)
     transfers: list[Transfer] = []
-    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers)):
+    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets)):
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
         transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, label(number, site))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
     return transfers
 
 
-def places(model: nn.Module, plan: Plan, rank: int, servers: int = 0) -> list[tuple[Site, Place]]:
+def places(
+    model: nn.Module, plan: Plan, rank: int, servers: int = 0, buckets: Buckets | None = None
+) -> list[tuple[Site, Place]]:
     """The plan's sites, in order, and where in the model each is."""
-    layers = {layer.name: layer for layer in trainable_layers(model)}
+    layers, buckets = {layer.name: layer for layer in trainable_layers(model)}, buckets or Buckets()
     return [
         (
             site,
@@ -54,6 +57,7 @@ def places(model: nn.Module, plan: Plan, rank: int, servers: int = 0) -> list[tu
                 ranks=plan.ranks,
                 servers=servers,
                 stale=plan.staleness != 0,
+                buckets=buckets,
             ),
         )
         for site in sites(plan, layers)

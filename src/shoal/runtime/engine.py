@@ -10,6 +10,7 @@ It owns order, threads and errors; what it runs (`Transfer.run`) is straight-lin
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
 transfer whose sums stay with their owners is not waited for: what follows it (`later`) comes behind it on its lane.
+Where memory is to be low, backward waits before it fills another bucket for owners while two a lane are not summed yet.
 Guarded by tests/runtime/test_engine.py: order under random delays, errors, no thread left.
 """
 
@@ -25,10 +26,13 @@ from typing import final
 import torch
 from torch.autograd import Variable
 
+from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.trace import MAIN, Recorder
 from shoal.runtime.lanes import Errand, Lane
+
+_BUCKETS_A_LANE = 2  # that backward fills before it waits, where their memory is freed: one under way, one behind it
 
 
 def _nothing() -> None:
@@ -39,16 +43,23 @@ def _nothing() -> None:
 class Engine:
     """Runs the transfers of one parallelised model, once in every backward."""
 
-    def __init__(self, transfers: Sequence[Transfer], lanes: Sequence[Comm], served: Sequence[Comm] = ()) -> None:
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        lanes: Sequence[Comm],
+        served: Sequence[Comm] = (),
+        buckets: Buckets | None = None,
+    ) -> None:
         self.steps = 0  # rounds finished
         self.began: Callable[[], None] = _nothing  # called as a round opens
-        self._transfers = tuple(transfers)
+        self.transfers = tuple(transfers)
+        self.buckets = buckets or Buckets()
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
         self.served_lanes = with_servers
         self.lanes = among_workers + with_servers
         ways = {False: cycle(among_workers), True: cycle(with_servers)}
-        self._lane = {t: next(ways[isinstance(t, OwnedTransfer) and t.served]) for t in self._transfers}
+        self._lane = {t: next(ways[isinstance(t, OwnedTransfer) and t.served]) for t in self.transfers}
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
@@ -58,10 +69,10 @@ class Engine:
         self._unsent = False
         self._recorder: Recorder | None = None
         self._began_s = 0.0  # the running backward, by perf_counter
-        for transfer in self._transfers:
+        for transfer in self.transfers:
             transfer.ready = self._announce
             if isinstance(transfer, OwnedTransfer):
-                transfer.settle = partial(self.settle, transfer)
+                transfer.settle = partial(self._make_room, transfer)
 
     def begin(self) -> None:
         """Open a round for the backward that is running. Called as it enters the model, once for each output.
@@ -139,6 +150,23 @@ class Engine:
             if errand.failed():
                 self.settle(transfer)
 
+    def _make_room(self, transfer: Transfer) -> None:
+        """Wait until a transfer may fill its bucket: no lane works on it, and not too many buckets have memory.
+
+        What is waited for was sent before, so every rank sends it without our doing; what was not sent yet is not
+        waited for, even if there are too many then. Lanes, which all ranks wait for, open buckets without asking.
+        """
+        self.settle(transfer)
+        if not self.buckets.freed:
+            return
+        begin_s = perf_counter()
+        for errand, sent in zip(self._sent, self.transfers, strict=False):  # the oldest first
+            if self.buckets.live < _BUCKETS_A_LANE * len(self.lanes):
+                break
+            if isinstance(sent, OwnedTransfer):
+                errand.wait(f"step {self.steps}, {sent.label}")
+        self._note("wait for room", begin_s)
+
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""
         for lane in self.lanes:
@@ -155,7 +183,7 @@ class Engine:
 
     def _accumulate(self, deeper: int) -> None:
         self._accumulating += deeper
-        for transfer in self._transfers:
+        for transfer in self.transfers:
             transfer.accumulating = bool(self._accumulating)
 
     def _reached(self, where: str) -> None:
@@ -172,8 +200,8 @@ class Engine:
         self._send_in_order()
 
     def _send_in_order(self, everything: bool = False) -> None:
-        while len(self._sent) < len(self._transfers):
-            transfer = self._transfers[len(self._sent)]
+        while len(self._sent) < len(self.transfers):
+            transfer = self.transfers[len(self._sent)]
             if not (everything or transfer in self._ready):
                 return
             transfer.pack()
@@ -188,7 +216,7 @@ class Engine:
         waits_s = perf_counter()
         self._failed = True  # until all has gone well
         self._send_in_order(everything=True)
-        for errand, transfer in zip(self._sent, self._transfers, strict=True):
+        for errand, transfer in zip(self._sent, self.transfers, strict=True):
             if not isinstance(transfer, OwnedTransfer):
                 errand.wait(f"step {self.steps}, {transfer.label}")
             transfer.publish()

@@ -301,6 +301,7 @@ class Update:
             for piece, value in self._transfer.gather(values, Turn.VALUES, comm):
                 if piece not in self._tensors and piece.parameter in parameters:
                     piece.of(piece.parameter).copy_(value)
+            self._transfer.release()
 
         return update
 

@@ -158,6 +158,7 @@ class _Fetch:
     def __init__(self, transfer: OwnedTransfer) -> None:
         self.transfer = transfer
         self._lines: dict[nn.Parameter, Tensor] = {}
+        self._used: set[nn.Parameter] = set()
 
     def run(self, comm: Comm) -> None:
         mine = [
@@ -169,10 +170,11 @@ class _Fetch:
             if parameter not in self._lines:
                 self._lines[parameter] = torch.empty_like(line(parameter, parameter))
             self._lines[parameter][piece.start : piece.stop] = value
+        self._used = self.transfer.used()
+        self.transfer.release()
 
     def publish(self) -> None:
-        used = self.transfer.used()
         for parameter in self.transfer.held:
-            gradient = unlined(self._lines[parameter], parameter) if parameter in used else None
+            gradient = unlined(self._lines[parameter], parameter) if parameter in self._used else None
             set_local_gradient(parameter, gradient)
         self.transfer.held.clear()

@@ -17,6 +17,7 @@ from multiprocessing.util import Finalize
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.optim import Optimizer
 
 from shoal.comm.process_group import alone, join
 from shoal.comm.threads import Hub, ThreadComm
@@ -50,7 +51,7 @@ class Attached:
     plan: Plan
     profile: ModelProfile
     cluster: Cluster
-    optimizers: tuple[OwnedOptimizer, ...]  # where owners update parameters of theirs
+    owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Session:
     comm: Comm
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
+    optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(default_factory=WeakKeyDictionary)
     lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
     servers: Servers | None = None
     broken: bool = False  # this rank ends for an error

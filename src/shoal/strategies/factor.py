@@ -268,6 +268,9 @@ class FactorTransfer(Transfer):
         self._packed = None
         self._expected, self._rows = None, 0
 
+    def kept(self) -> Sequence[Tensor]:
+        return list(self._buffers.values())
+
 
 def _gathered(comm: Comm, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """All ranks' rows, in rank order. Everything is sent at once; a peer receives when it knows how much there is."""

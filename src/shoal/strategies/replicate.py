@@ -113,3 +113,6 @@ class BucketTransfer(Transfer):
                 parameter.grad = view
         self._landed.clear()
         self._packed = False
+
+    def kept(self) -> Sequence[Tensor]:
+        return [self._flat]

@@ -126,9 +126,10 @@ class SlicedTransfer(OwnedTransfer):
         self.owned = tuple(tuple(Piece(self.parameters[i], start, stop) for i, start, stop in owned) for owned in spans)
         self.pieces = self.owned[place.rank]
         first = self.parameters[0]
+        self._buckets = place.buckets
         widths = [_width(owned) for owned in spans]
-        flat = torch.zeros(sum(widths), dtype=first.dtype, device=first.device)
-        slices = [_parted(own, owned) for own, owned in zip(flat.split(widths), self.owned, strict=True)]
+        self._flat = self._buckets.flat(sum(widths), first)
+        slices = [_parted(own, owned) for own, owned in zip(self._flat.split(widths), self.owned, strict=True)]
         self._slices = [own.whole for own in slices]
         self._values, self._flags = [own.values for own in slices], [own.flags for own in slices]
         self._turns = [own.turn for own in slices]
@@ -137,6 +138,7 @@ class SlicedTransfer(OwnedTransfer):
         self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
         total = _parted(torch.zeros_like(self._slices[place.rank]), self.pieces)  # of this rank's own, over backwards
         self._total, self._total_values, self._total_flags = total.whole, total.values, total.flags
+        self._buckets.close(self._flat)
         self._landed: set[Tensor] = set()
         self.held: set[nn.Parameter] = set()
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
@@ -161,6 +163,7 @@ class SlicedTransfer(OwnedTransfer):
         """Bring what is in `.grad` into the slices; whether there was anything."""
         if not self._open:
             self.settle()
+            self._buckets.open(self._flat)
             self._open, self._carried = True, set(self.held)
         gradient = local_gradient(parameter)
         for piece, value in self._places[parameter]:
@@ -192,6 +195,7 @@ class SlicedTransfer(OwnedTransfer):
         self._check([turn / self._workers for turn in self._turns[self._rank].real.tolist()], Turn.SUM)
         if not self._carried:
             self._total.copy_(self._slices[self._rank])
+            self._buckets.close(self._flat)
             return
         for index, piece in enumerate(self.pieces):
             value, flag = self._total_values[index], self._total_flags[index]
@@ -200,6 +204,7 @@ class SlicedTransfer(OwnedTransfer):
                 flag.zero_()
             value.add_(self._values[self._rank][index])
             flag.add_(self._flags[self._rank][index])
+        self._buckets.close(self._flat)
 
     def publish(self) -> None:
         self._landed.clear()
@@ -211,6 +216,7 @@ class SlicedTransfer(OwnedTransfer):
         ]
 
     def gather(self, values: Sequence[Tensor], turn: Turn, comm: Comm) -> list[tuple[Piece, Tensor]]:
+        self._buckets.open(self._flat)
         for value, own in zip(values, self._values[self._rank], strict=True):
             own.copy_(value)
         self._flags[self._rank].copy_(self._total_flags)
@@ -233,6 +239,12 @@ class SlicedTransfer(OwnedTransfer):
             for piece, flag in zip(pieces, flags.tolist(), strict=True)
             if flag
         }
+
+    def release(self) -> None:
+        self._buckets.close(self._flat)
+
+    def kept(self) -> Sequence[Tensor]:
+        return [self._total]
 
     def _check(self, turns: Sequence[float], mine: Turn) -> None:
         """Refuse what came where not every rank takes it for the same."""

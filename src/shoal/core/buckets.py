@@ -1,0 +1,70 @@
+"""Memory of the buckets that gradients and parameters travel in: kept by each, or there only while it is in use.
+
+    fast   a bucket has its memory from the start
+    low    `open` lets it take memory, page by page as it is written, and `close` gives its pages back
+
+The tensor and its views stay the same objects, and what lies under them the same addresses: on a CPU a private mapping
+whose pages the system takes back (MADV_DONTNEED; what is read of a closed one is zeros), on another device a storage
+that is resized to nothing (a closed one must not be read: torch does not check).
+Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 4.3.
+"""
+
+from __future__ import annotations
+
+import mmap
+from threading import Lock
+from typing import final
+
+import torch
+from torch import Tensor
+
+MEMORY = ("fast", "low")
+
+
+@final
+class Buckets:
+    """The flat tensors of one model's buckets, and how many bytes of them there are. Lanes and backward share it."""
+
+    def __init__(self, memory: str = MEMORY[0]) -> None:
+        self.freed = memory == "low"
+        self.live = 0  # buckets that have memory
+        self.live_bytes = self.peak_bytes = 0
+        self._mappings: dict[Tensor, mmap.mmap] = {}
+        self._open: set[Tensor] = set()
+        self._lock = Lock()
+
+    def flat(self, numel: int, like: Tensor) -> Tensor:
+        """A new flat tensor of zeros, open. Make its views, then close it."""
+        if self.freed and like.device.type == "cpu":
+            mapping = mmap.mmap(-1, max(1, numel * like.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            flat = torch.frombuffer(mapping, dtype=like.dtype, count=numel)
+            self._mappings[flat] = mapping
+        else:
+            flat = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        self._count(flat, now_open=True)
+        return flat
+
+    def open(self, flat: Tensor) -> None:
+        """See that it may be written, whatever is in it."""
+        if flat in self._open:
+            return
+        if flat not in self._mappings:
+            flat.untyped_storage().resize_(flat.nbytes)
+        self._count(flat, now_open=True)
+
+    def close(self, flat: Tensor) -> None:
+        """It is not in use: neither here, nor by a message under way."""
+        if not self.freed:
+            return
+        if flat in self._mappings:
+            self._mappings[flat].madvise(mmap.MADV_DONTNEED)
+        else:
+            flat.untyped_storage().resize_(0)
+        self._count(flat, now_open=False)
+
+    def _count(self, flat: Tensor, now_open: bool) -> None:
+        with self._lock:
+            (self._open.add if now_open else self._open.discard)(flat)
+            self.live = len(self._open)
+            self.live_bytes += flat.nbytes if now_open else -flat.nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
