@@ -97,7 +97,7 @@ def test_workers_own_no_state_where_servers_suffice() -> None:
     def loop(model: nn.Module, loss_fn: object, optimizer: torch.optim.Optimizer, batches: object) -> int:
         steps(2)(model, loss_fn, optimizer, batches)
         model.state_dict()
-        (owned,) = current().attached[model].optimizers
+        (owned,) = current().attached[model].owned
         return owned.state_bytes()
 
     assert trained(2, 2, loop, optimizer=adamw, pins={"*": "server"})[1] == [0, 0]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +81,13 @@ def memory(model: nn.Module) -> Memory:
         buckets_peak=attached.engine.buckets.peak_bytes if attached else 0,
         process_peak=_process_peak(parameters[0].device),
     )
+
+
+def give_back_freed() -> None:
+    """Have glibc return to the system what was freed and it kept for later; elsewhere nothing."""
+    library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

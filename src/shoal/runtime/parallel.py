@@ -43,6 +43,7 @@ from shoal.profiling.paces import probe_paces, probe_pack
 from shoal.rewrite.apply import apply, check, check_served, label, places
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
+from shoal.runtime.memory import give_back_freed
 from shoal.runtime.optimizer import extend
 from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.servers import ServedSite
@@ -114,6 +115,7 @@ def parallelize(
     profile = profile_model(model, loss_fn, optimizers, sample, comm)
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
+    give_back_freed()
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies, staleness))
     buckets = Buckets(memory)
