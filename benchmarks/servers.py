@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/servers.py [exchange] [ahead]      about four minutes; results/servers.json
 
-exchange   buckets summed and brought back, three in flight, back to back: 4 workers by themselves, by all-reduce
+exchange   buckets summed and brought back, four in flight, back to back: 4 workers by themselves, by all-reduce
            and by `direct`; with 4 more hosts as servers, and with 2 more (then workers serve a share too)
 ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds
            a step of the synchronous server, of a bound of 3, and of none; and the same with one worker slow for good
@@ -31,7 +31,7 @@ from shoal.exchange.direct import Direct
 from shoal.strategies.server import shares
 
 WORKERS = 4
-BUCKET, LANES, ROUNDS, TURNS = 4 << 20, 3, 4, 5  # bytes of a bucket; buckets in a turn are LANES × ROUNDS
+BUCKET, LANES, ROUNDS, TURNS = 4 << 20, 4, 3, 5  # bytes of a bucket; buckets in a turn are LANES × ROUNDS
 STEP_S, SLOWER, STEPS = 0.05, 3, 60
 RESULTS = Path(__file__).parent / "results" / "servers.json"
 
@@ -54,8 +54,11 @@ def exchange(servers: int) -> None:
 
     def by_servers(comm: Comm, flat: Tensor) -> None:
         slices = flat[: sum(sizes)].split(sizes)
-        Direct().reduce_scatter(slices, comm)
-        Direct().all_gather(slices, comm)
+        halves = [Direct().reduce_scatter, Direct().all_gather]
+        if lanes.index(comm) % 2:  # the other way round, so that some buckets go while others come back
+            halves.reverse()
+        for half in halves:
+            half(slices, comm)
 
     def by_workers(comm: Comm, flat: Tensor) -> None:
         Direct().reduce(flat, comm)
