@@ -20,12 +20,13 @@ from shoal.core.pieces import cut
 from shoal.core.registry import found
 from shoal.exchange.direct import Direct
 from shoal.exchange.hierarchical import Hierarchical
+from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
 
 RANKS = [1, 2, 3, 4, 5, 8]
 SIZES = [0, 1, 3, 7, 1000, 4097]
 EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]
-EVERY += [Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
+EVERY += [Ring(chunk_bytes=200), Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
 EXACT = [exchange for exchange in EVERY if exchange.exact]
 SPLITTING = [exchange for exchange in EVERY if isinstance(exchange, SplitExchange)]
 SHARED = ["aabb", "aaab", "abab", "abc", "aaaa", "abbacab", "aaaabbbbcccc"]  # a letter is the host of a rank
@@ -359,6 +360,20 @@ def test_rounds_of_a_tree_are_its_levels_and_its_chunks(ranks: int, rounds: int)
     assert Tree(chunk_bytes=400).traffic(Bucket(1000, 4), distinct(ranks)).rounds == rounds
 
 
-def test_a_tree_without_chunks_is_refused() -> None:
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (2, 10), (3, 16), (4, 18)])
+def test_rounds_of_a_ring_are_its_steps_times_its_chunks(ranks: int, rounds: int) -> None:
+    assert Ring(chunk_bytes=200).traffic(Bucket(500, 4), distinct(ranks)).rounds == rounds
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("kind", [Ring, Tree])
+def test_the_size_of_a_chunk_does_not_change_a_bit(kind: type[Ring | Tree], ranks: int) -> None:
+    whole, chunked = (perform(kind(chunk_bytes=size), ranks, 1000, torch.float32) for size in (1 << 20, 100))
+    assert same_bits(whole[0].after_gather, chunked[0].after_gather)
+    assert ranks == 1 or chunked[0].counts.messages_sent > whole[0].counts.messages_sent
+
+
+@pytest.mark.parametrize("kind", [Ring, Tree])
+def test_no_chunks_are_refused(kind: type[Ring | Tree]) -> None:
     with pytest.raises(UsageError, match="chunk_bytes"):
-        Tree(chunk_bytes=0)
+        kind(chunk_bytes=0)

@@ -26,6 +26,11 @@ def cut_sizes(numel: int, parts: int) -> list[int]:
     return [base + (i < extra) for i in range(parts)]
 
 
+def chunked(flat: Tensor, chunk_bytes: int) -> list[Tensor]:
+    """Cut a flat tensor into chunks of so many bytes, the last one smaller; views, none of them empty."""
+    return list(flat.split(max(1, chunk_bytes // flat.itemsize))) if flat.numel() else []
+
+
 @dataclass(frozen=True, eq=False)
 class Piece:
     """Elements `start` to `stop` of one parameter's line."""

@@ -6,8 +6,10 @@
     sends     r        r−1      r−2        gather: and once more round
     receives  r−1      r−2      r−3
 
-2·(P−1) steps. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer
-elements than ranks) are sent by nobody and awaited by nobody. A slice is added in ring order, always the same.
+A slice travels in chunks, each of which goes on as soon as it is added, while the next ones arrive: so the link does
+not idle from step to step. 2·(P−1) steps of as many messages as a slice has chunks. Each rank sends and receives
+2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer elements than ranks) are sent by nobody and
+awaited by nobody. A slice is added in ring order, always the same.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 """
 
@@ -17,54 +19,64 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
 from shoal.core.contracts import Bucket, Comm, SplitExchange
 from shoal.core.cost import Traffic
+from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
+from shoal.core.pieces import chunked
+from shoal.exchange.arrivals import arrivals, landing_beside
 
 
 @final
 @dataclass(frozen=True)
 class Ring(SplitExchange):
-    """Reduce-scatter and all-gather among neighbours."""
+    """Reduce-scatter and all-gather among neighbours; `chunk_bytes` is the most that one message carries."""
 
     name: ClassVar[str] = "ring"
+    chunk_bytes: int = 1024 * 1024
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 1:
+            raise UsageError("a ring's chunk_bytes is at least 1", got=str(self.chunk_bytes), do="leave it out")
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Every slice twice, save those a rank does not send (r, then r+1) or receive (r−1, then r)."""
         ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
         twice = 2 * sum(sizes)
         sent = tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks))
+        chunk = max(1, self.chunk_bytes // bucket.itemsize) * bucket.itemsize
         return Traffic(
             sent=sent,
             received=tuple(twice - sizes[r - 1] - sizes[r] for r in range(ranks)),
-            rounds=2 * (ranks - 1) if bucket.numel else 0,
+            rounds=2 * (ranks - 1) * -(-max(sizes) // chunk),
             leaving=tuple(sent[r] * topology.apart(r, (r + 1) % ranks) for r in range(ranks)),
         )
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up each slice on its way to its owner."""
-        landed = torch.empty_like(max(slices, key=len))
-        for step in range(comm.size - 1):
-            outgoing = slices[(comm.rank - step - 1) % comm.size]
-            incoming = slices[(comm.rank - step - 2) % comm.size]
-            _pass_on(comm, outgoing, landed[: incoming.numel()])
-            incoming.add_(landed[: incoming.numel()])
+        self._pass_on(slices, comm, first=comm.rank - 1, add=True)
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send each summed slice once round."""
-        for step in range(comm.size - 1):
-            _pass_on(comm, slices[(comm.rank - step) % comm.size], slices[(comm.rank - step - 1) % comm.size])
+        self._pass_on(slices, comm, first=comm.rank, add=False)
 
-
-def _pass_on(comm: Comm, outgoing: Tensor, incoming: Tensor) -> None:
-    """One step: receive from the left while sending to the right."""
-    pending = []
-    if incoming.numel():
-        pending.append(comm.receive(incoming, (comm.rank - 1) % comm.size))
-    if outgoing.numel():
-        pending.append(comm.send(outgoing, (comm.rank + 1) % comm.size))
-    for each in pending:
-        each.wait()
+    def _pass_on(self, slices: Sequence[Tensor], comm: Comm, first: int, add: bool) -> None:
+        """Send slice `first` to the right; add or take what comes from the left, and send all of it on but the last."""
+        if comm.size == 1:
+            return
+        left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        in_order = [slices[(first - step) % comm.size] for step in range(comm.size)]
+        outgoing, *coming = [chunked(each, self.chunk_bytes) for each in in_order]
+        incoming = [chunk for chunks in coming for chunk in chunks]
+        num_passed = len(incoming) - len(coming[-1])  # the last slice to come stays here
+        arriving = arrivals(comm, left, landing_beside(incoming) if add else incoming)
+        sends = [comm.send(chunk, right) for chunk in outgoing]
+        for index, (chunk, landed) in enumerate(zip(incoming, arriving, strict=True)):
+            if add:
+                chunk.add_(landed)
+            if index < num_passed:
+                sends.append(comm.send(chunk, right))
+        for send in sends:
+            send.wait()

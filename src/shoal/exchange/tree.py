@@ -2,7 +2,7 @@
 
             0             rank i's children are 2i + 1 and 2i + 2
           /   \\
-         1     2          chunk c climbs while chunk c − lag comes down, lag = the way to the root and back:
+         1     2          chunk c climbs while chunk c − lag comes down, lag = this rank's way to the root and back:
         / \\   /           the two directions of every link are busy at once
        3   4 5
 
@@ -16,17 +16,17 @@ Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange
+from shoal.core.contracts import Bucket, Comm, Exchange, Pending
 from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
+from shoal.core.pieces import chunked
+from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
 
 
 @final
@@ -35,7 +35,7 @@ class Tree(Exchange):
     """A pipelined binary heap tree; `chunk_bytes` is the size of one message."""
 
     name: ClassVar[str] = "tree"
-    chunk_bytes: int = 512 * 1024
+    chunk_bytes: int = 256 * 1024
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1:
@@ -47,7 +47,7 @@ class Tree(Exchange):
         edges = [[*_children(r, ranks), *([(r - 1) // 2] if r else [])] for r in range(ranks)]
         both_ways = tuple(bucket.nbytes * len(ends) for ends in edges)
         leaving = tuple(bucket.nbytes * sum(topology.apart(r, end) for end in ends) for r, ends in enumerate(edges))
-        chunks = -(-bucket.numel // self._chunk(bucket.itemsize))
+        chunks = -(-bucket.numel // max(1, self.chunk_bytes // bucket.itemsize))
         rounds = 2 * _depth(ranks) + chunks - 1 if ranks > 1 and chunks else 0
         return Traffic(sent=both_ways, received=both_ways, rounds=rounds, leaving=leaving)
 
@@ -55,31 +55,27 @@ class Tree(Exchange):
         """Sum up to the root and bring the total down, chunk by chunk."""
         if comm.size == 1 or not flat.numel():
             return
-        parent, children, lag = (comm.rank - 1) // 2, _children(comm.rank, comm.size), 2 * _depth(comm.size)
-        chunks = flat.split(self._chunk(flat.itemsize))
-        arrivals = [_arrivals(comm, child, chunks) for child in children]
-        up, down = [], []
+        parent, children = (comm.rank - 1) // 2, _children(comm.rank, comm.size)
+        chunks, lag = chunked(flat, self.chunk_bytes), 2 * _depth(comm.rank + 1)
+        climbing = [arrivals(comm, child, landing_beside(chunks)) for child in children]
+        up: list[Pending] = []
+        down: list[Pending] = []
         for step in range(len(chunks) + lag):
             if step < len(chunks):  # one chunk up
-                chunk = chunks[step]
-                for arrival in arrivals:
-                    chunk.add_(next(arrival))
+                for arriving in climbing:
+                    chunks[step].add_(next(arriving))
                 if comm.rank > 0:
-                    up.append(comm.send(chunk, parent))
+                    up.append(comm.send(chunks[step], parent))
+            if step == lag:
+                falling = arrivals(comm, parent, once_sent(chunks, up)) if comm.rank > 0 else iter(chunks)
             if step >= lag:  # an earlier one down
-                chunk = chunks[step - lag]
-                if comm.rank > 0:
-                    up[step - lag].wait()  # or the total would land on what is still being sent
-                    comm.receive(chunk, parent).wait()
-                down += [comm.send(chunk, child) for child in children]
+                total = next(falling)
+                down += [comm.send(total, child) for child in children]
         for send in down:
             send.wait()
 
     def gather(self, flat: Tensor, comm: Comm) -> None:
         """Nothing left to do."""
-
-    def _chunk(self, itemsize: int) -> int:
-        return max(1, self.chunk_bytes // itemsize)
 
 
 def _children(rank: int, ranks: int) -> list[int]:
@@ -88,16 +84,3 @@ def _children(rank: int, ranks: int) -> list[int]:
 
 def _depth(ranks: int) -> int:
     return ranks.bit_length() - 1
-
-
-def _arrivals(comm: Comm, child: int, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
-    """A child's chunks, one ahead: the next is on its way while this one is added. Two buffers take turns."""
-    buffers = [torch.empty_like(chunks[0]) for _ in chunks[:2]]
-    landing = [buffers[i % 2][: chunk.numel()] for i, chunk in enumerate(chunks)]
-    ahead = comm.receive(landing[0], child)
-    for this, following in zip(landing, [*landing[1:], None], strict=True):
-        pending = ahead
-        if following is not None:
-            ahead = comm.receive(following, child)
-        pending.wait()
-        yield this
