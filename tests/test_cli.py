@@ -44,6 +44,14 @@ def shoal(*arguments: str | Path, ranks: int = 1) -> list[int]:
     return run(ranks, work, timeout_s=30)
 
 
+def test_servers_serve_until_the_workers_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SERVERS", "1")
+    command = [sys.executable, "-m", "shoal", "check", RECIPE, "--workers", "3", "--pin", "*=server"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks against one process" in squeezed(done.stdout)
+
+
 def squeezed(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 

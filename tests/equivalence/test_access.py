@@ -21,8 +21,8 @@ from shoal.runtime.session import using
 WAY = "sliced"
 
 
-@pytest.fixture(autouse=True, params=["sliced", "sliced, low"])
-def either_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["sliced", "sliced, low", "server"])
+def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "WAY", request.param)
 
 
@@ -224,6 +224,8 @@ def stepped(model, loss_fn, optimizer, batch):
 def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit():
     """2,000 steps; in each, something else happens between, and messages take their time."""
     torch.manual_seed(0)
+    if WAY == "server":
+        pytest.skip("its plan is its own")
     ranks, steps, low = 2, 2000, WAY.endswith("low")
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())))
     rows = torch.randn(ranks, 20, 4, 9)

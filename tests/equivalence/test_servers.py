@@ -139,7 +139,7 @@ def given(shelf: Shelf, worker: int, step: int) -> Tensor:
 
 def test_a_bound_of_0_gives_the_bits_of_the_synchronous_step() -> None:
     workers, number, update = 3, 20, Adding()
-    shelf = Shelf([update], workers, 0, observed := Counter())
+    shelf = Shelf([update], workers, 0)
 
     def work(comm: ThreadComm) -> list[Tensor]:
         got = []
@@ -157,27 +157,27 @@ def test_a_bound_of_0_gives_the_bits_of_the_synchronous_step() -> None:
         expected.append(total.clone())
     for got in run(workers, work, timeout_s=20):
         assert all(map(torch.equal, got, expected))
-    assert observed == {0: workers * number}
+    assert shelf.observed == {0: workers * number}
     assert update.steps == number
 
 
 def test_a_step_is_applied_when_all_workers_have_brought_theirs() -> None:
-    shelf = Shelf([Adding()], 2, 3, observed := Counter())
+    shelf = Shelf([Adding()], 2, 3)
     zero = torch.zeros(5)
     assert all(torch.equal(given(shelf, 0, step), zero) for step in range(3))  # worker 0 runs ahead
     first = brought(0, 0).values[0] + brought(1, 0).values[0]
     assert torch.equal(given(shelf, 1, 0), first)
     assert torch.equal(given(shelf, 0, 3), first)
-    assert observed == {0: 1, 1: 1, 2: 1, 3: 2}
+    assert shelf.observed == {0: 1, 1: 1, 2: 1, 3: 2}
 
 
 def test_without_a_bound_every_gradient_is_an_update_as_it_comes() -> None:
-    shelf = Shelf([update := Adding()], 2, None, observed := Counter())
+    shelf = Shelf([update := Adding()], 2, None)
     assert torch.equal(given(shelf, 0, 0), brought(0, 0).values[0])
     assert torch.equal(given(shelf, 0, 1), brought(0, 0).values[0] + brought(0, 1).values[0])
     given(shelf, 1, 0)
     assert update.steps == 3
-    assert observed == {0: 1, 1: 1, 2: 1}
+    assert shelf.observed == {0: 1, 1: 1, 2: 1}
 
 
 SLOW = 2  # a worker
@@ -212,6 +212,49 @@ def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
     assert max(max(histogram) for (histogram,) in observed) >= 5
 
 
+def test_who_has_ended_is_not_waited_for() -> None:
+    """Also with a last backward that no step follows."""
+
+    def loop(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> int:
+        number = 3 if shoal.world().rank == 0 else 12
+        losses = steps(number)(model, loss_fn, optimizer, batches)
+        if shoal.world().rank < 2:
+            loss_fn(model(batches[0][0]), batches[0][1]).backward()
+        return len(losses)
+
+    assert trained(3, 2, loop, staleness=1)[1] == [3, 12, 12]
+
+
+def test_a_shelf_without_a_worker_goes_on_with_the_others() -> None:
+    shelf = Shelf([Adding()], 3, 1)
+    given(shelf, 1, 0)
+    given(shelf, 2, 0)
+    shelf.leave(0)
+    both = brought(1, 0).values[0] + brought(2, 0).values[0]
+    assert torch.equal(given(shelf, 1, 1), both)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "loaded"])
+def test_a_parameter_that_is_changed_is_changed_at_its_servers(how) -> None:
+    def loop(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        loss_fn(model(batches[0][0]), batches[0][1]).backward()
+        optimizer.step()
+        if how == "in place":
+            with torch.no_grad():
+                model[0].weight.fill_(0.5)
+        elif how == "data":
+            model[0].weight.data.fill_(0.5)
+        else:
+            model.load_state_dict(model.state_dict() | {"0.weight": torch.full((13, 7), 0.5, dtype=torch.float64)})
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.param_groups[0]["lr"] = 0.0
+        loss_fn(model(batches[1][0]), batches[1][1]).backward()
+        optimizer.step()
+
+    for after in trained(3, 2, loop, pins={"*": "server"})[0]:
+        assert (after["0.weight"] == 0.5).all()
+
+
 @pytest.mark.parametrize(
     ("act", "says"),
     [
@@ -244,6 +287,8 @@ class Ended(Exception):
         ({"staleness": -1}, "number of steps"),
         ({"staleness": 1.5}, "number of steps"),
         ({"staleness": 2, "pins": {"*": "server"}}, "nothing to plan"),
+        ({"staleness": 2, "strategies": ["server"]}, "nothing to plan"),
+        ({"staleness": 2, "count": lambda output, target: 1.0}, "weighs the same"),
     ],
 )
 def test_a_staleness_that_cannot_be_is_refused(how, says) -> None:

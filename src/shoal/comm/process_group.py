@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -217,7 +216,7 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0) 
     if servers >= size:
         got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
         raise UsageError("not every rank can be a server", got=got, do=do)
-    topology = replace(_call_roll(scope, rank, size, host, start_timeout_s), servers=servers)
+    topology = _call_roll(scope, rank, size, host, servers, start_timeout_s)
     heartbeat = Heartbeat(scope, rank, size, host, holder)
     if not dist.is_initialized():
         device = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -262,10 +261,11 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Topology:
+def _call_roll(store: Store, rank: int, size: int, host: str, servers: int, timeout_s: float) -> Topology:
     """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
     where = f"rank {rank}, host {host}"
-    store.set(f"here/{rank}", json.dumps({"host": host, "size": size}))
+    mine = {"WORLD_SIZE": size, "SHOAL_SERVERS": servers}
+    store.set(f"here/{rank}", json.dumps({"host": host, **mine}))
     deadline = time.monotonic() + timeout_s
     while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
         if time.monotonic() > deadline:
@@ -276,16 +276,17 @@ def _call_roll(store: Store, rank: int, size: int, host: str, timeout_s: float) 
         time.sleep(0.05)
     everyone = [json.loads(store.get(f"here/{other}")) for other in range(size)]
     for other, there in enumerate(everyone):
-        if there["size"] != size:
-            raise RanksDiffer(
-                f"rank {other} (host {there['host']}) was started with another WORLD_SIZE",
-                where=where,
-                got=str(there["size"]),
-                expected=str(size),
-                do="give the same WORLD_SIZE on every rank",
-                rank=other,
-            )
-    return Topology(tuple(there["host"] for there in everyone))
+        for variable, own in mine.items():
+            if there[variable] != own:
+                raise RanksDiffer(
+                    f"rank {other} (host {there['host']}) was started with another {variable}",
+                    where=where,
+                    got=str(there[variable]),
+                    expected=str(own),
+                    do=f"give the same {variable} on every rank",
+                    rank=other,
+                )
+    return Topology(tuple(there["host"] for there in everyone), servers)
 
 
 def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> MissingRank:

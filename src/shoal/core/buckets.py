@@ -3,15 +3,16 @@
     fast   a bucket has its memory from the start
     low    `open` lets it take memory, page by page as it is written, and `close` gives its pages back
 
-The tensor and its views stay the same objects, and what lies under them the same addresses: on a CPU a private mapping
-whose pages the system takes back (MADV_DONTNEED; what is read of a closed one is zeros), on another device a storage
-that is resized to nothing (a closed one must not be read: torch does not check).
+The tensor and its views stay the same objects: on a CPU, on Linux, over a private mapping whose pages the system takes
+back (MADV_DONTNEED; what is read of a closed one is zeros), elsewhere over a storage that is resized to nothing (then a
+closed one must not be read: torch does not check).
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 4.3.
 """
 
 from __future__ import annotations
 
 import mmap
+import sys
 from threading import Lock
 from typing import final
 
@@ -35,7 +36,7 @@ class Buckets:
 
     def flat(self, numel: int, like: Tensor) -> Tensor:
         """A new flat tensor of zeros, open. Make its views, then close it."""
-        if self.freed and like.device.type == "cpu":
+        if self.freed and like.device.type == "cpu" and sys.platform == "linux":
             mapping = mmap.mmap(-1, max(1, numel * like.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             flat = torch.frombuffer(mapping, dtype=like.dtype, count=numel)
             self._mappings[flat] = mapping

@@ -52,7 +52,7 @@ class Plan:
     bucket_bytes: int
     lanes: int
     predicted_s: float = 0.0
-    staleness: int | None = 0  # updates that a worker's parameters may lack, with servers; None: any number
+    staleness: int | None = 0  # steps that a worker may be ahead of the slowest, with servers; None: any number
 
     def sites(self, nbytes: dict[str, int], bucketed: frozenset[str]) -> Iterator[Site]:
         """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until the bucket is full.

@@ -122,9 +122,9 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
 
 
 def staleness(rank: int, observed: Mapping[int, int]) -> Table:
-    """How stale the parameters were that a server gave to workers running ahead: by how many steps, and how often."""
-    table = Table(title=f"server, rank {rank}: parameters were given", title_justify="left")
-    table.add_column("stale by", justify="right")
+    """By how many steps workers were ahead of the slowest when a server gave them parameters, and how often."""
+    table = Table(title=f"server, rank {rank}: parameters were given to workers", title_justify="left")
+    table.add_column("ahead by", justify="right")
     table.add_column("times", justify="right")
     table.add_column("of all", justify="right")
     for steps, times in sorted(observed.items()):

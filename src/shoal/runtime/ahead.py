@@ -73,11 +73,11 @@ class RunningAhead:
             self._backwards += 1
         elif what == "update":
             self._update(*args)
-        elif what == "take_state" and not self._backwards:
+        elif what in ("take_state", "take_values") and not self._backwards:
             self._tell(what, *args)
         else:
             raise UsageError(
-                "there is no one gradient or optimizer state where workers run ahead of one another",
+                "there is no one gradient, optimizer state or parameter where workers run ahead of one another",
                 got=_CALLED[what],
                 do="train with staleness=0, or do without it",
             )
@@ -85,6 +85,9 @@ class RunningAhead:
     def end(self) -> None:
         """Tell the servers that this worker has ended."""
         self._start()
+        for transfer in self._transfers:
+            if self._steps[transfer] != self._backwards:
+                self._order(transfer)
         for lane in range(min(self._lanes, len(self._transfers))):
             on_lane = self._transfers[lane :: self._lanes]
             self._engine.later(on_lane[0], partial(self._farewell, on_lane), "farewell to servers")
@@ -98,7 +101,10 @@ class RunningAhead:
         self._steps[transfer] += 1
         if self._steps[transfer] > self._backwards:
             raise UsageError(_ONE_EACH, where=transfer.label, do="train without staleness")
-        orders = {s: self._written(number, transfer, *of_rank(s, work)) for s in self._servers if transfer.owned[s]}
+        self._order(transfer, number, transfer, *work)
+
+    def _order(self, transfer: OwnedTransfer, *order: Any) -> None:
+        orders = {s: self._written(*of_rank(s, order)) for s in self._servers if transfer.owned[s]}
 
         def give(comm: Comm) -> None:
             for server, order in orders.items():
@@ -121,6 +127,7 @@ _CALLED = {
     "scale": "optimizer.clip_grad_norm_",
     "gather_state": "optimizer.state_dict",
     "take_state": "optimizer.load_state_dict",
+    "take_values": "a parameter is changed",
 }
 
 
@@ -144,10 +151,9 @@ class AheadModel:
         lanes: Sequence[Comm],
         staleness: int | None,
     ) -> None:
-        self.observed: Counter[int] = Counter()
         self._transfers, self._number, self._lanes = transfers, number, lanes
         workers = lanes[0].workers
-        self._shelves = {t: Shelf([each[t] for each in updates], workers, staleness, self.observed) for t in transfers}
+        self._shelves = {t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers}
         self._threads: list[Lane] = []
         self._errands: list[Errand] = []
 
@@ -171,10 +177,14 @@ class AheadModel:
             if errand.failed():
                 errand.wait("serving")
 
-    def finish(self) -> None:
-        """Wait until every worker has ended."""
+    def finish(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until every worker has ended; `meanwhile` is called now and then."""
         for errand in self._errands:
-            errand.wait("serving", meanwhile=self.check)
+            errand.wait("serving", meanwhile=meanwhile)
+
+    def observed(self) -> Counter[int]:
+        """How often a worker was ahead of the slowest by how many steps, when it was given parameters."""
+        return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
     def close(self) -> None:
         """End the threads."""
@@ -188,10 +198,15 @@ class AheadModel:
                 landed[transfer] = transfer.slice_of(comm.rank)
                 comm.receive(landed[transfer].whole, worker).wait()
                 if landed[transfer].turn == Turn.END:
+                    for each in mine:
+                        self._shelves[each].leave(worker)
                     return
             for _ in mine:
                 known = [()] * self._number + [self._transfers]
-                number, transfer, *work = read(receive_bytes(worker, comm), known)
+                order = read(receive_bytes(worker, comm), known)
+                if not order:  # a backward without a step: the worker is about to end
+                    continue
+                number, transfer, *work = order
                 answer = transfer.slice_of(comm.rank)
                 self._shelves[transfer].step(
                     worker, landed[transfer], number, work, answer, partial(comm.check, "serving")
@@ -207,12 +222,12 @@ class Shelf:
         updates: each optimizer's.
         workers: how many there are.
         bound: by how many steps a worker may be ahead of the slowest; None for any number.
-        observed: counts by how many one was, whenever it was given parameters.
     """
 
-    def __init__(self, updates: Sequence[Update], workers: int, bound: int | None, observed: Counter[int]) -> None:
-        self._updates, self._bound, self._observed = updates, bound, observed
-        self._clocks = [0] * workers
+    def __init__(self, updates: Sequence[Update], workers: int, bound: int | None) -> None:
+        self.observed: Counter[int] = Counter()  # by how many steps a worker was ahead when it was given parameters
+        self._updates, self._bound = updates, bound
+        self._clocks = dict.fromkeys(range(workers), 0)
         self._applied = 0  # steps of all workers
         self._waiting: dict[int, dict[int, tuple[Slice, int, Sequence[Any]]]] = {}  # by step and worker
         self._moved = Condition()
@@ -239,22 +254,29 @@ class Shelf:
             while self._bound is not None and self._ahead(worker) > self._bound:
                 if not self._moved.wait(_POLL_S):
                     check()
-            self._observed[self._ahead(worker)] += 1
+            self.observed[self._ahead(worker)] += 1
             for value, new in zip(answer.values, self._updates[optimizer].values(), strict=True):
                 value.copy_(new)
             answer.flags.fill_(1)
             answer.turn.fill_(Turn.VALUES)
 
+    def leave(self, worker: int) -> None:
+        """A worker has ended: nobody waits for it any more."""
+        with self._moved:
+            del self._clocks[worker]
+            self._apply()
+            self._moved.notify_all()
+
     def _ahead(self, worker: int) -> int:
-        return self._clocks[worker] - min(self._clocks)
+        return self._clocks[worker] - min(self._clocks.values())
 
     def _apply(self) -> None:
-        """Apply every step of which all workers' gradients are there."""
-        while len(self._waiting.get(self._applied, ())) == len(self._clocks):
+        """Apply every step of which the gradients of all workers that have not ended are there."""
+        while self._waiting and self._clocks.keys() <= self._waiting.get(self._applied, {}).keys():
             given = self._waiting.pop(self._applied)
-            total, optimizer, work = given[0]
-            for worker in range(1, len(given)):
-                total.whole.add_(given[worker][0].whole)
+            (total, optimizer, work), *others = (given[worker] for worker in sorted(given))
+            for gradients, _, _ in others:
+                total.whole.add_(gradients.whole)
             self._update(total, optimizer, work)
             self._applied += 1
 

@@ -159,13 +159,13 @@ class Engine:
         self.settle(transfer)
         if not self.buckets.freed:
             return
-        begin_s = perf_counter()
         for errand, sent in zip(self._sent, self.transfers, strict=False):  # the oldest first
             if self.buckets.live < _BUCKETS_A_LANE * len(self.lanes):
                 break
             if isinstance(sent, OwnedTransfer):
+                begin_s = perf_counter()
                 errand.wait(f"step {self.steps}, {sent.label}")
-        self._note("wait for room", begin_s)
+                self._note("wait for room", begin_s)
 
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""

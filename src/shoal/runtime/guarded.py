@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.core.pieces import local_gradient
 
 _KEEPER = "_shoal_keeper"
+_DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 class Keeper(Protocol):
@@ -37,6 +38,9 @@ class Keeper(Protocol):
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """Wait for the new value, and make the parameter a `GuardedParameter` again."""
+
+    def laid_open(self, parameter: nn.Parameter) -> None:
+        """Its memory may be written by who asked for `.data`, and no version tells."""
 
 
 class GuardedParameter(nn.Parameter):
@@ -59,13 +63,25 @@ class GuardedParameter(nn.Parameter):
     def grad(self) -> None:
         keeper(self).assign(self, None)
 
+    @property
+    def data(self) -> Tensor:
+        """Its value as a tensor outside of autograd."""
+        value: Tensor = _DATA.__get__(self)  # waits for one that is on its way
+        keeper(self).laid_open(self)
+        return value
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _DATA.__set__(self, value)
+        keeper(self).laid_open(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = nn.Parameter(self.data, self.requires_grad)
+        plain = nn.Parameter(self.detach(), self.requires_grad)
         vars(plain).update({name: value for name, value in vars(self).items() if name != _KEEPER})
         return plain.__reduce_ex__(protocol)
 

@@ -226,6 +226,7 @@ class OwnedOptimizer:
                 update.check_strides()
                 given = partial(_given, transfer, group_of)
                 if transfer.served:
+                    self._owners.tell_changes(transfer)
                     self._owners.tell("update", self._number, transfer, OfRank(given), captured, now)
                 self._owners.send_off(transfer, mine, update.work(given(self._owners.rank), captured, now, set(mine)))
         self._whole = [(group, group["params"]) for group in groups]

@@ -14,10 +14,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.core.contracts import Comm, OwnedTransfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece
+from shoal.profiling.updates import attributes, settings
 
 _Name = tuple[int, ...]  # model, transfer, and parameter, or rank and piece; () is nothing that servers know
 
@@ -67,6 +69,12 @@ class Names:
         return None
 
 
+def check_sendable(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError for an optimizer that cannot be described to servers."""
+    for optimizer in optimizers:
+        Names().written(type(optimizer), attributes(optimizer), [settings(group) for group in optimizer.param_groups])
+
+
 def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any, ...]:
     """The order that these bytes are, to a server that has these transfers of each model."""
 
@@ -81,7 +89,11 @@ def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any,
 
     unpickler = pickle.Unpickler(io.BytesIO(order.numpy().tobytes()))
     unpickler.persistent_load = thing  # type: ignore[method-assign]
-    content: tuple[Any, ...] = unpickler.load()
+    try:
+        content: tuple[Any, ...] = unpickler.load()
+    except AttributeError as error:
+        do = "define the optimizer's class in a module, or before shoal.init(), behind which a server's script ends"
+        raise UsageError("a server does not know what it is sent", got=str(error), do=do) from error
     return content
 
 

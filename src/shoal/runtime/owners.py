@@ -13,16 +13,18 @@ Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from shoal.core.contracts import Comm, OwnedTransfer, Turn
-from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
+from shoal.core.pieces import Piece, line, local_gradient, set_local_gradient, unlined
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard
+from shoal.runtime.orders import OfRank
 
 
 class Tell(Protocol):
@@ -41,6 +43,11 @@ def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
 
 
+def values_of(transfer: OwnedTransfer, parameters: Set[Tensor], rank: int) -> dict[Piece, Tensor]:
+    """Copies of a rank's pieces of those parameters."""
+    return {p: p.of(p.parameter).clone() for p in transfer.owned[rank] if p.parameter in parameters}
+
+
 @final
 class Owners:
     """What the ranks own of one model, and what is on its way."""
@@ -50,6 +57,9 @@ class Owners:
         self.served = tuple(transfer for transfer in transfers if transfer.served)
         self.rank = rank
         self.tell: Tell = tell
+        self._versions = {
+            p: p._version for transfer in self.served for p in transfer.parameters
+        }  # as servers know them
         self._engine = engine
         self._transfer = {p: transfer for transfer in transfers for p in transfer.parameters}
         for parameter in self._transfer:
@@ -85,7 +95,23 @@ class Owners:
         transfer = self._transfer[parameter]
         self._engine.settle(transfer)
         for each in transfer.parameters:
+            came = isinstance(each, ComingParameter)
             each.__class__ = GuardedParameter
+            if came and transfer.served:
+                self._versions[each] = each._version
+
+    def laid_open(self, parameter: nn.Parameter) -> None:
+        """Take a parameter for changed."""
+        if parameter in self._versions:
+            self._versions[parameter] = -1
+
+    def tell_changes(self, transfer: OwnedTransfer) -> None:
+        """Give servers the values of parameters that were changed since these sent them."""
+        here = [p for p in transfer.parameters if not isinstance(p, ComingParameter)]
+        changed = {p for p in here if p._version != self._versions[p]}
+        if changed:
+            self.tell("take_values", OfRank(partial(values_of, transfer, changed)))
+            self._versions |= {p: p._version for p in changed}
 
     def settle(self) -> None:
         """Wait for everything that is on its way."""

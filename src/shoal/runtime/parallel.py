@@ -45,6 +45,7 @@ from shoal.runtime import feed
 from shoal.runtime.engine import Engine
 from shoal.runtime.memory import give_back_freed
 from shoal.runtime.optimizer import extend
+from shoal.runtime.orders import check_sendable
 from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.servers import ServedSite
 from shoal.runtime.session import Attached, Session, current, ranks
@@ -100,13 +101,13 @@ def parallelize(
     comm = session.comm
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(
-        comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies, staleness, memory)
+        comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies, staleness, count, memory)
     )
     optimizers = _listed(optimizer)
     _require_same_request(comm, given, pins, strategies, count, memory, optimizers, staleness)
     session.optimizers[model] = tuple(optimizers)
     if staleness != 0:
-        pins = {"*": _SERVED}
+        pins = {"*": "server"}
     if comm.size == 1:
         for each in optimizers:
             extend(each)
@@ -143,6 +144,9 @@ def _open_servers(
     """Let the servers, if the plan has any use for them, take their part."""
     if session.servers is None or not served:
         return 0, ()
+    if any(p.device.type != "cpu" for transfer in served for p in transfer.parameters):
+        raise PlanError("servers own parameters on CPUs only", do='leave servers out, or "server" out of strategies')
+    agreed(session.comm, lambda: check_sendable(optimizers))
     sites = [
         ServedSite(
             site.strategy,
@@ -251,6 +255,7 @@ def _checked(
     pins: Mapping[str, str] | None,
     strategies: Iterable[str] | None,
     staleness: int | None,
+    count: Any,
     memory: Any,
 ) -> Plan | None:
     """Refuse what cannot be parallelised; the given plan, None for "auto"."""
@@ -298,11 +303,16 @@ def _checked(
     known(strategies)
     if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
         raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 for none")
-    if staleness != 0 and (pins or plan != "auto"):
-        raise PlanError(
-            "a staleness leaves nothing to plan: servers own every layer",
-            do="leave out plan and pins, or write the staleness into the plan",
-        )
+    if staleness != 0:
+        if pins or strategies is not None or plan != "auto":
+            raise PlanError(
+                "a staleness leaves nothing to plan: servers own every layer",
+                do="leave out plan, pins and strategies, or write the staleness into the plan",
+            )
+        if count is not None:
+            raise UsageError("where workers run ahead every rank weighs the same", do="leave out count, or staleness")
+        if current().servers is None:
+            raise PlanError("there are no servers, which a staleness needs", do="shoal lab --servers, or SHOAL_SERVERS")
     if plan == "auto":
         resolve(pins or {}, [layer.name for layer in trainable_layers(model)])
         return None
@@ -316,7 +326,6 @@ def _checked(
     raise PlanError("the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path')
 
 
-_SERVED = "server"
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 

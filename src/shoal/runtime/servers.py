@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from shoal import exchange as exchanges
 from shoal import strategies
+from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Place, Strategy
 from shoal.core.pieces import Piece
 from shoal.core.registry import named
@@ -37,7 +38,7 @@ from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
 from shoal.runtime.optimizer import Update
 from shoal.runtime.orders import Names, OfRank, of_rank, read, receive_bytes, send_bytes
-from shoal.runtime.owners import Owners, Tell
+from shoal.runtime.owners import Owners, Tell, values_of
 
 _CHANNEL = "orders"
 _END = "end"
@@ -97,8 +98,8 @@ class Servers:
     def tell(self, model: int, engine: Engine, staleness: int | None) -> Tell:
         """How to tell the servers of a model what its workers do; they are given the parameters as they are."""
         tell = partial(self._tell, model)
-        values = OfRank(lambda rank: [{p: _value(p) for p in each.owned[rank]} for each in self._models[model]])
-        tell("take_values", values)
+        for transfer in self._models[model]:
+            tell("take_values", OfRank(partial(values_of, transfer, set(transfer.parameters))))
         if staleness == 0:
             return tell
         servers, lanes = range(self._comm.workers, self._comm.size), len(engine.served_lanes)
@@ -146,37 +147,31 @@ def serve(comm: Comm) -> list[Counter[int]]:
         comm: all ranks, of which this is one of the last.
 
     Returns:
-        For each model whose workers may run ahead of one another, how often a worker was given parameters of which
-        staleness: how many of its own steps are not yet in them, for want of other workers.
+        For each model how often a worker was given parameters when it was ahead of the slowest by how many steps;
+        nothing where workers keep step.
 
     Raises:
         WorldError: a rank was lost.
     """
     orders = Lane(comm.channel(_CHANNEL, idle=True), "orders")
     models: list[_Model] = []
-    try:
-        while True:
-            landed: SimpleQueue[Tensor] = SimpleQueue()
-            errand = orders.run(partial(_next_order, landed), "orders")
-            errand.wait("serving", meanwhile=partial(_check, models))
-            what, *args = read(landed.get(), [model.transfers for model in models])
-            if what == _END:
-                return _finished(models)
-            if what == "open":
-                models.append(_Model(comm, *args))
-            else:
-                model, held, *args = args
-                models[model].do(what, held, *args)
-    finally:
-        for model in models:
-            model.way.close()
-        orders.close()
-
-
-def _finished(models: Sequence[_Model]) -> list[Counter[int]]:
-    for model in models:
-        model.way.finish()
-    return [model.way.observed for model in models]
+    while True:  # after an error nothing is closed: threads may wait for messages that will not come
+        landed: SimpleQueue[Tensor] = SimpleQueue()
+        errand = orders.run(partial(_next_order, landed), "orders")
+        errand.wait("serving", meanwhile=partial(_check, models))
+        what, *args = read(landed.get(), [model.transfers for model in models])
+        if what == _END:
+            break
+        if what == "open":
+            models.append(_Model(comm, *args))
+        else:
+            model, held, *args = args
+            models[model].do(what, held, *args)
+    for each in models:
+        each.way.finish(partial(_check, models))
+        each.way.close()
+    orders.close()
+    return [each.way.observed() for each in models]
 
 
 def _next_order(landed: SimpleQueue[Tensor], comm: Comm) -> None:
@@ -203,7 +198,7 @@ class _Model:
         transfers: list[OwnedTransfer] = []
         for site in sites:
             shells = {name: _shell(*form) for name, form in site.parameters.items()}
-            place = Place({}, shells, comm.rank, comm.workers, comm.size - comm.workers, staleness != 0)
+            place = Place({}, shells, comm.rank, comm.workers, comm.size - comm.workers, staleness != 0, Buckets("low"))
             strategy, exchange = named(strategies, Strategy, site.strategy), named(exchanges, Exchange, site.exchange)
             made_here = strategy.apply(place, exchange, site.label)
             transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]
@@ -223,10 +218,10 @@ class _Model:
         parts: dict[str, Callable[..., object]] = {"take_values": self._take_values, "take_state": self._take_state}
         (parts | self.way.parts)[what](*args)
 
-    def _take_values(self, values: Sequence[Mapping[Piece, Tensor]]) -> None:
-        for pieces in values:
-            for piece, value in pieces.items():
-                piece.of(piece.parameter).copy_(value)
+    def _take_values(self, values: Mapping[Piece, Tensor]) -> None:
+        self.way.settle()
+        for piece, value in values.items():
+            piece.of(piece.parameter).copy_(value)
 
     def _take_state(self, optimizer: int, states: Sequence[Mapping[Piece, dict[str, Any]]]) -> None:
         self.way.settle()
@@ -243,7 +238,6 @@ class _InStep:
         updates: Sequence[Mapping[OwnedTransfer, Update]],
         lanes: Sequence[Comm],
     ) -> None:
-        self.observed: Counter[int] = Counter()  # nobody runs ahead
         self._transfers, self._updates = transfers, updates
         self._engine = Engine(transfers, (), lanes)
         self._owners = owners = Owners(self._engine, transfers, lanes[0].rank)
@@ -257,9 +251,13 @@ class _InStep:
         }
         self.settle, self.check, self.close = owners.settle, self._engine.check, self._engine.close
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None]) -> None:
         """Finish what workers wait for."""
         self.settle()
+
+    def observed(self) -> Counter[int]:
+        """Nobody runs ahead."""
+        return Counter()
 
     def _exchange(self) -> None:
         for transfer in self._transfers:
@@ -274,10 +272,6 @@ class _InStep:
         self.settle()
         for transfer, update in self._updates[optimizer].items():
             self._owners.together(transfer, partial(update.gather_state, None))
-
-
-def _value(piece: Piece) -> Tensor:
-    return piece.of(piece.parameter).clone()
 
 
 def _shell(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> nn.Parameter:

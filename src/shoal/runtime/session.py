@@ -93,20 +93,21 @@ _session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
 def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
     """Join the other ranks, as torchrun's environment variables say; without them this process is alone.
 
+    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server"): on those this call
+    serves until the workers have ended, and then ends the process.
+
     Args:
         timeout_s: seconds after which an exchange that a rank does not take part in is an error. Whatever this says, a
             rank that dies is noticed within seconds, and one that is stopped within 20.
         start_timeout_s: seconds to wait for every rank to start.
-
-    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server"): on those this call
-    serves until the workers have ended, and then ends the process.
 
     Returns:
         This process's place among the workers. A second call gives the same.
 
     Raises:
         MissingRank: a rank did not start in time; it is named.
-        UsageError: torchrun's variables are incomplete.
+        UsageError: torchrun's variables are incomplete, or differ between ranks.
+        WorldError: on a server, a rank was lost.
 
     Example:
         >>> import shoal
