@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -160,11 +161,14 @@ def test_two_processes_with_one_rank_are_told(store: TCPStore) -> None:
     assert errors == {UsageError, MissingRank}  # the second one, and the first, which goes on waiting for the others
 
 
-def test_another_world_size_is_told(store: TCPStore) -> None:
-    meeting = PrefixStore("shoal/0", store)
-    for rank, size in [(1, 3), (2, 4)]:
-        meeting.set(f"here/{rank}", f'{{"host": "h{rank}", "size": {size}}}')
-    with pytest.raises(RanksDiffer, match=r"rank 2 \(host h2\) was started with another WORLD_SIZE"):
+@pytest.mark.parametrize(
+    ("variable", "differs"), [("WORLD_SIZE", {"WORLD_SIZE": 4}), ("SHOAL_SERVERS", {"SHOAL_SERVERS": 1})]
+)
+def test_a_rank_started_otherwise_is_told(store: TCPStore, variable: str, differs: dict[str, int]) -> None:
+    meeting, alike = PrefixStore("shoal/0", store), {"WORLD_SIZE": 3, "SHOAL_SERVERS": 0}
+    for rank, others in [(1, {}), (2, differs)]:
+        meeting.set(f"here/{rank}", json.dumps({"host": f"h{rank}", **alike, **others}))
+    with pytest.raises(RanksDiffer, match=rf"rank 2 \(host h2\) was started with another {variable}"):
         join(60, 5, "here")
 
 
