@@ -127,7 +127,7 @@ _CALLED = {
     "scale": "optimizer.clip_grad_norm_",
     "gather_state": "optimizer.state_dict",
     "take_state": "optimizer.load_state_dict",
-    "take_values": "a parameter is changed",
+    "take_values": "a parameter was changed since the last step",
 }
 
 

@@ -302,17 +302,17 @@ def _checked(
         )
     known(strategies)
     if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
-        raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 for none")
+        raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step")
     if staleness != 0:
         if pins or strategies is not None or plan != "auto":
             raise PlanError(
-                "a staleness leaves nothing to plan: servers own every layer",
-                do="leave out plan, pins and strategies, or write the staleness into the plan",
+                "with a staleness servers own every layer, so nothing else can be said about layers",
+                do="leave out plan, pins and strategies (a saved plan may have a staleness of its own)",
             )
         if count is not None:
             raise UsageError("where workers run ahead every rank weighs the same", do="leave out count, or staleness")
         if current().servers is None:
-            raise PlanError("there are no servers, which a staleness needs", do="shoal lab --servers, or SHOAL_SERVERS")
+            raise PlanError("there are no servers, which a staleness needs", do="set SHOAL_SERVERS=1 on every rank")
     if plan == "auto":
         resolve(pins or {}, [layer.name for layer in trainable_layers(model)])
         return None
