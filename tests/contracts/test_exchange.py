@@ -24,7 +24,7 @@ from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
 
 RANKS = [1, 2, 3, 4, 5, 8]
-SIZES = [0, 1, 3, 7, 1000, 4097]
+SIZES = [0, 1, 7, 1000]
 EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]
 EVERY += [Ring(chunk_bytes=200), Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
 EXACT = [exchange for exchange in EVERY if exchange.exact]
@@ -183,7 +183,7 @@ def test_stated_bytes_are_the_bytes_counted(exchange: Exchange, ranks: int, nume
         assert (stated.rounds > 0) == any(c.messages_sent for c in counts)
 
 
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("numel", [0, 3, 7, 1000])
 @pytest.mark.parametrize("hosts", SHARED)
 @pytest.mark.parametrize("exchange", EVERY, ids=repr)
 def test_where_ranks_share_hosts_the_sum_and_the_stated_bytes_are_right(

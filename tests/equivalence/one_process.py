@@ -43,7 +43,8 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
 OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed]
-WAYS = [*BUCKETED, "sliced, low", *OTHERS]  # each strategy once, in the default exchange: for single circumstances
+WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
+AMONG_WORKERS = [way for way in WAYS if way != "server"]  # for circumstances that no owner can tell apart
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
