@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -76,6 +78,16 @@ def jumped(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return jump
 
 
+@dataclass
+class Freed:
+    """A channel that nobody sends over, and what is done when its threads are freed."""
+
+    free: Callable[[], object]
+
+    def end(self) -> None:
+        pass
+
+
 class Ranks:
     """Heartbeats of some ranks; `woken` are those who were freed from an exchange. A dead rank beat once."""
 
@@ -89,7 +101,7 @@ class Ranks:
                 self.store.values[f"beat/{rank}"] = json.dumps(words)
             else:
                 self.beating[rank] = Heartbeat(cast(Store, self.store), rank, size, f"h{rank}", holder)
-                self.beating[rank].wake[0] = lambda rank=rank: self.woken.add(rank)  # type: ignore[misc]
+                self.beating[rank].channels[0] = Freed(partial(self.woken.add, rank))
 
     def told(self, rank: int, within_s: float = 5.0) -> WorldError:
         """What the rank hears, as it waits somewhere."""
@@ -224,7 +236,7 @@ def test_the_holder_waits_until_the_others_let_go_of_its_store(ranks: Ranks) -> 
 def test_leaving_frees_threads_that_are_inside_an_exchange(ranks: Ranks) -> None:
     mine = ranks.beating[0]
     mine.busy.add(7)
-    mine.wake[0] = lambda: mine.busy.discard(7)
+    mine.channels[0] = Freed(partial(mine.busy.discard, 7))
     mine.leave(None)
     assert not mine.busy
 

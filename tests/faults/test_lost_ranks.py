@@ -248,3 +248,41 @@ def test_one_backward_more_on_one_rank_is_a_deadline() -> None:
     with pytest.raises(DeadlinePassed, match=r"forward 8, row counts .*rank 0") as error:
         run(3, lambda comm: train(comm, [], more=1), timeout_s=1.0)
     assert error.value.rank in (1, 2)
+
+
+# Trains over one server, which rank 0 kills at step 3.
+SERVED = """
+import os, signal
+from pathlib import Path
+import torch
+from torch import nn
+import shoal
+from shoal.core.facts import Link
+from shoal.runtime.session import current
+
+where = Path(os.environ["PID_FILE"])
+if os.environ["RANK"] == "2":
+    where.write_text(str(os.getpid()))
+world = shoal.init(timeout_s=60.0)
+current().cluster = shoal.Cluster(shoal.Topology(("a", "b")), Link(1e-4, 1e8), 1.0, servers=("c",))
+torch.manual_seed(world.rank)
+x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins={"*": "server"})
+for step in range(1000):
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    if (step, world.rank) == (3, 0):
+        os.kill(int(where.read_text()), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+def test_a_server_that_dies_ends_the_job_with_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    variables = {"PID_FILE": str(tmp_path / "pid"), "SHOAL_SERVERS": "1"}
+    result = Local().launch(Job((sys.executable, "-c", SERVED), 3, variables))
+    assert result.exit_codes == (1, 1, 137)
+    said = "PeerLost: a peer was lost: rank 2 (host "
+    assert len(re.findall(re.escape(said) + r"\S+\) gives no sign of life", capfd.readouterr().err)) == 2

@@ -22,9 +22,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -85,6 +84,16 @@ class _Doubt:
         return _DEAD_S + (2 if self.timeout_s is not None else 6) * _BEAT_S
 
 
+class Channel(Protocol):
+    """What carries this rank's messages."""
+
+    def free(self) -> None:
+        """Let every thread that is blocked on it fail."""
+
+    def end(self) -> None:
+        """End it, with the threads that it has."""
+
+
 @final
 class Heartbeat:
     """This rank's beat, and the reading of the others'.
@@ -97,7 +106,7 @@ class Heartbeat:
 
     def __init__(self, store: Store, rank: int, size: int, host: str, holder: int | None = None) -> None:
         self.at = "start"
-        self.wake: dict[int, Callable[[], None]] = {}  # by id: what frees those who are blocked in an exchange
+        self.channels: dict[int, Channel] = {}  # by id, the open ones in the order in which they were made
         self.busy: set[int] = set()  # threads that are inside an exchange
         self._rank, self._size, self._host, self._holder = rank, size, host, holder
         self._store: Store = store.clone()  # type: ignore[attr-defined]
@@ -152,11 +161,14 @@ class Heartbeat:
         self._server.join(timeout=2 * _BEAT_S)
         if self._store_answers and not self._server.is_alive():
             self._say_goodbye(error)
-        # A thread that comes out of C++ while the interpreter ends aborts the process ("terminate called …").
+        # A thread that needs the interpreter while it ends aborts the process ("terminate called …"): here one that
+        # comes out of an exchange, and torch.distributed's own, which give back the tensors of the last exchange.
         deadline = time.monotonic() + _FAREWELL_S
         while self.busy and time.monotonic() < deadline:
-            self._wake()
+            self._free()
             time.sleep(0.01)
+        while self.channels:
+            self.channels.popitem()[1].end()
 
     def _say_goodbye(self, error: BaseException | None) -> None:
         try:
@@ -219,11 +231,11 @@ class Heartbeat:
         with self._lock:
             self._verdict = self._verdict or verdict
         self._concluded.set()
-        self._wake()
+        self._free()
 
-    def _wake(self) -> None:
-        for free in list(self.wake.values()):
-            free()
+    def _free(self) -> None:
+        for channel in list(self.channels.values()):
+            channel.free()
 
     def _found(self) -> Verdict | None:
         doubt = self._doubt

@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -90,7 +91,7 @@ class ProcessGroupComm(Comm):
         self._timeout_s = timeout_s
         self._heartbeat = heartbeat
         self._inside = _Inside(heartbeat, timeout_s)
-        heartbeat.wake[id(self)] = self._wake
+        heartbeat.channels[id(self)] = self
 
     def send(self, tensor: Tensor, to: int) -> _Work:
         # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides receive first
@@ -134,6 +135,7 @@ class ProcessGroupComm(Comm):
             group = dist.new_group(
                 ranks,
                 timeout=_seconds(timeout_s),
+                backend=_backend(),
                 group_desc=f"shoal-{name}",
                 use_local_synchronization=by_themselves,
             )
@@ -149,7 +151,7 @@ class ProcessGroupComm(Comm):
         return values
 
     def close(self) -> None:
-        if self._heartbeat.wake.pop(id(self), None) is None:  # closed already, by another of its users
+        if self._heartbeat.channels.pop(id(self), None) is None:  # closed already, by another of its users
             return
         # A group of some ranks only stays: torch names those by how many groups there are, and under a name that comes
         # again the next would find the addresses that this one left in the store.
@@ -168,8 +170,8 @@ class ProcessGroupComm(Comm):
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         return error.struck(f"rank {self.rank} at {where}") if isinstance(error, WorldError) else error
 
-    def _wake(self) -> None:
-        """Let everything that is blocked on this channel fail: there is a verdict.
+    def free(self) -> None:
+        """Let everything that is blocked on this channel fail: there is a verdict, or this rank ends.
 
         Gloo has no abort, but a receive that times out closes all connections of its group.
         """
@@ -182,6 +184,14 @@ class ProcessGroupComm(Comm):
             pass  # as it is meant to
         self._group.abort()  # and what NCCL carries
 
+    def end(self) -> None:
+        """Free who is blocked, and join the group's own threads: they end where nobody holds the group."""
+        if dist.is_initialized():
+            with suppress(ValueError):  # the program has destroyed all groups itself, and made others
+                self.free()
+                dist.destroy_process_group(self._group)
+        del self._group
+
 
 def alone() -> bool:
     """Whether nothing here speaks of other ranks."""
@@ -192,7 +202,7 @@ def alone() -> bool:
 def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0) -> ProcessGroupComm:
     """Join the ranks that torchrun's environment variables describe; the last `servers` of them are servers.
 
-    A process group that the caller has already set up is used as it is.
+    A process group that the caller has already set up stays the caller's: groups of its own are made beside it.
 
     Raises:
         MissingRank: not every rank came within `start_timeout_s`; it names them.
@@ -218,15 +228,20 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0) 
         raise UsageError("not every rank can be a server", got=got, do=do)
     topology = _call_roll(scope, rank, size, host, servers, start_timeout_s)
     heartbeat = Heartbeat(scope, rank, size, host, holder)
-    if not dist.is_initialized():
-        device = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(device, store=scope, rank=rank, world_size=size, timeout=_seconds(timeout_s))
-    group = dist.group.WORLD
-    assert group is not None
+    if dist.is_initialized():
+        group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
+    else:
+        dist.init_process_group(_backend(), store=scope, rank=rank, world_size=size, timeout=_seconds(timeout_s))
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
     return ProcessGroupComm(group, timeout_s, heartbeat, topology)
 
 
 _START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _connect(address: str, port: int, hold: bool, timeout_s: float, where: str) -> TCPStore:

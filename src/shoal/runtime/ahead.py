@@ -156,7 +156,6 @@ class AheadModel:
         self._shelves = {t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers}
         self._threads: list[Lane] = []
         self._errands: list[Errand] = []
-
         self.parts: dict[str, Callable[..., object]] = {"start": self._start}
 
     def settle(self) -> None:

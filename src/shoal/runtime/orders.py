@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -54,19 +54,40 @@ class Names:
     def written(self, *order: Any) -> Tensor:
         """An order as bytes (UsageError where something of it cannot be sent)."""
         buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer)
-        pickler.persistent_id = self._name  # type: ignore[method-assign]
         try:
-            pickler.dump(order)
+            _Pickler(buffer, self._names).dump(order)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             do = "define the optimizer's class in a module, with settings that can be pickled; or serve without servers"
             raise UsageError("the optimizer cannot be sent to the servers", got=str(error)[:200], do=do) from error
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
-    def _name(self, thing: Any) -> _Name | None:
+
+@final
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, names: Mapping[int, _Name]) -> None:
+        super().__init__(buffer)
+        self._names = names
+
+    def persistent_id(self, thing: Any) -> _Name | None:
         if isinstance(thing, nn.Parameter | Piece | OwnedTransfer):
             return self._names.get(id(thing), ())
         return None
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> None:
+        super().__init__(io.BytesIO(order.numpy().tobytes()))
+        self._models = models
+
+    def persistent_load(self, name: _Name) -> Any:
+        if not name:
+            return None
+        model, number, *rest = name
+        transfer = self._models[model][number]
+        if not rest:
+            return transfer
+        return transfer.parameters[rest[0]] if len(rest) == 1 else transfer.owned[rest[0]][rest[1]]
 
 
 def check_sendable(optimizers: Sequence[Optimizer]) -> None:
@@ -77,20 +98,8 @@ def check_sendable(optimizers: Sequence[Optimizer]) -> None:
 
 def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any, ...]:
     """The order that these bytes are, to a server that has these transfers of each model."""
-
-    def thing(name: _Name) -> Any:
-        if not name:
-            return None
-        model, number, *rest = name
-        transfer = models[model][number]
-        if not rest:
-            return transfer
-        return transfer.parameters[rest[0]] if len(rest) == 1 else transfer.owned[rest[0]][rest[1]]
-
-    unpickler = pickle.Unpickler(io.BytesIO(order.numpy().tobytes()))
-    unpickler.persistent_load = thing  # type: ignore[method-assign]
     try:
-        content: tuple[Any, ...] = unpickler.load()
+        content: tuple[Any, ...] = _Unpickler(order, models).load()
     except AttributeError as error:
         do = "define the optimizer's class in a module, or before shoal.init(), behind which a server's script ends"
         raise UsageError("a server does not know what it is sent", got=str(error), do=do) from error

@@ -57,9 +57,8 @@ class Owners:
         self.served = tuple(transfer for transfer in transfers if transfer.served)
         self.rank = rank
         self.tell: Tell = tell
-        self._versions = {
-            p: p._version for transfer in self.served for p in transfer.parameters
-        }  # as servers know them
+        known = (p for transfer in self.served for p in transfer.parameters)
+        self._versions = {p: p._version for p in known}  # of what servers know
         self._engine = engine
         self._transfer = {p: transfer for transfer in transfers for p in transfer.parameters}
         for parameter in self._transfer:

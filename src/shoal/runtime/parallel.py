@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -29,24 +28,24 @@ from torch.utils.data import DataLoader
 from shoal import exchange as exchanges
 from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
-from shoal.core.buckets import MEMORY, Buckets
-from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Strategy
-from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.buckets import Buckets
+from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Strategy, Transfer
+from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Link, ModelProfile
-from shoal.core.plan import Choice, Plan
+from shoal.core.plan import Plan
 from shoal.core.registry import found, named
-from shoal.planner.search import LANES, known, repredicted, resolve, search
-from shoal.profiling.identity import trainable_layers
+from shoal.planner.search import LANES, repredicted, search
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_paces, probe_pack
-from shoal.rewrite.apply import apply, check, check_served, label, places
+from shoal.rewrite.apply import apply, check_served, label, places
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
 from shoal.runtime.memory import give_back_freed
 from shoal.runtime.optimizer import extend
 from shoal.runtime.orders import check_sendable
 from shoal.runtime.owners import Owners, tell_nobody
+from shoal.runtime.request import Request, checked, listed, require_same
 from shoal.runtime.servers import ServedSite
 from shoal.runtime.session import Attached, Session, current, ranks
 from shoal.runtime.watch import watch
@@ -99,15 +98,12 @@ def parallelize(
     """
     session = current()
     comm = session.comm
+    asked = Request(plan, pins, strategies, count, staleness, memory)
     comm.reached("parallelize: comparing what the ranks were given")
-    given = agreed(
-        comm, lambda: _checked(model, loss_fn, _listed(optimizer), plan, pins, strategies, staleness, count, memory)
-    )
-    optimizers = _listed(optimizer)
-    _require_same_request(comm, given, pins, strategies, count, memory, optimizers, staleness)
+    given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
+    optimizers = listed(optimizer)
+    require_same(comm, asked, given, optimizers)
     session.optimizers[model] = tuple(optimizers)
-    if staleness != 0:
-        pins = {"*": "server"}
     if comm.size == 1:
         for each in optimizers:
             extend(each)
@@ -118,24 +114,36 @@ def parallelize(
     cluster = measured_cluster(session)
     give_back_freed()
     comm.reached("parallelize: planning and rewriting")
-    chosen = from_first(comm, lambda: _chosen(given, profile, cluster, pins, strategies, staleness))
+    chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
     buckets = Buckets(memory)
     transfers = apply(model, chosen, comm, len(cluster.servers), buckets)
-    prefix = f"model{len(session.attached)}"
+    engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets)
+    extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
+    owned = tuple(each for each in extended if each is not None)
+    session.attached[model] = Attached(engine, weigher, chosen, profile, cluster, owned)
+    return model, watch(model, loss_fn, count, engine, weigher, owners), optimizer
+
+
+def _started(
+    session: Session,
+    model: nn.Module,
+    plan: Plan,
+    transfers: Sequence[Transfer],
+    optimizers: Sequence[Optimizer],
+    buckets: Buckets,
+) -> tuple[Engine, Weigher, Owners | None]:
+    """What runs the transfers, over channels made in the same order on every rank."""
+    comm, prefix = session.comm, f"model{len(session.attached)}"
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
-    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(chosen.lanes, len(transfers) - len(served)))]
-    weigher = Weigher(comm.channel(f"{prefix}-counts") if chosen.staleness == 0 else None)
-    number, server_lanes = _open_servers(session, model, chosen, served, optimizers)
+    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
+    weigher = Weigher(comm.channel(f"{prefix}-counts") if plan.staleness == 0 else None)
+    number, server_lanes = _open_servers(session, model, plan, served, optimizers)
     engine = Engine(transfers, lanes, server_lanes, buckets)
-    tell = session.servers.tell(number, engine, chosen.staleness) if session.servers and served else tell_nobody
-    engine.began = partial(tell, "exchange")
     session.lanes += engine.lanes
-    owners = Owners(engine, owned, comm.rank, tell) if owned else None
-    extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
-    updates = tuple(each for each in extended if each is not None)
-    session.attached[model] = Attached(engine, weigher, chosen, profile, cluster, updates)
-    return model, watch(model, loss_fn, count, engine, weigher, owners), optimizer
+    tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
+    engine.began = partial(tell, "exchange")
+    return engine, weigher, Owners(engine, owned, comm.rank, tell) if owned else None
 
 
 def _open_servers(
@@ -180,7 +188,7 @@ def plan(
         UsageError: as for `parallelize`; or no cluster and no session.
     """
     comm = ranks() if cluster else current().comm
-    profile = profile_model(model, loss_fn, _listed(optimizer), sample, comm)
+    profile = profile_model(model, loss_fn, listed(optimizer), sample, comm)
     where = cluster or measured_cluster(current())
     return from_first(comm, lambda: search(profile, where, pins=pins, strategies=strategies))
 
@@ -237,156 +245,10 @@ def _chosen(
     given: Plan | None,
     profile: ModelProfile,
     cluster: Cluster,
-    pins: Mapping[str, str] | None,
-    strategies: Iterable[str] | None,
-    staleness: int | None,
+    asked: Request,
 ) -> Plan:
     if given is None:
-        return replace(search(profile, cluster, pins=pins, strategies=strategies), staleness=staleness)
+        pins = asked.pins if asked.staleness == 0 else {"*": "server"}
+        return replace(search(profile, cluster, pins=pins, strategies=asked.strategies), staleness=asked.staleness)
     check_served(given, profile, cluster)
     return repredicted(given, profile, cluster)
-
-
-def _checked(
-    model: Any,
-    loss_fn: Any,
-    optimizers: list[Optimizer],
-    plan: Any,
-    pins: Mapping[str, str] | None,
-    strategies: Iterable[str] | None,
-    staleness: int | None,
-    count: Any,
-    memory: Any,
-) -> Plan | None:
-    """Refuse what cannot be parallelised; the given plan, None for "auto"."""
-    if not isinstance(model, nn.Module):
-        raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
-    if loss_fn is not None and not callable(loss_fn):
-        raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
-    if model in current().attached:
-        raise UsageError("the model is parallelised already", do="call parallelize once a model")
-    for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                "the model is compiled already, so a rewrite of its layers would not be seen",
-                where=f"module {name or '(model)'}",
-                do="parallelise first, then compile block by block: for block in model.children(): block.compile()",
-            )
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise UsageError(
-                f"the model is wrapped in {type(module).__name__}",
-                where=f"module {name or '(model)'}",
-                do="give the bare model",
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(
-                "sparse gradients are not exchanged", where=f"module {name}", do="build it with sparse=False"
-            )
-    parameters = {id(p) for p in model.parameters() if p.requires_grad}
-    if not parameters:
-        raise UsageError("the model has no trainable parameter", do="unfreeze a layer before parallelize")
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS steers by the loss's value, which differs between ranks", do="use another optimizer"
-            )
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(p) in parameters for p in held):
-            raise UsageError(
-                f"the optimizer {type(optimizer).__name__} holds none of the model's parameters",
-                do="build it from model.parameters() of the model you give",
-            )
-    if memory not in MEMORY:
-        raise UsageError(
-            "there is no such way to use memory", got=repr(memory), expected=" or ".join(map(repr, MEMORY))
-        )
-    known(strategies)
-    if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
-        raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step")
-    if staleness != 0:
-        if pins or strategies is not None or plan != "auto":
-            raise PlanError(
-                "with a staleness servers own every layer, so nothing else can be said about layers",
-                do="leave out plan, pins and strategies (a saved plan may have a staleness of its own)",
-            )
-        if count is not None:
-            raise UsageError("where workers run ahead every rank weighs the same", do="leave out count, or staleness")
-        if current().servers is None:
-            raise PlanError("there are no servers, which a staleness needs", do="set SHOAL_SERVERS=1 on every rank")
-    if plan == "auto":
-        resolve(pins or {}, [layer.name for layer in trainable_layers(model)])
-        return None
-    if pins:
-        raise PlanError("there are both a plan and pins", do='edit the plan, or use pins with plan="auto"')
-    if isinstance(plan, str | Path):
-        plan = Plan.load(plan)
-    if isinstance(plan, Plan):
-        check(plan, model, current().comm.size)
-        return plan
-    raise PlanError("the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path')
-
-
-_ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
-
-
-def _listed(optimizer: Any) -> list[Optimizer]:
-    listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in listed:
-        if not isinstance(each, Optimizer):
-            raise UsageError("the optimizer is not a torch optimizer", got=type(each).__name__, do=_ORDER)
-    return listed
-
-
-def _require_same_request(
-    comm: Comm,
-    plan: Plan | None,
-    pins: Mapping[str, str] | None,
-    strategies: Iterable[str] | None,
-    count: Callable[..., Any] | None,
-    memory: str,
-    optimizers: list[Optimizer],
-    staleness: int | None,
-) -> None:
-    """Compare what the ranks asked for; the models themselves are compared when they are profiled."""
-    chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
-    other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in ("model", "bucket_bytes", "lanes")}
-    mine = {
-        "plan": "auto" if plan is None else "a plan of its own",
-        **chosen,
-        **other,
-        "order of layers in the plan": list(chosen),
-        "pins": sorted((pins or {}).items()),
-        "strategies": "all" if strategies is None else sorted(strategies),
-        "count": "none" if count is None else "a function",
-        "staleness": "unbounded" if staleness is None else staleness,
-        "memory": memory,
-        **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
-    }
-    first, *others = comm.gather_objects(mine)
-    for rank, theirs in enumerate(others, start=1):
-        for what in [*first, *(key for key in theirs if key not in first)]:
-            if theirs.get(what) != first.get(what):
-                raise RanksDiffer(
-                    f"rank {rank} and rank 0 call parallelize differently: {what}",
-                    got=f"rank {rank}: {str(theirs.get(what, 'none'))[:200]}",
-                    expected=f"as on rank 0: {str(first.get(what, 'none'))[:200]}",
-                    do="give the same on every rank",
-                    rank=rank,
-                )
-
-
-def _served(choice: Choice) -> str:
-    return f"{choice.strategy} {choice.exchange}".rstrip()
-
-
-def _settings(optimizer: Optimizer) -> str:
-    """An optimizer as messages show it: its type, and each group's plain settings."""
-    groups = [
-        {
-            key: float(value) if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.numel() == 1)
-        }
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__} {groups}"

@@ -2,7 +2,7 @@
 
     worker 0                          every server
     what each worker does next   ──▶  does its part of it, in the same order, over the same lanes
-    Servers.tell(what, …)             serve(): _Model.<what>(…)
+    tell(what, …)                     serve(): _Model.do(what, …)
 
 A server holds the same transfers, updates and lanes as a worker, without the model: it sums, updates and sends its
 slices whenever the workers do. Of its tensors it touches its own slices only, and memory that nobody touches is never
@@ -124,15 +124,21 @@ class Servers:
             self._lane.close()
 
     def _tell(self, model: int, what: str, /, *args: Any) -> None:
-        held = [[i for i, p in enumerate(each.parameters) if p in each.held] for each in self._models[model]]
+        held = None  # an update says so itself, piece by piece
+        if what != "update":
+            held = [[i for i, p in enumerate(each.parameters) if p in each.held] for each in self._models[model]]
         self._send(what, model, held, *args)
 
     def _send(self, what: str, /, *args: Any) -> None:
         if self._lane is None:
             return
         for server in range(self._comm.workers, self._comm.size):
-            order = self._names.written(what, *of_rank(server, args))
-            self._lane.run(partial(send_bytes, order, server), f"order to rank {server}: {what}")
+            write = partial(self._names.written, what, *of_rank(server, args))  # copies: a step does not wait for it
+            self._lane.run(partial(_write_and_send, write, server), f"order to rank {server}: {what}")
+
+
+def _write_and_send(write: Callable[[], Tensor], to: int, comm: Comm) -> None:
+    send_bytes(write(), to, comm)
 
 
 def channels(comm: Comm, model: int, lanes: int, *, idle: bool) -> list[Comm]:
@@ -211,10 +217,11 @@ class _Model:
         else:
             self.way = AheadModel(self.transfers, number, self._updates, to_workers, staleness)
 
-    def do(self, what: str, held: Sequence[Sequence[int]], *args: Any) -> None:
-        """Do this server's part of what the workers do, who find these gradients held by their owners."""
-        for transfer, indices in zip(self.transfers, held, strict=True):
-            transfer.held = {transfer.parameters[i] for i in indices}
+    def do(self, what: str, held: Sequence[Sequence[int]] | None, *args: Any) -> None:
+        """Do this server's part of what the workers do; `held`, where it matters: the gradients that owners have."""
+        if held is not None:
+            for transfer, indices in zip(self.transfers, held, strict=True):
+                transfer.held = {transfer.parameters[i] for i in indices}
         parts: dict[str, Callable[..., object]] = {"take_values": self._take_values, "take_state": self._take_state}
         (parts | self.way.parts)[what](*args)
 

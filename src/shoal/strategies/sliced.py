@@ -186,6 +186,7 @@ class SlicedTransfer(OwnedTransfer):
         self.held = set(self.parameters)
 
     def follow(self, held: set[nn.Parameter]) -> None:
+        self._buckets.open(self._flat)
         self._carried, self.held = held, set(self.parameters)
 
     def run(self, comm: Comm) -> None:
@@ -193,10 +194,14 @@ class SlicedTransfer(OwnedTransfer):
             turn.fill_(Turn.SUM)
         self.exchange.reduce_scatter(self._slices, comm)
         self._check([turn / self._workers for turn in self._turns[self._rank].real.tolist()], Turn.SUM)
-        if not self._carried:
+        if self._carried:
+            self._add_up()
+        else:
             self._total.copy_(self._slices[self._rank])
-            self._buckets.close(self._flat)
-            return
+        self._buckets.close(self._flat)
+
+    def _add_up(self) -> None:
+        """Add this backward's sums to what earlier ones left, where they left something."""
         for index, piece in enumerate(self.pieces):
             value, flag = self._total_values[index], self._total_flags[index]
             if piece.parameter not in self._carried:
@@ -204,7 +209,6 @@ class SlicedTransfer(OwnedTransfer):
                 flag.zero_()
             value.add_(self._values[self._rank][index])
             flag.add_(self._flags[self._rank][index])
-        self._buckets.close(self._flat)
 
     def publish(self) -> None:
         self._landed.clear()

@@ -1,0 +1,178 @@
+"""What a caller asks of `parallelize`: refused where it cannot be done, and compared among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.core.buckets import MEMORY
+from shoal.core.contracts import Comm
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.plan import Choice, Plan
+from shoal.planner.search import known, resolve
+from shoal.profiling.identity import trainable_layers
+from shoal.rewrite.apply import check
+from shoal.runtime.session import Session
+
+_COMPARED = ("model", "bucket_bytes", "lanes", "staleness")  # of a plan, beside its choices
+_ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `parallelize`, beside model, loss, optimizer and sample."""
+
+    plan: Plan | str | Path
+    pins: Mapping[str, str] | None
+    strategies: Iterable[str] | None
+    count: Callable[..., Any] | None
+    staleness: int | None
+    memory: str
+
+
+def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session) -> Plan | None:
+    """Refuse what cannot be parallelised; the given plan, None for "auto"."""
+    optimizers = listed(optimizer)
+    if loss_fn is not None and not callable(loss_fn):
+        raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
+    _check_optimizers(optimizers, _check_model(model, session))
+    if asked.memory not in MEMORY:
+        expected = " or ".join(map(repr, MEMORY))
+        raise UsageError("there is no such way to use memory", got=repr(asked.memory), expected=expected)
+    known(asked.strategies)
+    _check_staleness(asked.staleness, asked, session)
+    if asked.plan == "auto":
+        resolve(asked.pins or {}, [layer.name for layer in trainable_layers(model)])
+        return None
+    if asked.pins:
+        raise PlanError("there are both a plan and pins", do='edit the plan, or use pins with plan="auto"')
+    if asked.staleness != 0:
+        raise PlanError("there are both a plan and a staleness", do="write the staleness into the plan")
+    plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path'
+        )
+    check(plan, model, session.comm.size)
+    _check_staleness(plan.staleness, asked, session)
+    return plan
+
+
+def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
+    if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
+        raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step")
+    if staleness == 0:
+        return
+    if asked.pins or asked.strategies is not None:
+        raise PlanError(
+            "with a staleness servers own every layer, so nothing else can be said about layers",
+            do="leave out pins and strategies",
+        )
+    if asked.count is not None:
+        raise UsageError("where workers run ahead every rank weighs the same", do="leave out count, or staleness")
+    if session.servers is None:
+        raise PlanError("there are no servers, which a staleness needs", do="set SHOAL_SERVERS=1 on every rank")
+
+
+def _check_model(model: Any, session: Session) -> set[int]:
+    """Refuse a model that cannot be rewritten; the ids of its trainable parameters."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("the model is not an nn.Module", got=type(model).__name__, do=_ORDER)
+    if model in session.attached:
+        raise UsageError("the model is parallelised already", do="call parallelize once a model")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise UsageError(
+                "the model is compiled already, so a rewrite of its layers would not be seen",
+                where=f"module {name or '(model)'}",
+                do="parallelise first, then compile block by block: for block in model.children(): block.compile()",
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise UsageError(
+                f"the model is wrapped in {type(module).__name__}",
+                where=f"module {name or '(model)'}",
+                do="give the bare model",
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise UsageError(
+                "sparse gradients are not exchanged", where=f"module {name}", do="build it with sparse=False"
+            )
+    parameters = {id(p) for p in model.parameters() if p.requires_grad}
+    if not parameters:
+        raise UsageError("the model has no trainable parameter", do="unfreeze a layer before parallelize")
+    return parameters
+
+
+def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS steers by the loss's value, which differs between ranks", do="use another optimizer"
+            )
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(p) in parameters for p in held):
+            raise UsageError(
+                f"the optimizer {type(optimizer).__name__} holds none of the model's parameters",
+                do="build it from model.parameters() of the model you give",
+            )
+
+
+def listed(optimizer: Any) -> list[Optimizer]:
+    """One optimizer, or several, as a list."""
+    listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in listed:
+        if not isinstance(each, Optimizer):
+            raise UsageError("the optimizer is not a torch optimizer", got=type(each).__name__, do=_ORDER)
+    return listed
+
+
+def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list[Optimizer]) -> None:
+    """Raise RanksDiffer where the ranks ask for different things. Models are compared when they are profiled."""
+    chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
+    other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
+    mine = {
+        "plan": "auto" if plan is None else "a plan of its own",
+        **chosen,
+        **other,
+        "order of layers in the plan": list(chosen),
+        "pins": sorted((asked.pins or {}).items()),
+        "strategies": "all" if asked.strategies is None else sorted(asked.strategies),
+        "count": "none" if asked.count is None else "a function",
+        "staleness": "unbounded" if asked.staleness is None else asked.staleness,
+        "memory": asked.memory,
+        **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
+    }
+    first, *others = comm.gather_objects(mine)
+    for rank, theirs in enumerate(others, start=1):
+        for what in [*first, *(key for key in theirs if key not in first)]:
+            if theirs.get(what) != first.get(what):
+                raise RanksDiffer(
+                    f"rank {rank} and rank 0 call parallelize differently: {what}",
+                    got=f"rank {rank}: {str(theirs.get(what, 'none'))[:200]}",
+                    expected=f"as on rank 0: {str(first.get(what, 'none'))[:200]}",
+                    do="give the same on every rank",
+                    rank=rank,
+                )
+
+
+def _served(choice: Choice) -> str:
+    return f"{choice.strategy} {choice.exchange}".rstrip()
+
+
+def _settings(optimizer: Optimizer) -> str:
+    """An optimizer as messages show it: its type, and each group's plain settings."""
+    groups = [
+        {
+            key: float(value) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.numel() == 1)
+        }
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
