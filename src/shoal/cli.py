@@ -256,8 +256,17 @@ def probe(workers: int | None) -> None:
 @click.option("--servers", default=0, type=click.IntRange(0), help='More hosts, as servers (strategy "server").')
 @click.option("--rate", default="1gbit", show_default=True, help='Each link\'s rate, as tc writes it, or "none".')
 @click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
+@click.option("--congestion", default="cubic", show_default=True, help="TCP's congestion control (bbr, reno …).")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def lab(hosts: int, ranks_per_host: int, servers: int, rate: str, delay: str | None, command: tuple[str, ...]) -> None:
+def lab(
+    hosts: int,
+    ranks_per_host: int,
+    servers: int,
+    rate: str,
+    delay: str | None,
+    congestion: str,
+    command: tuple[str, ...],
+) -> None:
     """Run COMMAND on hosts with shaped links (root, Linux).
 
     The hosts are network namespaces of this machine; ranks fill one host after the other, and the output of a rank
@@ -265,7 +274,7 @@ def lab(hosts: int, ranks_per_host: int, servers: int, rate: str, delay: str | N
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
-    built = Lab(hosts=hosts + servers, rate=rate, delay=delay, ranks_per_host=ranks_per_host)
+    built = Lab(hosts + servers, rate, delay, ranks_per_host=ranks_per_host, congestion=congestion)
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")
     serving = {"SHOAL_SERVERS": str(servers * ranks_per_host)} if servers else {}

@@ -169,6 +169,20 @@ def test_it_touches_nothing_of_the_machine_and_reaches_nothing_outside(capfd: py
 
 @pytest.mark.lab
 @needs_lab
+def test_hosts_have_linux_default_congestion_control_or_the_one_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(("cat", "/proc/sys/net/ipv4/tcp_congestion_control"), 1)
+    machine = Path(job.command[1]).read_text()
+    for options, expected in (({}, "cubic"), ({"congestion": "reno"}, "reno")):
+        Lab(hosts=1, **options).launch(job)
+        assert expected in capfd.readouterr().out
+    with pytest.raises(LabError, match=r"no congestion control 'cubid'(.|\n)*cubic"):
+        Lab(hosts=1, congestion="cubid").launch(job)
+    assert own_namespaces() == []
+    assert Path(job.command[1]).read_text() == machine
+
+
+@pytest.mark.lab
+@needs_lab
 def test_a_lab_that_fails_half_built_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Lab, "_tbf", lambda self: ("tbf", "rate", "1gbit", "burst", "0kb", "latency", "50ms"))
     monkeypatch.setattr(Lab, "_check_kernel", lambda self: None)

@@ -21,6 +21,7 @@ import os
 import re
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, final
 
@@ -35,6 +36,7 @@ INTERFACE = "eth0"  # of every host
 SWITCH_ADDRESS = "10.0.0.254"
 MAX_HOSTS = 250  # of one /24 network
 QUEUE = "50ms"  # how long a packet may wait at a link before it is dropped, as at a switch with shallow buffers
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 UNSHAPED = (None, "none", "unshaped")
 SYNTAX = {
     "rate": (r"\d+(\.\d+)?[kmg]bit", "a rate such as 200mbit, 1gbit or 2.5gbit, or none"),
@@ -55,6 +57,8 @@ class Lab(Launcher):
         delay: added on the way from any host to any other (5ms); needs a kernel with netem.
         burst: what a link lets pass at once. 32kb starves a 1gbit link; after a pause, one burst passes for free.
         ranks_per_host: how many ranks share a host and its link; what they send each other stays on its loopback.
+        congestion: how TCP finds its pace on every host, whatever the machine's own way is: Linux's default, cubic; or
+            bbr, reno …, as the kernel has them.
 
     Raises: LabError for options that no lab can have.
 
@@ -72,6 +76,7 @@ class Lab(Launcher):
         delay: str | None = None,
         burst: str = "128kb",
         ranks_per_host: int = 1,
+        congestion: str = "cubic",
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise LabError(f"a lab has 1 to {MAX_HOSTS} hosts", got=f"hosts={hosts}", do="ask for another number")
@@ -86,6 +91,7 @@ class Lab(Launcher):
         self.rate = None if rate in UNSHAPED else rate
         self.delay = delay
         self.burst = burst
+        self.congestion = congestion
         self.namespaces: tuple[str, ...] = ()  # of the hosts in order, then of the switch; empty while it is down
         for option, value in (("rate", self.rate), ("burst", burst), ("delay", delay)):
             pattern, expected = SYNTAX[option]
@@ -170,6 +176,7 @@ class Lab(Launcher):
         for namespace in self.namespaces:
             name_hosts(namespace, addresses)
             _ip(namespace, "link set lo up")
+            inside(namespace, self._set_congestion)
         _ip(switch, "link add bridge type bridge")
         _ip(switch, f"address add {SWITCH_ADDRESS}/24 dev bridge")
         _ip(switch, "link set bridge up")
@@ -180,6 +187,18 @@ class Lab(Launcher):
             _ip(switch, f"link set {port} master bridge up")
             self._shape(host, INTERFACE, delayed=True)
             self._shape(switch, port, delayed=False)
+
+    def _set_congestion(self) -> None:
+        """Where this thread is: the setting belongs to the network namespace."""
+        try:
+            CONGESTION.write_text(self.congestion)
+        except OSError as error:
+            available = CONGESTION.with_name("tcp_available_congestion_control").read_text().strip()
+            raise LabError(
+                f"this kernel has no congestion control {self.congestion!r}",
+                got=str(error),
+                do=f"use one of: {available}; or load its module: modprobe tcp_{self.congestion}",
+            ) from error
 
     def _shape(self, namespace: str, device: str, delayed: bool) -> None:
         """Put the queues on one end of a link: its rate on both ends, the delay on the host's only (one way, once)."""
