@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/servers.py [exchange] [ahead]      about four minutes; results/servers.json
 
-exchange   buckets summed and brought back, four in flight, back to back: 4 workers by themselves, by all-reduce
+exchange   buckets summed and brought back, back to back, several in flight: 4 workers by themselves, by all-reduce
            and by `direct`; with 4 more hosts as servers, and with 2 more (then workers serve a share too)
 ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds
            a step of the synchronous server, of a bound of 3, and of none; and the same with one worker slow for good
@@ -31,7 +31,8 @@ from shoal.exchange.direct import Direct
 from shoal.strategies.server import shares
 
 WORKERS = 4
-BUCKET, LANES, ROUNDS, TURNS = 4 << 20, 4, 3, 5  # bytes of a bucket; buckets in a turn are LANES × ROUNDS
+IN_FLIGHT = {"4 MiB, four": (4 << 20, 4, 3), "16 MiB, eight": (16 << 20, 8, 1)}  # bytes of a bucket, lanes, rounds
+TURNS = 5  # of lanes × rounds buckets
 STEP_S, SLOWER, STEPS = 0.05, 3, 60
 RESULTS = Path(__file__).parent / "results" / "servers.json"
 
@@ -45,12 +46,13 @@ def lab(rate: str, servers: int, serving: int, *arguments: str) -> list[dict[str
     return [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if "] {" in line]
 
 
-def exchange(servers: int) -> None:
+def exchange(servers: int, in_flight: str) -> None:
     """On a rank: seconds of one bucket's exchange, by way."""
+    nbytes, num_lanes, rounds = IN_FLIGHT[in_flight]
     everyone = join(60.0, 60.0, os.environ["SHOAL_HOST"], servers)
-    lanes = [everyone.channel(f"lane{i}") for i in range(LANES)]
-    sizes = [int(BUCKET // 4 * share) for share in shares(WORKERS, servers)] if servers else [0] * WORKERS
-    flats = [torch.zeros(BUCKET // 4) for _ in lanes]
+    lanes = [everyone.channel(f"lane{i}") for i in range(num_lanes)]
+    sizes = [int(nbytes // 4 * share) for share in shares(WORKERS, servers)] if servers else [0] * WORKERS
+    flats = [torch.zeros(nbytes // 4) for _ in lanes]
 
     def by_servers(comm: Comm, flat: Tensor) -> None:
         slices = flat[: sum(sizes)].split(sizes)
@@ -69,25 +71,25 @@ def exchange(servers: int) -> None:
         ways[f"{WORKERS} + {servers} servers"] = (lanes, by_servers)
     if everyone.rank < WORKERS:
         among = everyone.group(WORKERS)
-        own_lanes = [among.channel(f"own{i}") for i in range(LANES)]
+        own_lanes = [among.channel(f"own{i}") for i in range(num_lanes)]
         ways["all-reduce"] = (own_lanes, lambda comm, flat: comm.all_reduce(flat))
         ways["direct"] = (own_lanes, by_workers)
     else:
         ways |= {"all-reduce": ([], by_workers), "direct": ([], by_workers)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    with ThreadPoolExecutor(LANES) as pool:
+    with ThreadPoolExecutor(num_lanes) as pool:
         for _ in range(TURNS):
             for name, (channels, work) in ways.items():
 
                 def serve(comm: Comm, flat: Tensor, work: Callable[[Comm, Tensor], None] = work) -> None:
-                    for _ in range(ROUNDS):
+                    for _ in range(rounds):
                         work(comm, flat)
 
                 everyone.gather_objects(None)
                 start = time.perf_counter()
                 list(pool.map(serve, channels, flats))
                 ranks = everyone.gather_objects(time.perf_counter() - start)
-                seconds[name].append(max(ranks) / (ROUNDS * LANES))
+                seconds[name].append(max(ranks) / (rounds * num_lanes))
     if everyone.rank == 0:
         print(json.dumps({name: statistics.median(each) for name, each in seconds.items()}), flush=True)
     everyone.leave(None)
@@ -123,7 +125,11 @@ def main() -> None:
     wanted = sys.argv[1:] or ["exchange", "ahead"]
     figures = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if "exchange" in wanted:
-        figures["exchange_s"] = {str(s): lab("200mbit", s, 0, "--exchange", str(s))[0] for s in (WORKERS, WORKERS // 2)}
+        figures["exchange_s"] = {
+            f"{servers} servers, {in_flight}": lab("200mbit", servers, 0, "--exchange", str(servers), in_flight)[0]
+            for in_flight in IN_FLIGHT
+            for servers in (WORKERS, WORKERS // 2)
+        }
     if "ahead" in wanted:
         figures["ahead_step_s"] = {}
         for slow in ("random", "one"):
@@ -136,7 +142,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "--exchange" in sys.argv:
-        exchange(int(sys.argv[2]))
+        exchange(int(sys.argv[2]), sys.argv[3])
     elif "--ahead" in sys.argv:
         ahead(None if sys.argv[2] == "none" else int(sys.argv[2]), sys.argv[3])
     else:
