@@ -145,7 +145,7 @@ def test_other_memory_formats_are_kept_by_whole_tensors():
     batches = [(x.repeat(1, 3).unflatten(1, (2, 3, 3)), y) for x, y in features(6, 3)]
     training = Training(model=built(lying_otherwise), batches=batches, placement="round-robin")
     assert not training.model[0].weight.is_contiguous()
-    assert_same_with_state(replace(training, optimizer=WHOLE["Adafactor"]), 2, "sliced")
+    assert_same_with_state(replace(training, optimizer=both), 2, "sliced")
 
 
 class JointlyNormed(optim.Optimizer):

@@ -131,7 +131,9 @@ def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
 
 
 @pytest.mark.parametrize("carrier", ["direct", "ring"])
-def test_whole_parameters_cost_the_busiest_owners_link(carrier: str) -> None:
+def test_whole_parameters_cost_the_busiest_owners_link(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.planner.search._START_BYTES", 1)  # a bucket for each layer
+    monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (1,))
     net, where = model(*(layer(name, 0.1 * i, 1_000_000) for i, name in enumerate("abcd"))), cluster(4, 25e6)
     pins = {"*": f"sliced:{carrier}"}
     plans = {each: search(net, where, pins=pins, placement=each) for each in ("balanced", "round-robin")}
