@@ -112,6 +112,17 @@ def test_a_plan_made_without_a_network_is_saved_and_followed(
     assert "another number of ranks" in capsys.readouterr().err
 
 
+def test_a_placement_is_planned_saved_and_followed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, placed = tmp_path / "plan.json", ("--placement", "round-robin")
+    assert shoal("plan", RECIPE, "--ranks", "2", "--pin", "*=sliced", *placed, "--save", path) == [0]
+    assert "placement round-robin" in squeezed(capsys.readouterr().out)
+    assert Plan.load(path).placement == "round-robin"
+    assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [0, 0]
+    assert "placement round-robin" in squeezed(capsys.readouterr().out)
+    assert shoal("train", RECIPE, "--plan", path, *placed) == [2]
+    assert "both a plan and a placement" in capsys.readouterr().err
+
+
 def test_check_passes_where_ranks_equal_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("check", RECIPE, "--steps", "3", ranks=2) == [0, 0]
     printed = squeezed(capsys.readouterr().out)
@@ -166,6 +177,7 @@ def test_train_starts_workers_that_end_in_silence() -> None:
         (("train", RECIPE, "--pin", "2"), "a pin is LAYER=STRATEGY"),
         (("train", RECIPE, "--pin", "3=factor"), "such as 0, 2"),
         (("train", RECIPE, "--strategy", "fctor"), "did you mean 'factor'?"),
+        (("train", RECIPE, "--placement", "robin"), "round-robin"),
         (("train", RECIPE, "--plan", "nowhere.json"), "nowhere.json cannot be read"),
         (("train", RECIPE, "--save-plan", "nowhere/plan.json"), "there is no folder nowhere"),
         (("train", RECIPE, "--workers", "0"), "--workers"),

@@ -135,6 +135,7 @@ def _shoal(work: Workload, request: Request) -> Peer:
         pins=request.pins,
         strategies=request.strategies,
         memory=request.memory,
+        placement=request.placement,
     )
     return peer
 

@@ -21,6 +21,7 @@ from shoal.core.buckets import MEMORY
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.job import Job
+from shoal.core.placement import BALANCED, POLICIES
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.runtime.recipe import load
@@ -101,6 +102,13 @@ def _recipe_command(function: Any) -> Any:
         click.option("--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."),
         click.option("--pin", multiple=True, metavar="LAYER=STRATEGY", help="Fix a layer's strategy; globs work."),
         click.option("--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."),
+        click.option(
+            "--placement",
+            type=click.Choice(POLICIES),
+            default=BALANCED,
+            show_default=True,
+            help="How what owners update is dealt to them.",
+        ),
     ]
     for option in reversed(options):
         function = option(function)
@@ -119,6 +127,7 @@ def _distributed(workers: int | None) -> None:
 def _request(
     pin: tuple[str, ...],
     strategy: tuple[str, ...],
+    placement: str,
     plan: str = "auto",
     save: Path | None = None,
     memory: str = MEMORY[0],
@@ -129,7 +138,7 @@ def _request(
         if not equals:
             raise UsageError("a pin is LAYER=STRATEGY", got=text, do="write for instance --pin 'classifier.*=factor'")
         pins[name] = value
-    return worker.Request(plan, pins or None, strategy or None, save, memory)
+    return worker.Request(plan, pins or None, strategy or None, save, memory, placement)
 
 
 @main.command()
@@ -144,6 +153,7 @@ def train(
     workers: int | None,
     pin: tuple[str, ...],
     strategy: tuple[str, ...],
+    placement: str,
     plan: str,
     memory: str,
     save_plan: Path | None,
@@ -151,7 +161,7 @@ def train(
     steps: int | None,
 ) -> None:
     """Train RECIPE, after showing its plan."""
-    loaded, request = load(recipe), _request(pin, strategy, plan, save_plan, memory)
+    loaded, request = load(recipe), _request(pin, strategy, placement, plan, save_plan, memory)
     _distributed(workers)
     worker.train(loaded, request, epochs=epochs, max_steps=steps)
 
@@ -170,6 +180,7 @@ def plan(
     workers: int | None,
     pin: tuple[str, ...],
     strategy: tuple[str, ...],
+    placement: str,
     ranks: int | None,
     rate: str,
     latency_us: float,
@@ -177,7 +188,7 @@ def plan(
     save: Path | None,
 ) -> None:
     """Plan RECIPE and say why, for these ranks or imagined ones."""
-    loaded, request = load(recipe), _request(pin, strategy, save=save)
+    loaded, request = load(recipe), _request(pin, strategy, placement, save=save)
     _distributed(workers)
     cluster = None
     if ranks is not None:
@@ -197,13 +208,14 @@ def check(
     workers: int | None,
     pin: tuple[str, ...],
     strategy: tuple[str, ...],
+    placement: str,
     plan: str,
     memory: str,
     steps: int,
     float32: bool,
 ) -> None:
     """Compare RECIPE on all ranks with one process on the global batch."""
-    loaded, request = load(recipe), _request(pin, strategy, plan, memory=memory)
+    loaded, request = load(recipe), _request(pin, strategy, placement, plan, memory=memory)
     _distributed(workers)
     worst = worker.check(loaded, request, steps=steps, dtype=torch.float32 if float32 else torch.float64)
     if not float32 and not worst <= worker.CRITERION:
@@ -227,6 +239,7 @@ def bench(
     workers: int | None,
     pin: tuple[str, ...],
     strategy: tuple[str, ...],
+    placement: str,
     against: str,
     plan: str,
     memory: str,
@@ -236,7 +249,7 @@ def bench(
     trace_path: Path | None,
 ) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
-    loaded, request = load(recipe), _request(pin, strategy, plan, memory=memory)
+    loaded, request = load(recipe), _request(pin, strategy, placement, plan, memory=memory)
     _distributed(workers)
     peers = against.split(",")
     run_bench(loaded, request, peers, rounds=rounds, steps=steps, json_path=json_path, trace_path=trace_path)

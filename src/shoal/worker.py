@@ -46,7 +46,8 @@ class Request:
     pins: Mapping[str, str] | None = None
     strategies: tuple[str, ...] | None = None
     save: Path | None = None  # where to write the plan
-    memory: str = "fast"  # as for `parallelize`
+    memory: str = "fast"  # this, and the placement, as for `parallelize`
+    placement: str = "balanced"
 
 
 def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_steps: int | None = None) -> None:
@@ -67,6 +68,7 @@ def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_st
         pins=request.pins,
         strategies=request.strategies,
         memory=request.memory,
+        placement=request.placement,
     )
     first, attached = world().rank == 0, current().attached.get(model)
     if first and attached is not None:
@@ -170,6 +172,7 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
         pins=request.pins,
         strategies=request.strategies,
         memory=request.memory,
+        placement=request.placement,
     )
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
@@ -213,7 +216,7 @@ def plan(recipe: Recipe, request: Request, cluster: Cluster | None) -> Plan:
     optimizer = recipe.optimizer(model.parameters())
     profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm)
     where = cluster or measured_cluster(session)
-    made = search(profile, where, pins=request.pins, strategies=request.strategies)
+    made = search(profile, where, pins=request.pins, strategies=request.strategies, placement=request.placement)
     if session.comm.rank == 0:
         text.console().print(text.explained(explain(made, profile, where)))
         if request.save:

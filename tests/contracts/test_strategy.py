@@ -58,6 +58,19 @@ def moved(counts: Counts) -> list[int]:
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("pin", pins())
 def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
+    assert_stated(pin, hosts)
+
+
+@pytest.mark.parametrize("placement", ["round-robin", {"table": 1, "head.weight": 2}], ids=str)
+@pytest.mark.parametrize("pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns])
+def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
+    pin: str, placement: str | dict[str, int]
+) -> None:
+    assert_stated(pin, "aabb", placement)
+
+
+def assert_stated(pin: str, hosts: str, placement: str | dict[str, int] = "balanced") -> None:
+    """A step's bytes on every rank are those stated."""
     torch.manual_seed(0)
     model, ranks, servers = Net(), len(hosts), "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served]
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
@@ -71,7 +84,8 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
         rows = slice(2 * comm.rank, 2 * comm.rank + 2)
         with using(traced, cluster) as session:
             loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(mine.parameters(), 0.1)
-            shoal.parallelize(mine, loss_fn, optimizer, sample=(ids[rows], labels[rows]), pins={"*": pin})
+            sample = ids[rows], labels[rows]
+            shoal.parallelize(mine, loss_fn, optimizer, sample=sample, pins={"*": pin}, placement=placement)
             attached = session.attached[mine]
             before = moved(traced.counts)
             loss_fn(mine(ids[rows]), labels[rows]).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,17 @@ def test_a_saved_plan_loads_as_it_was(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "plan.json") == made
 
 
+@pytest.mark.parametrize("placement", ["round-robin", {"b.*": 1, "b.weight": 0}])
+def test_a_placement_is_saved_and_balanced_where_a_file_has_none(placement: str | dict[str, int]) -> None:
+    made = replace(plan(("b", "sliced", "ring")), placement=placement)
+    read = Plan.from_json(made.to_json())
+    assert read == made
+    if isinstance(placement, dict):
+        assert list(read.placement) == list(placement), "the later of two patterns wins"
+    older = [line for line in made.to_json().splitlines() if '"placement"' not in line]
+    assert Plan.from_json("\n".join(older)).placement == "balanced"
+
+
 def test_a_choice_is_edited_by_changing_one_line() -> None:
     text = plan(("b", "factor", ""), ("a", "replicate", "ring")).to_json()
     line = '"strategy": "factor", "exchange": ""'
@@ -40,6 +52,9 @@ def test_a_choice_is_edited_by_changing_one_line() -> None:
         ('"lanes": 2', '"lanes": "2"', "lanes is of the wrong type"),
         ('"lanes": 2', '"lanez": 2', "unknown fields"),
         ('"ranks": 2,', "", "lacks a field"),
+        ('"placement": "balanced"', '"placement": 1', "placement is of the wrong type"),
+        ('"placement": "balanced"', '"placement": "robin"', "one of balanced, round-robin, hash, or ranks"),
+        ('"placement": "balanced"', '"placement": {"b": "1"}', "neither a policy nor ranks by name"),
         ('"layer": "b"', '"lair": "b"', "choice 0 has unknown fields"),
         ("{", "", "not JSON"),
     ],

@@ -85,6 +85,7 @@ class Training:
     optimizer: Callable[[Iterable[nn.Parameter]], Any] = sgd
     loop: Loop = plain
     count: Callable[[Any, Any], float | Tensor] | None = None
+    placement: str | dict[str, int] = "balanced"
 
     def alone(self) -> State:
         """The state after training in one process, without shoal."""
@@ -111,6 +112,7 @@ class Training:
                     pins=pins,
                     count=self.count,
                     memory=memory,
+                    placement=self.placement,
                 )
                 self.loop(model, loss_fn, optimizer, mine)
                 return state(model)

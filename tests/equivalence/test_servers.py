@@ -197,6 +197,13 @@ def test_no_worker_is_ahead_by_more_than_the_bound(optimizer, bound) -> None:
     assert last < first, "the mean loss of all ranks on the same batches"
 
 
+def test_workers_that_run_ahead_are_answered_by_the_servers_that_own() -> None:
+    observed = trained(2, 2, steps(4), staleness=1, placement={"*": 3})[2]
+    assert [sum(histogram.values()) > 0 for (histogram,) in observed] == [False, True], "rank 2 owns nothing"
+    with pytest.raises(PlanError, match="rank 1, which runs ahead"):
+        trained(2, 1, steps(4), staleness=1, placement={"*": 1})
+
+
 def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
     pause = 0.05
     began = {}

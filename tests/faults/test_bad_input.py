@@ -111,6 +111,29 @@ PLANS = {
     ),
     "a plan that is nowhere": Case(PlanError, ("nowhere.json", "check the path"), options=option(plan="nowhere.json")),
     "a plan that is none": Case(PlanError, ("NoneType",), options=option(plan=None)),
+    "a placement that is none": Case(PlanError, ("'robin'", "round-robin", "hash"), options=option(placement="robin")),
+    "a placement of nothing": Case(
+        PlanError, ("placement of 'hed.*'", "such as head"), options=option(placement={"hed.*": 0})
+    ),
+    "a placement at no rank": Case(
+        PlanError, ("head.bias", "rank 3", "ranks 0 … 2"), options=option(placement={"head.bias": 3})
+    ),
+    "a placement beside owners": Case(
+        PlanError,
+        ("factor cannot serve layer head", "head.weight to rank 1"),
+        options=option(placement={"head.*": 1}, pins={"head": "factor"}),
+    ),
+    "a plan's placement beside owners": Case(
+        PlanError,
+        ("replicate cannot serve layer hidden", "no owners", "hidden.bias to rank 1"),
+        options=option(plan=replace(PLAN, placement={"hidden.bias": 1})),
+    ),
+    "a plan's placement at no rank": Case(
+        PlanError, ("rank 5", "ranks 0 … 2"), options=option(plan=replace(PLAN, placement={"*": 5}))
+    ),
+    "a plan and a placement": Case(
+        PlanError, ("write the placement into the plan",), options=option(plan=PLAN, placement="hash")
+    ),
     "a plan and pins": Case(PlanError, ("both",), options=option(plan=PLAN, pins={"hidden": "factor"})),
 }
 
@@ -138,6 +161,18 @@ RANKS_THAT_DIFFER = {
         RanksDiffer, ("rank 1", "pins", "factor"), options=lambda r: {"pins": only(1, {"hidden": "factor"}, None)(r)}
     ),
     "memory": Case(RanksDiffer, ("rank 1", "memory", "low"), options=lambda r: {"memory": only(1, "low", "fast")(r)}),
+    "placements": Case(
+        RanksDiffer,
+        ("rank 1", "placement", "hash"),
+        options=lambda r: {"placement": only(1, "hash", "round-robin")(r)},
+    ),
+    "the order of a placement": Case(
+        RanksDiffer,
+        ("rank 1", "plan's placement"),
+        options=lambda r: {
+            "plan": replace(PLAN, placement=only(1, {"*": 1, "head": 0}, {"head": 0, "*": 1})(r)),
+        },
+    ),
     "strategies": Case(
         RanksDiffer, ("rank 2", "replicate"), options=lambda r: {"strategies": only(2, ["replicate"], None)(r)}
     ),

@@ -118,6 +118,33 @@ def test_a_wrong_pin_is_refused_with_a_way_out(pins: dict[str, str], says: str) 
         search(NET, cluster(4, 25e6), pins=pins)
 
 
+def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
+    where = cluster(4, 25e6)
+    plan = search(NET, where, placement={"head.fc2": 1})
+    assert strategies_of(plan.choices) == {"head.fc2": "sliced", "head.fc1": "factor", "body.conv": "sliced"}
+    assert plan.placement == {"head.fc2": 1}
+    rows = {row.layer: row for row in explain(plan, NET, where).layers}
+    refused = {other.choice.strategy: other.refusal for other in rows["head.fc2"].others if other.refusal}
+    assert set(refused) == {"factor", "replicate", "server"}
+    assert "the placement gives head.fc2.weight to rank 1" in refused["replicate"]
+    assert not any(other.refusal for other in rows["head.fc1"].others if other.choice.strategy == "replicate")
+
+
+@pytest.mark.parametrize("carrier", ["direct", "ring"])
+def test_whole_parameters_cost_the_busiest_owners_link(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.planner.search._START_BYTES", 1)  # a bucket for each layer
+    monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (1,))
+    net, where = model(*(layer(name, 0.1 * i, 1_000_000) for i, name in enumerate("abcd"))), cluster(4, 25e6)
+    pins = {"*": f"sliced:{carrier}"}
+    plans = {each: search(net, where, pins=pins, placement=each) for each in ("balanced", "round-robin")}
+    plans["one rank"] = search(net, where, pins=pins, placement={"*": 3})
+    sent = {name: explain(plan, net, where).sent_bytes for name, plan in plans.items()}
+    assert sent["balanced"] == pytest.approx(2 * 16e6 * 3 / 4, rel=1e-4)
+    assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-4), "each of four ranks owns one of four"
+    assert sent["one rank"] == pytest.approx(16e6 * {"direct": 3, "ring": 2}[carrier], rel=1e-4)
+    assert plans["one rank"].predicted_s > plans["balanced"].predicted_s
+
+
 def test_a_layer_that_no_allowed_strategy_serves_is_named() -> None:
     with pytest.raises(PlanError, match=r"body\.conv(.|\n)*add \"replicate\""):
         search(NET, cluster(4, 25e6), strategies=["factor"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rich.console import Console
 
 from shoal.core.cost import Pace, Price
@@ -30,6 +32,15 @@ def test_an_explained_plan_shows_choice_alternatives_and_refusals() -> None:
         assert expected in out
     assert "predicted step 400.0 ms" in out and "1,000 Mbit/s" in out
     assert max(map(len, out.splitlines())) <= 130
+    assert "placement" not in out
+
+
+def test_a_placement_is_shown_where_it_is_not_the_default() -> None:
+    plain = Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, ())
+    assert "placement round-robin" in printed(text.explained(replace(plain, placement="round-robin")))
+    assert "head.weight to rank 2, b to rank 0" in printed(
+        text.explained(replace(plain, placement={"head.weight": 2, "b": 0}))
+    )
 
 
 def test_a_cluster_shows_link_and_paces() -> None:

@@ -23,6 +23,7 @@ from shoal.core.cost import Cost, Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.job import Job, Result
 from shoal.core.pieces import Piece, cut, cut_sizes
+from shoal.core.placement import Owner
 
 
 class Pending(Protocol):
@@ -290,6 +291,7 @@ class Place:
     servers: int = 0
     stale: bool = False  # workers run ahead of one another: a server answers each by itself
     buckets: Buckets = field(default_factory=Buckets)
+    owners: Mapping[str, Owner] = field(default_factory=dict)  # of parameters that are owned whole, by dotted name
 
 
 class Strategy(ABC):
@@ -297,6 +299,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     bucketed: ClassVar[bool] = False  # takes several layers as one site and an exchange to carry them
+    owns: ClassVar[bool] = False  # gives parameters to owners, as the plan's placement says
     served: ClassVar[bool] = False  # servers take part: its OwnedTransfers go over lanes that they are on
 
     def takes(self, exchange: Exchange) -> bool:
@@ -306,6 +309,13 @@ class Strategy(ABC):
     @abstractmethod
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         """Why it cannot serve this layer, or None."""
+
+    def refusal(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        """The same, also where a placement gives a parameter to a rank and it has no owners."""
+        for parameter in layer.parameters:
+            if parameter.owner is not None and parameter.owner.given and not self.owns:
+                return f"it has no owners, but the placement gives {parameter.name} to rank {parameter.owner.number}"
+        return self.refuses(layer, cluster)
 
     @abstractmethod
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,20 @@ class Traffic:
         """What one of two equal halves moves."""
         leaving = None if self.leaving is None else tuple(n / 2 for n in self.leaving)
         return Traffic(tuple(n / 2 for n in self.sent), tuple(n / 2 for n in self.received), self.rounds // 2, leaving)
+
+
+def total(traffics: Sequence[Traffic]) -> Traffic:
+    """What several exchanges move together, rank by rank; of those among fewer ranks the others move nothing."""
+
+    def summed(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(map(sum, zip_longest(*rows, fillvalue=0.0)))
+
+    return Traffic(
+        sent=summed(t.sent for t in traffics),
+        received=summed(t.received for t in traffics),
+        rounds=sum(t.rounds for t in traffics),
+        leaving=summed(t.leaving or t.sent for t in traffics),
+    )
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,8 @@ class Cost:
 
     `backward_s` is what the strategy changes in the layer's own backward (negative where it leaves work out),
     `lane_s` is compute that runs beside backward, after the site's bytes have come; `memory_bytes` is extra memory.
-    `owned`: owners update their slices, so that half of the traffic, and `lane_s`, come after optimizer.step(), and
-    this rank updates one P-th of the site.
+    `owned`: the part of the site that its busiest owner updates, 0 where it has no owners; where it has, half of the
+    traffic, and `lane_s`, come after optimizer.step().
     """
 
     traffic: Traffic
@@ -64,4 +80,4 @@ class Cost:
     backward_s: float = 0.0
     lane_s: float = 0.0
     memory_bytes: float = 0.0
-    owned: bool = False
+    owned: float = 0.0

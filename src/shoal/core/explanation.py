@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Choice
 
 
@@ -48,6 +49,7 @@ class Explanation:
     optimizer_s: float
     sent_bytes: float  # by the busiest rank in one step
     layers: tuple[LayerExplanation, ...]
+    placement: Placement = BALANCED  # who owns what
 
     @property
     def step_s(self) -> float:

@@ -7,11 +7,12 @@ ranks are priced as they will be in training.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from shoal.core.cost import Pace, Price, Traffic
+from shoal.core.placement import Owner
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class ParameterProfile:
     itemsize: int
     used: bool  # got a gradient in the sample run
     ready_s: float  # seconds from the start of backward until its gradient was there
+    owner: Owner | None = None  # who owns it whole, as a plan places it; None: owners have shares of it
 
     @property
     def nbytes(self) -> int:
@@ -147,6 +149,7 @@ class LayerProfile:
     product_s_per_row: float = 0.0
     own_product_s: float = 0.0  # the product of its own K rows as autograd makes it, its memory taken anew each time
     whole_update: str = ""  # why its optimizer cannot update parts of its parameters by themselves
+    joint_update: str = ""  # why not even its parameters, each whole and by itself
     outside_use: str = ""  # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
 
     @property
@@ -183,6 +186,21 @@ class ModelProfile:
     def step_s(self) -> float:
         """Seconds of a step in which nothing is sent."""
         return self.forward_s + self.backward_s + self.optimizer_s
+
+    def placed(self, owners: Mapping[str, Owner]) -> ModelProfile:
+        """The same profile with these owners of whole parameters, by dotted name, and no others."""
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, parameters=tuple(replace(p, owner=owners.get(p.name)) for p in layer.parameters))
+                for layer in self.layers
+            ),
+        )
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """Names of each layer's parameters, layers in the order their gradients come."""
+        return {layer.name: [p.name for p in layer.parameters] for layer in self.layers}
 
     def layer(self, name: str) -> LayerProfile:
         """The layer of that dotted name (KeyError if there is none)."""

@@ -48,6 +48,10 @@ class Piece:
         """The same elements of the parameter itself (a view), or of a tensor of its shape."""
         return line(tensor, self.parameter)[self.start : self.stop]
 
+    def formed(self, flat: Tensor) -> Tensor:
+        """Its elements in the parameter's shape and strides where they are all of it, else as they are; a view."""
+        return unlined(flat, self.parameter) if self.numel == self.parameter.numel() else flat
+
 
 def line(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A tensor as flat as the parameter lies in memory; a view wherever it lies like the parameter."""
@@ -86,6 +90,27 @@ def set_local_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
 
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
+
+
+def spans(
+    sizes: Sequence[int], shares: Sequence[float], owners: Sequence[int | None]
+) -> list[list[tuple[int, int, int]]]:
+    """Who owns which elements of tensors of these sizes: some tensors whole, the others cut by `balanced`.
+
+    Args:
+        sizes: elements of each tensor.
+        shares: what each rank is to have of those that are cut, as a part of 1.
+        owners: the rank that has all of a tensor; None where it is cut.
+
+    Returns:
+        For each rank its spans, by tensor and element.
+    """
+    whole = [owner is not None for owner in owners]
+    owned = balanced([0 if its else size for its, size in zip(whole, sizes, strict=True)], shares)
+    for index, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+        if owner is not None and size:
+            owned[owner].append((index, 0, size))
+    return [sorted(each) for each in owned]
 
 
 def balanced(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[int, int, int]]]:

@@ -7,12 +7,13 @@ follows from it by `Plan.sites`, the same on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
+from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 
 FORMAT = 1
 _WRITTEN_BY = "shoal.plan"
@@ -43,7 +44,8 @@ class Plan:
 
     `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its own), `lanes` is the
     number of exchanges in flight at once, `predicted_s` the step time that the planner expects. With a `staleness`
-    other than 0 workers run ahead of one another (strategies/server.py).
+    other than 0 workers run ahead of one another (strategies/server.py). `placement` says who owns what
+    (core/placement.py): a policy's name, or ranks by dotted name or glob.
     """
 
     ranks: int
@@ -53,6 +55,7 @@ class Plan:
     lanes: int
     predicted_s: float = 0.0
     staleness: int | None = 0  # steps that a worker may be ahead of the slowest, with servers; None: any number
+    placement: Placement = BALANCED
 
     def sites(self, nbytes: dict[str, int], bucketed: frozenset[str]) -> Iterator[Site]:
         """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until the bucket is full.
@@ -77,6 +80,10 @@ class Plan:
                 yield Site(tuple(open_.pop(key)), *key)
         for key, layers in open_.items():
             yield Site(tuple(layers), *key)
+
+    def owners(self, names: Mapping[str, Sequence[str]]) -> dict[str, Owner]:
+        """The owners of parameters that are owned whole, by dotted name; `names` gives those of each layer."""
+        return owners_of(self.placement, {choice.layer: names[choice.layer] for choice in self.choices})
 
     def choice(self, layer: str) -> Choice:
         """The choice for a layer (KeyError if the plan has none)."""
@@ -124,6 +131,7 @@ class Plan:
             raise PlanError(f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo)
         choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
         plan = _record(cls, {**data, "choices": choices}, source)
+        check_form(plan.placement, f"{source}: the placement")
         if plan.staleness is not None and plan.staleness < 0:
             raise PlanError(f"{source}: staleness is a number of steps, or null for no bound", do=redo)
         if min(plan.ranks, plan.bucket_bytes, plan.lanes) < 1:
@@ -145,6 +153,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (float, int),
     "int | None": (int, type(None)),
+    "Placement": (str, dict),
     "tuple[Choice, ...]": (tuple,),
 }
 

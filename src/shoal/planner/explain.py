@@ -22,7 +22,7 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
     Returns:
         One row a layer, and the predicted step by its parts.
     """
-    predictor = Predictor(profile, cluster)
+    predictor = Predictor(profile.placed(plan.owners(profile.names)), cluster)
     timeline = predictor.predict(plan.choices, plan.bucket_bytes, plan.lanes)
     return Explanation(
         ranks=plan.ranks,
@@ -36,6 +36,7 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
         optimizer_s=timeline.optimizer_s,
         sent_bytes=timeline.sent_bytes,
         layers=tuple(_layer(plan, choice, predictor, timeline.step_s) for choice in plan.choices),
+        placement=plan.placement,
     )
 
 

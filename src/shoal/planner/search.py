@@ -9,10 +9,8 @@ a hundred layers.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from itertools import product
 
 from shoal import exchange as exchanges
@@ -20,6 +18,8 @@ from shoal import strategies as all_strategies
 from shoal.core.contracts import Exchange, Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
+from shoal.core.names import matched
+from shoal.core.placement import BALANCED, Placement, check_placement, owners_of
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
 from shoal.planner.timeline import Predictor
@@ -38,6 +38,8 @@ def search(
     *,
     pins: Mapping[str, str] | None = None,
     strategies: Iterable[str] | None = None,
+    placement: Placement = BALANCED,
+    stale: bool = False,
 ) -> Plan:
     """The plan with the shortest predicted step that it finds.
 
@@ -46,14 +48,19 @@ def search(
         cluster: the ranks and their links.
         pins: by dotted layer name or glob, the strategy ("factor"), or strategy and exchange ("replicate:ring").
         strategies: names of those it may choose among; all by default.
+        placement: who owns what, where layers are given to owners. A layer with a parameter that is given to a rank is
+            served by what has owners.
+        stale: the plan is for workers that run ahead of one another.
 
     Raises:
-        PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses it.
+        PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses it; or a placement
+            that cannot be.
     """
     allowed = known(strategies)
-    predictor = Predictor(profile, cluster)
+    check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
+    predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     options = _options(predictor, allowed, resolve(pins or {}, [layer.name for layer in profile.layers]))
-    return _Search(predictor, options).best()
+    return replace(_Search(predictor, options).best(), placement=placement)
 
 
 class _Search:
@@ -138,7 +145,7 @@ def _options(
             raise PlanError(
                 f"no allowed strategy serves layer {layer.name}",
                 got=reasons,
-                do=f'add "{_PLAIN}" to strategies, which serves everything',
+                do=f'add "{_PLAIN}" to strategies, which serves everything that is not given to a rank',
             )
         options[layer.name] = [(name, "") for name in names]
     return options
@@ -178,19 +185,12 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, tuple[st
         named(all_strategies, Strategy, strategy)
         if exchange:
             named(exchanges, Exchange, exchange)
-        matches = [name for name in names if fnmatchcase(name, pattern)]
-        if not matches:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
-            raise PlanError(
-                f"the pin {pattern!r} matches no layer with trainable parameters",
-                expected="a layer such as " + ", ".join(near),
-                do=f"use a dotted name or a glob, such as {near[0]!r}",
-            )
-        resolved |= dict.fromkeys(matches, (strategy, exchange))
+        resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
     return resolved
 
 
 def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """The same plan with the step time that is to be expected of it here."""
-    timeline = Predictor(profile, cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    placed = profile.placed(plan.owners(profile.names))
+    timeline = Predictor(placed, cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
     return replace(plan, predicted_s=timeline.step_s)

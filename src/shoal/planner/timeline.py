@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from shoal import exchange as exchanges
 from shoal import strategies
 from shoal.core.contracts import Exchange, Strategy
-from shoal.core.cost import Cost, Pace, Traffic
+from shoal.core.cost import Cost, Pace, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
@@ -55,12 +55,17 @@ class Timeline:
     end_s: float  # since backward began, until every gradient is there that is waited for
     optimizer_s: float  # of what is not updated by owners
     spans: tuple[Span, ...]
-    sent_bytes: float  # through the busiest direction of the link
+    traffics: tuple[Traffic, ...]  # of the sites
 
     @property
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return self.forward_s + self.waited_s + self.end_s + self.optimizer_s
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes through the busiest direction of the busiest rank's link."""
+        return total(self.traffics).worst
 
     def events(self, lanes: int) -> list[Event]:
         """The step as events from the start of its backward: what a trace of it should look like."""
@@ -96,7 +101,7 @@ class Predictor:
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
         """Why a strategy cannot serve a layer, or None."""
-        return self._strategies[strategy].refuses(layer, self.cluster)
+        return self._strategies[strategy].refusal(layer, self.cluster)
 
     def strategy(self, name: str) -> Strategy:
         """A strategy by its name."""
@@ -154,7 +159,7 @@ class Predictor:
         update_s = self.profile.optimizer_s * (1 - share + line.stolen * share / self.cluster.size)
         changes_s = sum(cost.backward_s for cost in costs)
         compute_s = self.profile.forward_s + self.profile.backward_s + changes_s + update_s + lanes_s
-        return max(compute_s, sum(self.cluster.link_s(cost.traffic) for cost in costs))
+        return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
     def _run(self, sites: list[Site], waiting: dict[str, list[int]], changes: dict[str, float], lanes: int) -> Timeline:
         profile, line = self.profile, _Line(self.cluster, lanes)
@@ -176,8 +181,9 @@ class Predictor:
         returned = {name: span.back_s for span in spans for name in span.site.layers}
         owned = sum(self._nbytes[name] for span in spans if self.cost(span.site).owned for name in span.site.layers)
         optimizer_s = profile.optimizer_s * (1 - owned / max(profile.nbytes, 1))
+        traffics = tuple(self.cost(site).traffic for site in sites)
         forward_s, waited_s = self._forward(end_s + optimizer_s, returned, line)
-        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), line.sent_bytes)
+        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
 
     def _send(self, sites: Sequence[Site], index: int, now: float, line: _Line) -> Span:
         """A site's gradients, whole or to their owners."""
@@ -195,7 +201,7 @@ class Predictor:
             cost = self.cost(span.site)
             if cost.owned:
                 share = sum(self._nbytes[name] for name in span.site.layers) / max(self.profile.nbytes, 1)
-                begin = line.compute(index, max(now, span.end_s), self.profile.optimizer_s * share / self.cluster.size)
+                begin = line.compute(index, max(now, span.end_s), self.profile.optimizer_s * share * cost.owned)
                 back_s = line.carry(index, begin, cost.pace, cost.traffic.half, cost.lane_s)[1]
                 returned[index] = replace(span, back_s=back_s)
         return returned
@@ -216,7 +222,6 @@ class _Line:
     """The link and the lanes of one rank during one step, and what they take from its main thread."""
 
     def __init__(self, cluster: Cluster, lanes: int) -> None:
-        self.sent_bytes = 0.0
         self.stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))  # part of lane compute that main threads feel
         self._cores = min(1.0, cluster.cores_per_rank)
         self._lane_free = [0.0] * lanes
@@ -228,7 +233,6 @@ class _Line:
         lane = index % len(self._lane_free)
         sent = max(now, self._lane_free[lane], self._link_free) + traffic.worst * pace.wall.byte_s
         self._link_free = sent
-        self.sent_bytes += traffic.worst
         arrived = sent + traffic.rounds * pace.wall.round_s
         self._debts.append((arrived, self.stolen_s(pace, traffic)))
         return sent, self.compute(index, arrived, lane_s)

@@ -8,7 +8,7 @@ quick one half a second's) and leaves no trace: see untraced.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median_low
 from typing import Any
@@ -72,14 +72,15 @@ def profile_model(
         _meet(comm)
         optimizer_s = optimizer_seconds(optimizers)
         outside = outside_use(model, layers, borrowed)
-        whole = whole_updates(model.parameters(), optimizers)
+        together = whole_updates(model.parameters(), optimizers)
         mine = ModelProfile(
             layers=tuple(
                 replace(
                     _layer_profile(
                         layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name]
                     ),
-                    whole_update=next((whole[p] for p in layer.parameters.values() if p in whole), ""),
+                    whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
+                    joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
                 )
                 for layer in layers
             ),
@@ -201,8 +202,9 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
             replace(same[0], used=any(p.used for p in same), ready_s=max(p.ready_s for p in same))
             for same in zip(*(layer.parameters for layer in layers), strict=True)
         ),
-        whole_update=next((layer.whole_update for layer in layers if layer.whole_update), ""),
-        outside_use=next((layer.outside_use for layer in layers if layer.outside_use), ""),
+        whole_update=_first(layer.whole_update for layer in layers),
+        joint_update=_first(layer.joint_update for layer in layers),
+        outside_use=_first(layer.outside_use for layer in layers),
         rows=max(layer.rows for layer in layers),
         calls=max(layer.calls for layer in layers),
         needed_s=max(layer.needed_s for layer in layers),
@@ -213,6 +215,11 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         product_s_per_row=max(layer.product_s_per_row for layer in layers),
         own_product_s=max(layer.own_product_s for layer in layers),
     )
+
+
+def _first(reasons: Iterable[str]) -> str:
+    """The first reason that there is, or ''."""
+    return next(filter(None, reasons), "")
 
 
 def _in_backward_order(profile: ModelProfile) -> ModelProfile:

@@ -2,7 +2,9 @@
 
 The copy has the class, the settings and the plain attributes of the original, but parameters, state and hooks of its
 own, so any torch optimizer is served as it is. Whether it may be given pieces is found by trying: it may, if updating
-two halves of a tensor by themselves gives what updating the whole gives.
+two halves of a tensor by themselves gives what updating the whole gives. One that may not, since it looks at whole
+tensors (Adafactor, LARS), may still be given whole parameters, if updating two by themselves gives what updating both
+at once gives.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -65,60 +68,83 @@ def part_of(state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor]
     }
 
 
-def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[Tensor, str]:
+@dataclass(frozen=True)
+class Together:
+    """Why a parameter's elements must be updated together, '' where they need not, and why not even by themselves."""
+
+    whole: str  # why no part of it can be updated by itself
+    joint: str = ""  # why not even all of it
+
+
+def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[Tensor, Together]:
     """The parameters of which no part can be updated by itself, and why."""
-    reasons: dict[Tensor, str] = {}
+    reasons: dict[Tensor, Together] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            reason = _try(optimizer, group) if group["params"] else ""
-            if reason:
-                reasons |= dict.fromkeys(group["params"], reason)
+            found = _try(optimizer, group) if group["params"] else Together("")
+            if found.whole:
+                reasons |= dict.fromkeys(group["params"], found)
     for parameter in parameters:
+        reason = ""
         if type(parameter) is not nn.Parameter:
-            reasons[parameter] = f"a parameter of it is a {type(parameter).__name__}, not a plain nn.Parameter"
+            reason = f"a parameter of it is a {type(parameter).__name__}, not a plain nn.Parameter"
         elif not has_line(parameter):
-            reasons[parameter] = "a parameter of it has gaps in memory"
+            reason = "a parameter of it has gaps in memory"
+        if reason:
+            reasons[parameter] = Together(reason, reason)
     return reasons
 
 
-def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
-    """Why the group's parameters must be updated whole, or ''."""
+def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
+    """Why the group's parameters must be updated together."""
     model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
     name = type(optimizer).__name__
     draw = torch.Generator().manual_seed(0)
     numbers = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64).to(model.device) for _ in range(_STEPS + 1)]
     state = optimizer.state.get(model, {})
-    if any(isinstance(v, Tensor) and v.numel() > 1 and v.shape != model.shape for v in state.values()):
-        return f"{name} keeps a state that is not of its parameter's shape"
-    begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(_SHAPE))
+    shaped = all(v.shape == model.shape for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
+    begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(_SHAPE)) if shaped else {}
 
-    def updated(part: Callable[[Tensor], Tensor]) -> Tensor:
-        parameter, trial = nn.Parameter(part(numbers[0]).clone()), like(optimizer)
+    def updated(*parts: Callable[[Tensor], Tensor]) -> Tensor:
+        """Parts of the trial tensor, each a parameter, updated by one optimizer."""
+        parameters, trial = [nn.Parameter(part(numbers[0]).clone()) for part in parts], like(optimizer)
         its, other = settings(group), settings(group)
         for each in (its, other):
             if not float(each.get("lr", _RATE)) >= _RATE:  # a warm-up begins at 0, at which nothing would show
                 each["lr"] = torch.full_like(each["lr"], _RATE) if isinstance(each["lr"], Tensor) else _RATE
-        trial.param_groups = [{**its, "params": [parameter]}, {**other, "params": []}]
+        trial.param_groups = [{**its, "params": parameters}, {**other, "params": []}]
         if begin:
-            trial.state[parameter] = part_of(begin, numbers[0], part)
+            trial.state |= {p: part_of(begin, numbers[0], part) for p, part in zip(parameters, parts, strict=True)}
         for gradient in numbers[1:]:
-            parameter.grad = part(gradient).clone()
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part(gradient).clone()
             trial.step()
         first, empty = (settings(each) for each in trial.param_groups)
         if repr(first) != repr(empty):
             raise _Unfit("it counts in its groups, by what they hold")
-        return parameter.detach().reshape(-1)
+        return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
+    def differ(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], together: Tensor) -> bool:
+        apart = torch.cat([updated(one), updated(other)])
+        return not torch.allclose(together, apart, rtol=0, atol=_WITHIN * float(together.abs().max()))
+
+    whole = joint = ""
     try:
-        whole = updated(lambda tensor: tensor)
-        halves = [updated(lambda tensor: tensor.reshape(-1)[:7]), updated(lambda tensor: tensor.reshape(-1)[7:])]
+        together = updated(lambda t: t[:2], lambda t: t[2:])
+        if torch.equal(together, numbers[0].reshape(-1)):
+            joint = f"{name} does not update a copy of a parameter"
+        elif differ(lambda t: t[:2], lambda t: t[2:], together):
+            joint = f"{name} updates several tensors otherwise than each by itself"
     except Exception as error:
-        return f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
-    if torch.equal(whole, numbers[0].reshape(-1)):
-        return f"{name} does not update a copy of a parameter"
-    if torch.allclose(whole, torch.cat(halves), rtol=0, atol=_WITHIN * float(whole.abs().max())):
-        return ""
-    return f"{name} updates a tensor otherwise than its parts"
+        joint = f"{name} does not update a tensor by itself ({type(error).__name__}: {str(error)[:80]})"
+    try:
+        if not shaped:
+            whole = f"{name} keeps a state that is not of its parameter's shape"
+        elif differ(lambda t: t.reshape(-1)[:7], lambda t: t.reshape(-1)[7:], updated(lambda t: t)):
+            whole = f"{name} updates a tensor otherwise than its parts"
+    except Exception as error:
+        whole = f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
+    return Together(whole or joint, joint)
 
 
 class _Unfit(Exception):

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation
 from shoal.core.facts import Cluster
+from shoal.core.placement import BALANCED, Placement
 
 _WIDTH = 130  # where the output is no terminal
 
@@ -97,7 +98,17 @@ def _step(explanation: Explanation) -> Text:
         + f"\nthe busiest rank sends {_mb(explanation.sent_bytes)} a step over {_rate(rate)} (latency "
         + f"{explanation.latency_s * 1e6:.0f} µs), in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, "
         + f"{explanation.lanes} in flight"
+        + _placed(explanation.placement)
     )
+
+
+def _placed(placement: Placement) -> str:
+    if placement == BALANCED:
+        return ""
+    if isinstance(placement, str):
+        return f"\nplacement {placement}: what has owners is theirs by whole parameters"
+    ranks = ", ".join(f"{name} to rank {rank}" for name, rank in placement.items())
+    return f"\nplacement: {ranks}; what else has owners is shared equally"
 
 
 def measured_cluster(cluster: Cluster) -> RenderableType:

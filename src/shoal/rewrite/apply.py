@@ -20,6 +20,7 @@ from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import found, named
 from shoal.profiling.identity import Layer, model_digest, trainable_layers
@@ -31,7 +32,7 @@ def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0, buckets: B
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
     """
-    check(plan, model, comm.size)
+    check(plan, model, comm.size, servers)
     align(model, comm)
     before = _identity(model)
     transfers: list[Transfer] = []
@@ -47,6 +48,7 @@ def places(
 ) -> list[tuple[Site, Place]]:
     """The plan's sites, in order, and where in the model each is."""
     layers, buckets = {layer.name: layer for layer in trainable_layers(model)}, buckets or Buckets()
+    owners = plan.owners({name: list(layer.parameters) for name, layer in layers.items()})
     return [
         (
             site,
@@ -58,15 +60,17 @@ def places(
                 servers=servers,
                 stale=plan.staleness != 0,
                 buckets=buckets,
+                owners=owners,
             ),
         )
         for site in sites(plan, layers)
     ]
 
 
-def check(plan: Plan, model: nn.Module, ranks: int) -> None:
+def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
     """Refuse a plan that was made for something else, or that does not say what happens to every layer once."""
-    layers = [layer.name for layer in trainable_layers(model)]
+    parameters = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
+    layers = list(parameters)
     if plan.ranks != ranks:
         raise PlanError(
             "the plan is for another number of ranks", got=f"{ranks} ranks", expected=str(plan.ranks), do=_REPLAN
@@ -90,10 +94,12 @@ def check(plan: Plan, model: nn.Module, ranks: int) -> None:
             expected=plan.model[:12],
             do=_REPLAN,
         )
+    check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     """Refuse a plan in which a strategy is given a layer that it cannot serve, or a name that does not exist."""
+    placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(strategies, Strategy, choice.strategy)
         if plan.staleness != 0 and not strategy.served:
@@ -117,11 +123,11 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                 got=choice.exchange,
                 do='leave its "exchange" empty',
             )
-        reason = strategy.refuses(profile.layer(choice.layer), cluster)
+        reason = strategy.refusal(placed.layer(choice.layer), cluster)
         if reason is not None:
             raise PlanError(
                 f"{choice.strategy} cannot serve layer {choice.layer}: {reason}",
-                do='give the layer "replicate", which serves everything',
+                do='give the layer "replicate", which serves everything that is not given to a rank',
             )
 
 

@@ -263,10 +263,15 @@ def _given(transfer: OwnedTransfer, group_of: Mapping[Tensor, int], rank: int) -
 def parts(transfer: OwnedTransfer, rank: int, states: Mapping[Tensor, Any]) -> dict[Piece, dict[str, Any]]:
     """A rank's pieces of a state in one-process form, where it has any of their parameters."""
     return {
-        piece: part_of(states[piece.parameter], piece.parameter, piece.of)
+        piece: part_of(states[piece.parameter], piece.parameter, partial(_formed_part, piece))
         for piece in transfer.owned[rank]
         if piece.parameter in states
     }
+
+
+def _formed_part(piece: Piece, whole: Tensor) -> Tensor:
+    """A piece of a tensor of its parameter's shape, as the optimizer is given it."""
+    return piece.formed(piece.of(whole))
 
 
 @final
@@ -277,7 +282,7 @@ class Update:
         self._transfer = transfer
         self._copy = optimizer
         self._strides = [parameter.stride() for parameter in transfer.parameters]
-        self._tensors = {piece: nn.Parameter(piece.of(piece.parameter)) for piece in transfer.pieces}
+        self._tensors = {piece: nn.Parameter(_formed_part(piece, piece.parameter)) for piece in transfer.pieces}
 
     def check_strides(self) -> None:
         """Raise UsageError where a parameter's line is no longer what it was."""
@@ -316,16 +321,17 @@ class Update:
         """Update the own pieces by their gradients, in order; their new values."""
         filled: list[list[Tensor]] = [[] for _ in groups]
         for (piece, tensor), gradient in zip(self._tensors.items(), gradients, strict=True):
-            tensor.data = piece.of(piece.parameter)
+            tensor.data = _formed_part(piece, piece.parameter)
             if (its := given.get(piece)) is not None:
-                tensor.grad = gradient if its.at_owner else its.gradient
+                flat = gradient if its.at_owner else its.gradient
+                tensor.grad = None if flat is None else piece.formed(flat)
                 filled[its.group].append(tensor)
         for name in vars(self._copy).keys() - now.keys() - {"param_groups", "state"}:
             delattr(self._copy, name)
         vars(self._copy).update(now)
         self._copy.param_groups = [{**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True)]
         self._copy.step()
-        return [tensor.data for tensor in self._tensors.values()]
+        return self.values()
 
     def values(self) -> list[Tensor]:
         """The own pieces of the parameters, as they are."""
@@ -360,11 +366,12 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _put(state: dict[str, Any], piece: Piece, name: str, value: Any) -> None:
-    """Put a piece's value into its parameter's state: a line into a whole tensor, anything else as it is."""
-    parameter = piece.parameter
-    if not (isinstance(value, Tensor) and value.shape == (piece.numel,)):
+    """Put a piece's value into its parameter's state: what has its form into a whole tensor, all else as it is."""
+    parameter, whole = piece.parameter, piece.numel == piece.parameter.numel()
+    if not (isinstance(value, Tensor) and value.shape == (parameter.shape if whole else (piece.numel,))):
         state[name] = value
         return
     if name not in state:
         state[name] = torch.zeros_like(parameter, dtype=value.dtype)
-    line(state[name], parameter)[piece.start : piece.stop] = value.to(parameter.device)
+    flat = line(value, parameter) if whole else value
+    line(state[name], parameter)[piece.start : piece.stop] = flat.to(parameter.device)

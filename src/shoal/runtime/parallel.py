@@ -66,6 +66,7 @@ def parallelize(
     count: Callable[[Any, Any], float | Tensor] | None = None,
     staleness: int | None = 0,
     memory: str = "fast",
+    placement: str | dict[str, int] = "balanced",
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all ranks as one.
 
@@ -88,17 +89,21 @@ def parallelize(
             has, and there is no one gradient to read or to clip.
         memory: "fast", or "low": buckets of layers that have owners take memory only while they are on their way, and
             backward waits where more than two a lane would. The same results, bit for bit.
+        placement: who owns what in layers that have owners: "balanced" (equal shares of bytes, parameters are cut),
+            "round-robin" or "hash" (whole parameters, to the servers where there are any), or a rank by dotted layer or
+            parameter name or glob, as {"head.*": 0}; those layers are then given to owners, the rest is balanced.
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
 
     Raises:
-        UsageError: what was given does not fit: sample, plan, pins, memory, a compiled model, or ranks that differ.
+        UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled model, or ranks that
+            differ.
         WorldError: a rank was lost while they prepared.
     """
     session = current()
     comm = session.comm
-    asked = Request(plan, pins, strategies, count, staleness, memory)
+    asked = Request(plan, pins, strategies, count, staleness, memory, placement)
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
     optimizers = listed(optimizer)
@@ -120,7 +125,8 @@ def parallelize(
     engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets)
     extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
-    session.attached[model] = Attached(engine, weigher, chosen, profile, cluster, owned)
+    placed = profile.placed(chosen.owners(profile.names))
+    session.attached[model] = Attached(engine, weigher, chosen, placed, cluster, owned)
     return model, watch(model, loss_fn, count, engine, weigher, owners), optimizer
 
 
@@ -161,6 +167,7 @@ def _open_servers(
             site.exchange,
             label(number, site),
             {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
+            {name: place.owners[name] for name in place.parameters if name in place.owners},
         )
         for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
         if named(all_strategies, Strategy, site.strategy).served
@@ -177,11 +184,12 @@ def plan(
     cluster: Cluster | None = None,
     pins: Mapping[str, str] | None = None,
     strategies: Iterable[str] | None = None,
+    placement: str | dict[str, int] = "balanced",
 ) -> Plan:
     """Plan without changing anything. With a `cluster` it needs no network; without, it measures the session's.
 
     Args:
-        model, loss_fn, optimizer, sample, pins, strategies: as for `parallelize`.
+        model, loss_fn, optimizer, sample, pins, strategies, placement: as for `parallelize`.
         cluster: the ranks and links to plan for.
 
     Raises:
@@ -190,7 +198,7 @@ def plan(
     comm = ranks() if cluster else current().comm
     profile = profile_model(model, loss_fn, listed(optimizer), sample, comm)
     where = cluster or measured_cluster(current())
-    return from_first(comm, lambda: search(profile, where, pins=pins, strategies=strategies))
+    return from_first(comm, lambda: search(profile, where, pins=pins, strategies=strategies, placement=placement))
 
 
 def shard(loader: DataLoader[T]) -> DataLoader[T]:
@@ -248,7 +256,9 @@ def _chosen(
     asked: Request,
 ) -> Plan:
     if given is None:
-        pins = asked.pins if asked.staleness == 0 else {"*": "server"}
-        return replace(search(profile, cluster, pins=pins, strategies=asked.strategies), staleness=asked.staleness)
+        stale = asked.staleness != 0
+        pins = {"*": "server"} if stale else asked.pins
+        made = search(profile, cluster, pins=pins, strategies=asked.strategies, placement=asked.placement, stale=stale)
+        return replace(made, staleness=asked.staleness)
     check_served(given, profile, cluster)
     return repredicted(given, profile, cluster)

@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 from shoal.core.buckets import MEMORY
 from shoal.core.contracts import Comm
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import Choice, Plan
 from shoal.planner.search import known, resolve
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session
 
-_COMPARED = ("model", "bucket_bytes", "lanes", "staleness")  # of a plan, beside its choices
+_COMPARED = ("model", "bucket_bytes", "lanes", "staleness")  # of a plan, beside its choices and placement
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 
@@ -34,6 +35,7 @@ class Request:
     count: Callable[..., Any] | None
     staleness: int | None
     memory: str
+    placement: Placement
 
 
 def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session) -> Plan | None:
@@ -47,19 +49,24 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
         raise UsageError("there is no such way to use memory", got=repr(asked.memory), expected=expected)
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
+    servers = len(session.servers.hosts) if session.servers else 0
     if asked.plan == "auto":
-        resolve(asked.pins or {}, [layer.name for layer in trainable_layers(model)])
+        layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
+        resolve(asked.pins or {}, list(layers))
+        check_placement(asked.placement, layers, session.comm.size, servers, stale=asked.staleness != 0)
         return None
     if asked.pins:
         raise PlanError("there are both a plan and pins", do='edit the plan, or use pins with plan="auto"')
     if asked.staleness != 0:
         raise PlanError("there are both a plan and a staleness", do="write the staleness into the plan")
+    if asked.placement != BALANCED:
+        raise PlanError("there are both a plan and a placement", do="write the placement into the plan")
     plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
     if not isinstance(plan, Plan):
         raise PlanError(
             "the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path'
         )
-    check(plan, model, session.comm.size)
+    check(plan, model, session.comm.size, servers)
     _check_staleness(plan.staleness, asked, session)
     return plan
 
@@ -136,6 +143,8 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list
     """Raise RanksDiffer where the ranks ask for different things. Models are compared when they are profiled."""
     chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
     other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
+    if plan is not None:
+        other["plan's placement"] = _in_order(plan.placement)
     mine = {
         "plan": "auto" if plan is None else "a plan of its own",
         **chosen,
@@ -146,6 +155,7 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list
         "count": "none" if asked.count is None else "a function",
         "staleness": "unbounded" if asked.staleness is None else asked.staleness,
         "memory": asked.memory,
+        "placement": _in_order(asked.placement),
         **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
     }
     first, *others = comm.gather_objects(mine)
@@ -159,6 +169,11 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list
                     do="give the same on every rank",
                     rank=rank,
                 )
+
+
+def _in_order(placement: Placement) -> str | list[tuple[str, int]]:
+    """A placement as it is compared: of two patterns that match, the later one wins."""
+    return placement if isinstance(placement, str) else list(placement.items())
 
 
 def _served(choice: Choice) -> str:

@@ -31,6 +31,7 @@ from shoal import strategies
 from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Place, Strategy
 from shoal.core.pieces import Piece
+from shoal.core.placement import Owner
 from shoal.core.registry import named
 from shoal.profiling.updates import attributes, made
 from shoal.runtime.ahead import AheadModel, RunningAhead
@@ -52,6 +53,7 @@ class ServedSite:
     exchange: str
     label: str
     parameters: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    owners: Mapping[str, Owner]  # of those that are owned whole
 
 
 @final
@@ -204,7 +206,16 @@ class _Model:
         transfers: list[OwnedTransfer] = []
         for site in sites:
             shells = {name: _shell(*form) for name, form in site.parameters.items()}
-            place = Place({}, shells, comm.rank, comm.workers, comm.size - comm.workers, staleness != 0, Buckets("low"))
+            place = Place(
+                layers={},
+                parameters=shells,
+                rank=comm.rank,
+                ranks=comm.workers,
+                servers=comm.size - comm.workers,
+                stale=staleness != 0,
+                buckets=Buckets("low"),
+                owners=site.owners,
+            )
             strategy, exchange = named(strategies, Strategy, site.strategy), named(exchanges, Exchange, site.exchange)
             made_here = strategy.apply(place, exchange, site.label)
             transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]

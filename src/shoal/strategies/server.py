@@ -24,7 +24,7 @@ from shoal.core.contracts import Exchange, Place, SplitExchange, Strategy, Trans
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.landing import by_kind
-from shoal.strategies.sliced import SlicedTransfer, owned_cost
+from shoal.strategies.sliced import SlicedTransfer, owned_cost, refused_update
 
 
 @final
@@ -33,6 +33,7 @@ class Server(Strategy):
 
     name = "server"
     bucketed = True
+    owns = True
     served = True
 
     def takes(self, exchange: Exchange) -> bool:
@@ -41,7 +42,7 @@ class Server(Strategy):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if not cluster.servers:
             return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
-        return layer.whole_update or None
+        return refused_update(layer)
 
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         assert exchange is not None

@@ -40,7 +40,8 @@ from shoal.core.contracts import (
 from shoal.core.cost import Cost
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.core.pieces import Piece, balanced, local_gradient, set_local_gradient
+from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
+from shoal.core.placement import Owner
 from shoal.strategies.landing import by_kind, refuse_hooks, second_gradient
 
 
@@ -50,12 +51,16 @@ class Sliced(Strategy):
 
     name = "sliced"
     bucketed = True
+    owns = True
 
     def takes(self, exchange: Exchange) -> bool:
         return isinstance(exchange, SplitExchange)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        return layer.whole_update or None
+        for parameter in layer.parameters:
+            if parameter.owner is not None and parameter.owner.given and parameter.owner.number >= cluster.size:
+                return f"only workers own here, but the placement gives {parameter.name} to a server"
+        return refused_update(layer)
 
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         assert exchange is not None
@@ -65,6 +70,15 @@ class Sliced(Strategy):
         assert isinstance(exchange, SplitExchange)
         shares = even(place.ranks)
         return [SlicedTransfer(kind, exchange, place, shares, label) for kind in by_kind(place.parameters)]
+
+
+def refused_update(layer: LayerProfile) -> str | None:
+    """Why owners cannot update the layer, or None: an optimizer may need whole tensors, and a placement give them."""
+    if all(parameter.owner is not None for parameter in layer.parameters):
+        return layer.joint_update or None
+    if layer.whole_update and not layer.joint_update:
+        return f'{layer.whole_update}; placement="round-robin" gives owners whole parameters'
+    return layer.whole_update or None
 
 
 def even(ranks: int) -> tuple[float, ...]:
@@ -79,10 +93,12 @@ def owned_cost(
     shares: Sequence[float],
     topology: Topology,
 ) -> Cost:
-    """What a site costs a worker if each rank of the topology owns its share."""
+    """What a site costs a worker if each rank of the topology owns its share, and what is placed with it."""
     parameters = [p for layer in layers for p in layer.parameters]
     itemsize = max(p.itemsize for p in parameters)
-    widths = tuple(map(_width, balanced([p.numel for p in parameters], shares)))
+    placed = _placed([p.numel for p in parameters], [p.owner for p in parameters], shares, topology.workers)
+    widths = tuple(map(_width, placed))
+    largest = max(sum(stop - start for _, start, stop in owned) for owned in placed)
     bucket = Bucket(sum(widths), itemsize, widths)
     pack_s = bucket.nbytes * cluster.pack_byte_s
     return Cost(
@@ -90,12 +106,20 @@ def owned_cost(
         cluster.pace(exchange.name),
         backward_s=pack_s,
         lane_s=pack_s,  # the new parameters are taken out again
-        memory_bytes=bucket.nbytes * (1 + shares[0]),
-        owned=True,
+        memory_bytes=bucket.nbytes + max(widths[: cluster.size]) * itemsize,
+        owned=largest / sum(p.numel for p in parameters) if largest else 1.0,
     )
 
 
 _DOES = {Turn.SUM: "sums gradients", Turn.VALUES: "sends parameters after a step", Turn.GRADIENTS: "reads gradients"}
+
+
+def _placed(
+    sizes: Sequence[int], owners: Sequence[Owner | None], shares: Sequence[float], workers: int
+) -> list[list[tuple[int, int, int]]]:
+    """Each rank's spans of parameters of these sizes; turns go round the servers, where any share is theirs."""
+    turns = range(workers if len(shares) > workers else 0, len(shares))
+    return spans(sizes, shares, [None if owner is None else owner.among(turns) for owner in owners])
 
 
 def _width(owned: Sequence[tuple[int, int, int]]) -> int:
@@ -122,12 +146,13 @@ class SlicedTransfer(OwnedTransfer):
         self._names = dict(zip(self.parameters, parameters, strict=True))
         self._workers, self._rank = place.ranks, place.rank
         self._serves = place.rank >= place.ranks
-        spans = balanced([p.numel() for p in self.parameters], shares)
-        self.owned = tuple(tuple(Piece(self.parameters[i], start, stop) for i, start, stop in owned) for owned in spans)
+        owners = [place.owners.get(name) for name in parameters]
+        placed = _placed([p.numel() for p in self.parameters], owners, shares, place.ranks)
+        self.owned = tuple(tuple(Piece(self.parameters[i], *span) for i, *span in owned) for owned in placed)
         self.pieces = self.owned[place.rank]
         first = self.parameters[0]
         self._buckets = place.buckets
-        widths = [_width(owned) for owned in spans]
+        widths = [_width(owned) for owned in placed]
         self._flat = self._buckets.flat(sum(widths), first)
         slices = [_parted(own, owned) for own, owned in zip(self._flat.split(widths), self.owned, strict=True)]
         self._slices = [own.whole for own in slices]

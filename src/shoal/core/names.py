@@ -1,0 +1,32 @@
+"""Dotted names and globs, as users write them in pins and placements: which names of the model they mean."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from shoal.core.errors import PlanError
+
+
+def matched(pattern: str, names: Sequence[str], what: str, kind: str) -> list[str]:
+    """The names that a dotted name or glob matches.
+
+    Args:
+        pattern: the name or glob.
+        names: those that there are.
+        what: what messages call the pattern's use, e.g. "pin".
+        kind: what messages call a name, e.g. "layer".
+
+    Raises:
+        PlanError: it matches none; the message lists near ones.
+    """
+    matches = [name for name in names if fnmatchcase(name, pattern)]
+    if not matches:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
+        raise PlanError(
+            f"the {what} {pattern!r} matches no {kind} with trainable parameters",
+            expected=f"a {kind} such as " + ", ".join(near),
+            do=f"use a dotted name or a glob, such as {near[0]!r}",
+        )
+    return matches
