@@ -131,6 +131,14 @@ def test_check_passes_where_ranks_equal_one_process(capsys: pytest.CaptureFixtur
     assert "0.weight" in printed
 
 
+def test_check_follows_a_saved_plan_in_float64_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    assert shoal("plan", RECIPE, "--ranks", "2", "--strategy", "sliced", "--save", path) == [0]
+    capsys.readouterr()
+    assert shoal("check", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [0, 0]
+    assert "sliced" in capsys.readouterr().out.partition("largest")[0]
+
+
 def test_check_fails_where_they_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("check", RECIPE, "--steps", "3", "--pin", "2=replicate:nothing", ranks=2) == [1, 1]
     assert "not the same as one process" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shoal.core.facts import Cluster
 from shoal.core.plan import Plan
 from shoal.planner.explain import explain
 from shoal.planner.search import search
+from shoal.profiling.identity import model_digest
 from shoal.profiling.layers import profile_model
 from shoal.report import text
 from shoal.runtime.memory import memory
@@ -157,7 +158,8 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
     console, comm = text.console(), current().comm
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
-    model, loss_fn = recipe.model().to(dtype), recipe.loss()
+    model, loss_fn = recipe.model(), recipe.loss()
+    plan = _retyped(request.plan, model, dtype)
     local = [module for module in model.modules() if isinstance(module, _LOCAL)]
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, dtype) for batch in _take(loader, steps)]
@@ -168,7 +170,7 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
         loss_fn,
         optimizer,
         sample=batches[0],
-        plan=request.plan,
+        plan=plan,
         pins=request.pins,
         strategies=request.strategies,
         memory=request.memory,
@@ -204,6 +206,16 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
         )
     differences: list[float] = comm.gather_objects(worst)
     return max(differences)
+
+
+def _retyped(plan: str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
+    """Convert the model; a saved plan that was made for it as it was is then one for the model as it is."""
+    before = model_digest(model)
+    model.to(dtype)
+    if plan == "auto":
+        return plan
+    given = Plan.load(plan)
+    return replace(given, model=model_digest(model)) if given.model == before else given
 
 
 def plan(recipe: Recipe, request: Request, cluster: Cluster | None) -> Plan:
