@@ -17,6 +17,7 @@ from shoal.cli import main
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.plan import Plan
 from shoal.launch.lab import Lab
+from shoal.profiling import paces
 from shoal.runtime.session import using
 
 RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
@@ -42,6 +43,12 @@ def shoal(*arguments: str | Path, ranks: int = 1) -> list[int]:
         raise AssertionError("a command line always exits")
 
     return run(ranks, work, timeout_s=30)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on how well the paces of exchanges are known."""
+    monkeypatch.setattr(paces, "_BUDGET_S", 0.05)
 
 
 def test_servers_serve_until_the_workers_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -314,7 +314,7 @@ def test_a_plan_file_that_was_edited_wrongly_names_the_line(tmp_path: Path) -> N
 
 def test_the_same_model_twice() -> None:
     def work(comm: ThreadComm) -> None:
-        with using(comm):
+        with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8))):
             its_model = model()
             for _ in range(2):
                 shoal.parallelize(

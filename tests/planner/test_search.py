@@ -109,7 +109,7 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
         ({"head.fc1": "replicate:rong"}, "no exchange called 'rong'(.|\n)*did you mean 'ring'"),
         ({"body.conv": "factor"}, r"factor cannot serve layer body\.conv: .*Conv2d"),
         ({"head.fc1": "factor:ring"}, "it takes no exchange"),
-        ({"head.fc1": "sliced:tree"}, "tree cannot carry it, but direct, hierarchical, ring can"),
+        ({"head.fc1": "sliced:tree"}, "tree cannot carry it, but direct, ring can"),
         ({"head.fc1": 3}, "not a strategy's name"),
     ],
 )

@@ -139,6 +139,14 @@ def test_the_floor_counts_what_leaves_a_host(hosts: str, exchange: str, crossing
     assert Predictor(profile, where).floor_s(plan) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("hosts", "differs"), [("abcd", False), ("aabb", True), ("aaab", True), ("aaaa", False)])
+def test_hierarchical_is_planned_with_where_it_differs_from_direct(hosts: str, differs: bool) -> None:
+    where = replace(cluster(4, 1e5), topology=Topology(tuple(hosts)))
+    carriers = Predictor(model(layer("a", 2.0, MB)), where).carriers("sliced")
+    assert ("hierarchical" in carriers) is differs
+    assert {"direct", "ring"} <= set(carriers)
+
+
 def test_on_one_host_the_floor_is_what_the_busiest_rank_moves() -> None:
     profile, where = model(layer("a", 2.0, MB * 4)), replace(cluster(2, 1e5), topology=Topology(("a", "a")))
     plan = Plan(2, "made up", (Choice("a", "replicate", "hierarchical"),), bucket_bytes=1, lanes=1)

@@ -154,6 +154,10 @@ class Exchange(ABC):
     name: ClassVar[str]
     exact: ClassVar[bool] = True  # False: the result is not the sum (to measure headroom); never chosen by itself
 
+    def fits(self, topology: Topology) -> bool:
+        """Whether it is worth measuring and planning with among these ranks; a pin may ask for it anyway."""
+        return True
+
     @abstractmethod
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Bytes that `reduce` and `gather` together send and receive on each rank."""

@@ -36,6 +36,10 @@ class Hierarchical(SplitExchange):
 
     name: ClassVar[str] = "hierarchical"
 
+    def fits(self, topology: Topology) -> bool:
+        """Where some hosts have several ranks; else it is `direct`."""
+        return 1 < len(topology.ranks_on) < topology.size
+
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """As `direct` sends foreign slices and its own back; but what crosses, a rank does for those it collects."""
         ranks, others = range(topology.size), len(topology.ranks_on) - 1

@@ -112,11 +112,12 @@ class Predictor:
         return strategy in self._bucketed
 
     def carriers(self, strategy: str) -> list[str]:
-        """The exchanges that can carry a strategy and give the exact sum; [''] where it takes none."""
+        """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes none."""
         if not self.bucketed(strategy):
             return [""]
-        kinds = found(exchanges, Exchange).items()
-        return [name for name, kind in kinds if kind.exact and self._strategies[strategy].takes(kind())]
+        kinds = {name: kind() for name, kind in found(exchanges, Exchange).items()}
+        fitting = {name: each for name, each in kinds.items() if each.exact and each.fits(self.cluster.topology)}
+        return [name for name, each in fitting.items() if self._strategies[strategy].takes(each)]
 
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""

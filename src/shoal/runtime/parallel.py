@@ -232,8 +232,9 @@ def measured_cluster(session: Session) -> Cluster:
         else:
             link = probe_link(comm)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
-            exact = {name: kind() for name, kind in found(exchanges, Exchange).items() if kind.exact}
-            paces = probe_paces(comm, link, exact, lanes=lanes)
+            every = {name: kind() for name, kind in found(exchanges, Exchange).items()}
+            usable = {name: each for name, each in every.items() if each.exact and each.fits(comm.topology)}
+            paces = probe_paces(comm, link, usable, lanes=lanes)
             for lane in lanes:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
