@@ -27,11 +27,11 @@ def test_a_transfer_hides_under_what_is_left_of_backward() -> None:
     assert found.end_s == pytest.approx(2.0, **NEARLY) and found.step_s == pytest.approx(3.5, **NEARLY)
 
 
-def test_the_link_carries_one_byte_after_another() -> None:
-    for lanes in (1, 2):
-        found = timeline(model(layer("b", 1.0, MB), layer("a", 2.0, 2 * MB)), lanes=lanes)
-        assert [span.sent_s for span in found.spans] == pytest.approx([2.0, 4.0], **NEARLY)
-        assert found.sent_bytes == pytest.approx(3e6, rel=1e-3)
+@pytest.mark.parametrize(("lanes", "sent_s"), [(1, [3.0, 5.0]), (2, [4.0, 5.0])])
+def test_lanes_share_the_link_evenly(lanes: int, sent_s: list[float]) -> None:
+    found = timeline(model(layer("b", 1.0, 2 * MB), layer("a", 2.0, 2 * MB)), lanes=lanes)  # two seconds each
+    assert [span.sent_s for span in found.spans] == pytest.approx(sent_s, **NEARLY), "b alone for a second, then both"
+    assert found.sent_bytes == pytest.approx(4e6, rel=1e-3)
 
 
 def test_latency_is_hidden_by_other_lanes_only() -> None:
@@ -94,9 +94,17 @@ def test_owners_send_half_in_backward_and_half_into_the_next_forward() -> None:
 
 def test_what_the_next_forward_needs_first_comes_back_first() -> None:
     late, early = layer("late", 0.5, 2 * MB, needed_s=0.9), layer("early", 2.0, 2 * MB, needed_s=0.0)
-    found = sliced(model(late, early, optimizer_s=0.0))
+    found = sliced(model(late, early, optimizer_s=0.0), lanes=1)
     assert found.spans[1].end_s == pytest.approx(3.0, **NEARLY)
     assert found.waited_s == pytest.approx(2.0 + 0.1, **NEARLY), "early at 4.0 instead of 2.0, then late at 5.0"
+
+
+def test_what_comes_back_shares_the_link_with_what_is_still_sent() -> None:
+    late, early = layer("late", 0.5, 2 * MB, needed_s=0.9), layer("early", 2.0, 2 * MB, needed_s=0.0)
+    found = sliced(model(late, early, optimizer_s=0.0))
+    assert [span.end_s for span in found.spans] == pytest.approx([1.5, 4.0], **NEARLY)
+    assert [span.back_s for span in found.spans] == pytest.approx([4.0, 5.0], **NEARLY), "late's lane was free"
+    assert found.waited_s == pytest.approx(3.0, **NEARLY)
 
 
 def test_owners_update_their_share_on_a_lane() -> None:

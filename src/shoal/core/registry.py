@@ -6,8 +6,9 @@ import difflib
 import importlib
 import inspect
 import pkgutil
+from functools import cache
 from types import ModuleType
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from shoal.core.errors import PlanError
 
@@ -21,7 +22,12 @@ T = TypeVar("T", bound=_Named)
 
 def found(package: ModuleType, contract: type[T]) -> dict[str, type[T]]:
     """Every concrete class of `contract` defined in `package`, by its `name`, sorted by name."""
-    classes: dict[str, type[T]] = {}
+    return dict(_classes(package, contract))
+
+
+@cache
+def _classes(package: ModuleType, contract: type[Any]) -> dict[str, type[Any]]:
+    classes: dict[str, type[Any]] = {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for _, value in inspect.getmembers(module, inspect.isclass):

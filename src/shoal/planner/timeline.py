@@ -14,24 +14,26 @@ half follow on its lane from the optimizer's step on, last site first, and the n
     forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's own: a steady state
     lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|
 
-The link is served in order of start at the exchange's pace; what follows a message is paid on the lane alone.
-Where ranks have less than two cores each, what lanes compute, and the processor time of the exchange, is taken from the
-main thread (stolen). What hides costs nothing until link or processor is full. Equations: docs/planner.md.
+Lanes share the link evenly, each at its exchange's pace (lanes.py). Where ranks have less than two cores each, what
+lanes compute, and the processor time of the exchange, is taken from the main thread (stolen). What hides costs nothing
+until link or processor is full. Equations: docs/planner.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 from shoal import exchange as exchanges
 from shoal import strategies
 from shoal.core.contracts import Exchange, Strategy
-from shoal.core.cost import Cost, Pace, Traffic, total
+from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
 from shoal.core.trace import MAIN, Event
+from shoal.planner.lanes import Job, Lanes
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ class Predictor:
         self.cluster = cluster
         self._layers = {layer.name: layer for layer in profile.layers}
         self._nbytes = {layer.name: layer.nbytes for layer in profile.layers}
+        self._total_nbytes = max(sum(self._nbytes.values()), 1)
+        self._ready_s = {layer.name: layer.ready_s for layer in profile.layers}
+        self._needed_s = [(layer.name, layer.needed_s) for layer in sorted(profile.layers, key=attrgetter("needed_s"))]
         self._strategies = {name: kind() for name, kind in found(strategies, Strategy).items()}
         self._bucketed = frozenset(name for name, kind in self._strategies.items() if kind.bucketed)
         self._costs: dict[Site, Cost] = {}
@@ -140,7 +145,7 @@ class Predictor:
         for index, site in enumerate(sites):
             waiting.setdefault(site.layers[-1], []).append(index)
         changes = {site.layers[-1]: self.cost(site).backward_s for site in sites}
-        return self._run(sites, waiting, changes, lanes)
+        return self._run(sites, waiting, changes, Lanes(self.cluster, lanes))
 
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan can beat: its compute, or its bytes that leave a host at the rate of the link.
@@ -149,110 +154,77 @@ class Predictor:
         processor.
         """
         costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed)]
-        line = _Line(self.cluster, plan.lanes)
-        lanes_s = sum(line.stolen_s(cost.pace, cost.traffic) + line.stolen * cost.lane_s for cost in costs)
+        lanes = Lanes(self.cluster, plan.lanes)
+        lanes_s = sum(lanes.stolen_s(cost.pace, cost.traffic) + lanes.stolen * cost.lane_s for cost in costs)
         owned = sum(
             self._nbytes[choice.layer]
             for choice in plan.choices
             if self.cost(Site((choice.layer,), choice.strategy, choice.exchange)).owned
         )
-        share = owned / max(self.profile.nbytes, 1)
-        update_s = self.profile.optimizer_s * (1 - share + line.stolen * share / self.cluster.size)
+        share = owned / self._total_nbytes
+        update_s = self.profile.optimizer_s * (1 - share + lanes.stolen * share / self.cluster.size)
         changes_s = sum(cost.backward_s for cost in costs)
         compute_s = self.profile.forward_s + self.profile.backward_s + changes_s + update_s + lanes_s
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
-    def _run(self, sites: list[Site], waiting: dict[str, list[int]], changes: dict[str, float], lanes: int) -> Timeline:
-        profile, line = self.profile, _Line(self.cluster, lanes)
+    def _run(
+        self, sites: Sequence[Site], waiting: Mapping[str, list[int]], changes: Mapping[str, float], lanes: Lanes
+    ) -> Timeline:
+        profile = self.profile
         clock = profiled = 0.0
         ready = [False] * len(sites)
-        spans: list[Span] = []
-        for layer in profile.layers:
-            clock += max(0.0, layer.ready_s - profiled + changes.get(layer.name, 0.0))
-            profiled = max(profiled, layer.ready_s)
-            clock = line.pay(clock)
-            for index in waiting.get(layer.name, ()):
+        sent: list[Job] = []
+        for name, ready_s in self._ready_s.items():
+            clock += max(0.0, ready_s - profiled + changes.get(name, 0.0))
+            profiled = max(profiled, ready_s)
+            clock = lanes.pay(clock)
+            for index in waiting.get(name, ()):
                 ready[index] = True
-            while len(spans) < len(sites) and ready[len(spans)]:
-                spans.append(self._send(sites, len(spans), clock, line))
-        backward_s = line.pay(clock + max(0.0, profile.backward_s - profiled))
-        waited_for = [span.end_s for span in spans if not self.cost(span.site).owned]
-        end_s = max([backward_s, *waited_for])
-        spans = self._return(spans, end_s, line)
-        returned = {name: span.back_s for span in spans for name in span.site.layers}
-        owned = sum(self._nbytes[name] for span in spans if self.cost(span.site).owned for name in span.site.layers)
-        optimizer_s = profile.optimizer_s * (1 - owned / max(profile.nbytes, 1))
+            while len(sent) < len(sites) and ready[len(sent)]:
+                sent.append(self._send(sites[len(sent)], len(sent), clock, lanes))
+        backward_s = lanes.pay(clock + max(0.0, profile.backward_s - profiled))
+        owned = [self.cost(site).owned > 0.0 for site in sites]
+        waited_for = [job for job, at_owners in zip(sent, owned, strict=True) if not at_owners]
+        lanes.finish(waited_for)
+        end_s = max([backward_s, *(job.end_s for job in waited_for)])
+        updated = [index for index, at_owners in enumerate(owned) if at_owners]
+        returned = {index: self._return(sites[index], index, end_s, lanes) for index in reversed(updated)}
+        back = {name: job for index, job in returned.items() for name in sites[index].layers}
+        owned_bytes = sum(self._nbytes[name] for name in back)
+        optimizer_s = profile.optimizer_s * (1 - owned_bytes / self._total_nbytes)
+        forward_s, waited_s = self._forward(end_s + optimizer_s, back, lanes)
+        lanes.finish([*sent, *returned.values()])
+        spans = [
+            Span(site, job.ready_s, job.sent_s, job.end_s, returned[index].end_s if index in returned else 0.0)
+            for index, (site, job) in enumerate(zip(sites, sent, strict=True))
+        ]
         traffics = tuple(self.cost(site).traffic for site in sites)
-        forward_s, waited_s = self._forward(end_s + optimizer_s, returned, line)
         return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
 
-    def _send(self, sites: Sequence[Site], index: int, now: float, line: _Line) -> Span:
+    def _send(self, site: Site, index: int, now: float, lanes: Lanes) -> Job:
         """A site's gradients, whole or to their owners."""
-        cost = self.cost(sites[index])
+        cost = self.cost(site)
         if cost.owned:
-            sent, end = line.carry(index, now, cost.pace, cost.traffic.half, 0.0)
-        else:
-            sent, end = line.carry(index, now, cost.pace, cost.traffic, cost.lane_s)
-        return Span(sites[index], now, sent, end)
+            return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic.half))
+        return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic), lanes.compute(cost.lane_s))
 
-    def _return(self, spans: Sequence[Span], now: float, line: _Line) -> list[Span]:
-        """The spans with when owned parameters are back: updated, and sent in the order of the next forward."""
-        returned = list(spans)
-        for index, span in reversed(list(enumerate(spans))):
-            cost = self.cost(span.site)
-            if cost.owned:
-                share = sum(self._nbytes[name] for name in span.site.layers) / max(self.profile.nbytes, 1)
-                begin = line.compute(index, max(now, span.end_s), self.profile.optimizer_s * share * cost.owned)
-                back_s = line.carry(index, begin, cost.pace, cost.traffic.half, cost.lane_s)[1]
-                returned[index] = replace(span, back_s=back_s)
-        return returned
+    def _return(self, site: Site, index: int, now: float, lanes: Lanes) -> Job:
+        """A site's parameters, updated by their owners and sent back."""
+        cost = self.cost(site)
+        share = sum(self._nbytes[name] for name in site.layers) / self._total_nbytes
+        update = lanes.compute(self.profile.optimizer_s * share * cost.owned)
+        back = lanes.exchange(cost.pace, cost.traffic.half)
+        return lanes.add(index, now, update, *back, lanes.compute(cost.lane_s))
 
-    def _forward(self, begin: float, back: dict[str, float], line: _Line) -> tuple[float, float]:
+    def _forward(self, begin: float, back: Mapping[str, Job], lanes: Lanes) -> tuple[float, float]:
         """Seconds of the forward, and of its waiting for parameters."""
         clock, passed, waited_s = begin, 0.0, 0.0
-        for layer in sorted(self.profile.layers, key=lambda layer: layer.needed_s):
-            clock = line.pay(clock + layer.needed_s - passed)
-            passed = layer.needed_s
-            missing_s = max(0.0, back.get(layer.name, 0.0) - clock)
-            clock, waited_s = clock + missing_s, waited_s + missing_s
-        clock = line.pay(clock + max(0.0, self.profile.forward_s - passed))
+        for name, needed_s in self._needed_s:
+            clock = lanes.pay(clock + needed_s - passed)
+            passed = needed_s
+            if name in back:
+                lanes.finish([back[name]])
+                missing_s = max(0.0, back[name].end_s - clock)
+                clock, waited_s = clock + missing_s, waited_s + missing_s
+        clock = lanes.pay(clock + max(0.0, self.profile.forward_s - passed))
         return clock - begin - waited_s, waited_s
-
-
-class _Line:
-    """The link and the lanes of one rank during one step, and what they take from its main thread."""
-
-    def __init__(self, cluster: Cluster, lanes: int) -> None:
-        self.stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))  # part of lane compute that main threads feel
-        self._cores = min(1.0, cluster.cores_per_rank)
-        self._lane_free = [0.0] * lanes
-        self._link_free = self._cpu_free = 0.0
-        self._debts: list[tuple[float, float]] = []  # (when, seconds of lane compute that the main thread will feel)
-
-    def carry(self, index: int, now: float, pace: Pace, traffic: Traffic, lane_s: float) -> tuple[float, float]:
-        """Send a site's traffic, then compute on its lane: when the last byte is through, and the end."""
-        lane = index % len(self._lane_free)
-        sent = max(now, self._lane_free[lane], self._link_free) + traffic.worst * pace.wall.byte_s
-        self._link_free = sent
-        arrived = sent + traffic.rounds * pace.wall.round_s
-        self._debts.append((arrived, self.stolen_s(pace, traffic)))
-        return sent, self.compute(index, arrived, lane_s)
-
-    def compute(self, index: int, now: float, lane_s: float) -> float:
-        """Compute on a site's lane: the end."""
-        lane = index % len(self._lane_free)
-        begin = max(now, self._lane_free[lane])
-        end = max(begin, self._cpu_free if self.stolen else 0.0) + lane_s
-        self._cpu_free = self._lane_free[lane] = end
-        self._debts.append((begin, self.stolen * lane_s))
-        return end
-
-    def stolen_s(self, pace: Pace, traffic: Traffic) -> float:
-        """Seconds of the main thread that the processor time of some traffic takes."""
-        return self.stolen * pace.cpu.of(traffic) / self._cores
-
-    def pay(self, clock: float) -> float:
-        """Push the main thread's clock by the lane compute that fell due, which may make more of it due."""
-        while self._debts and self._debts[0][0] <= clock:
-            clock += self._debts.pop(0)[1]
-        return clock

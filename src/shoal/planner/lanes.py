@@ -1,0 +1,137 @@
+"""The lanes and the link of one rank during a predicted step: what is sent and computed there, and until when.
+
+A lane does one job after the other. A job is parts of some seconds each, were it alone with what they take:
+
+    lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
+    lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|      whoever is on the link has an even share of it
+
+So with the processor, where a rank has less than two cores: what lanes take of it there, the main thread owes (`pay`).
+Costs some microseconds a part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from enum import IntEnum
+from math import inf
+from typing import NamedTuple, final
+
+from shoal.core.cost import Pace, Traffic
+from shoal.core.facts import Cluster
+
+_OVER_S = 1e-12  # what is left of a part that is over, for rounding
+
+
+class Takes(IntEnum):
+    """What a part of a job takes."""
+
+    LINK = 0
+    PROCESSOR = 1
+    TIME = 2  # and nothing else
+
+
+class Part(NamedTuple):
+    """Seconds of a job, were it alone with what it takes there."""
+
+    takes: Takes
+    seconds: float
+    owed_s: float = 0.0  # what the main thread loses by it
+
+
+@final
+class Job:
+    """What a lane does at one go."""
+
+    __slots__ = ("end_s", "left_s", "parts", "ready_s", "sent_s", "takes")
+
+    def __init__(self, ready_s: float, parts: Iterable[Part]) -> None:
+        self.ready_s = ready_s  # not before
+        self.sent_s = self.end_s = inf  # its last byte is through; it is over
+        self.parts = deque(parts)  # those to come, with the one under way
+        self.takes, self.left_s = Takes.TIME, 0.0  # the one under way
+
+
+@final
+class Lanes:
+    """Runs jobs on lanes that share a link and a processor, event by event."""
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))  # part of lane compute that main threads feel
+        self._cores = min(1.0, cluster.cores_per_rank)
+        self._lanes: list[deque[Job]] = [deque() for _ in range(number)]
+        self._now_s = self._owed_s = 0.0
+
+    def add(self, index: int, ready_s: float, *parts: Part) -> Job:
+        """Queue a job on the lane of site `index`."""
+        job, lane = Job(ready_s, parts), self._lanes[index % len(self._lanes)]
+        lane.append(job)
+        if len(lane) == 1:
+            self._begin(lane)
+        return job
+
+    def exchange(self, pace: Pace, traffic: Traffic) -> tuple[Part, Part]:
+        """Traffic as parts of a job."""
+        sent = Part(Takes.LINK, traffic.worst * pace.wall.byte_s)
+        return sent, Part(Takes.TIME, traffic.rounds * pace.wall.round_s, self.stolen_s(pace, traffic))
+
+    def compute(self, seconds: float) -> Part:
+        """Compute as a part of a job."""
+        return Part(Takes.PROCESSOR, seconds, self.stolen * seconds)
+
+    def stolen_s(self, pace: Pace, traffic: Traffic) -> float:
+        """Seconds of the main thread that the processor time of some traffic takes."""
+        return self.stolen * pace.cpu.of(traffic) / self._cores
+
+    def pay(self, clock: float) -> float:
+        """Run the lanes beside the main thread up to its `clock`, which what it owes them pushes on: the new clock."""
+        clock += self._owed()
+        while self._ended_by(clock):
+            clock += self._owed()
+        return clock
+
+    def finish(self, jobs: Iterable[Job]) -> None:
+        """Run the lanes until these are over."""
+        for job in jobs:
+            while job.end_s == inf:
+                self._ended_by(inf)
+
+    def _owed(self) -> float:
+        owed_s, self._owed_s = self._owed_s, 0.0
+        return owed_s
+
+    def _ended_by(self, limit_s: float) -> bool:
+        """Run until the next part ends, but not beyond the limit; whether one has ended."""
+        busy = [lane for lane in self._lanes if lane]
+        sharing = [0, 0, 0]
+        for lane in busy:
+            sharing[lane[0].takes] += 1
+        slower = (sharing[Takes.LINK], sharing[Takes.PROCESSOR] if self.stolen else 1, 1)
+        end_s = min([self._now_s + lane[0].left_s * slower[lane[0].takes] for lane in busy], default=inf)
+        until_s = min(end_s, limit_s)
+        passed_s, self._now_s = until_s - self._now_s, until_s
+        for lane in busy:
+            job = lane[0]
+            job.left_s -= passed_s / slower[job.takes]
+            if job.left_s <= _OVER_S:
+                self._end_part(lane)
+        return end_s <= limit_s
+
+    def _end_part(self, lane: deque[Job]) -> None:
+        job = lane[0]
+        ended = job.parts.popleft()
+        self._owed_s += ended.owed_s
+        if ended.takes is Takes.LINK:
+            job.sent_s = self._now_s
+        if job.parts:
+            job.takes, job.left_s, _ = job.parts[0]
+            return
+        job.end_s = self._now_s
+        lane.popleft()
+        if lane:
+            self._begin(lane)
+
+    def _begin(self, lane: deque[Job]) -> None:
+        job = lane[0]
+        job.parts.appendleft(Part(Takes.TIME, max(0.0, job.ready_s - self._now_s)))
+        job.left_s = job.parts[0].seconds
