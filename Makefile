@@ -11,7 +11,7 @@ demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --workers 2
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests examples benchmarks

@@ -26,13 +26,14 @@ def found(package: ModuleType, contract: type[T]) -> dict[str, type[T]]:
 
 
 @cache
-def _classes(package: ModuleType, contract: type[Any]) -> dict[str, type[Any]]:
-    classes: dict[str, type[Any]] = {}
+def _classes(package: ModuleType, contract: Any) -> dict[str, Any]:
+    classes: dict[str, Any] = {}
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for _, value in inspect.getmembers(module, inspect.isclass):
             if issubclass(value, contract) and value.__module__ == module.__name__ and not inspect.isabstract(value):
-                classes[value.name] = value
+                kind: Any = value
+                classes[kind.name] = kind
     return dict(sorted(classes.items()))
 
 
