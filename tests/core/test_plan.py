@@ -17,6 +17,16 @@ def plan(*choices: tuple[str, str, str], bucket_bytes: int = 100) -> Plan:
     return Plan(2, "digest", tuple(Choice(*choice) for choice in choices), bucket_bytes, lanes=2, predicted_s=0.5)
 
 
+def test_a_layer_that_owners_update_is_cut_into_parts_of_about_a_bucket() -> None:
+    made = plan(("a", "sliced", "direct"), ("b", "replicate", "ring"), ("c", "sliced", "direct"), bucket_bytes=2 << 20)
+    sizes = {"a": 7 << 20, "b": 7 << 20, "c": 5 << 19}
+    whole = Site(("b",), "replicate", "ring"), Site(("c",), "sliced", "direct")
+    in_parts = [Site(("a",), "sliced", "direct", part, 4) for part in range(4)]
+    assert list(made.sites(sizes, BUCKETED | {"sliced"}, {"sliced"})) == [*in_parts, *whole]
+    placed = replace(made, placement="round-robin")
+    assert len(list(placed.sites(sizes, BUCKETED | {"sliced"}, {"sliced"}))) == 3, "given whole"
+
+
 def test_a_saved_plan_loads_as_it_was(tmp_path: Path) -> None:
     made = plan(("b", "factor", ""), ("a", "replicate", "ring"))
     made.save(tmp_path / "plan.json")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -131,6 +132,13 @@ class Training:
         served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
         assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
         return {"*": rest} | dict.fromkeys(served, strategy)
+
+
+def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have planners take buckets of a hundred bytes, so that every layer that owners update is cut into several."""
+    monkeypatch.setattr("shoal.core.plan._LEAST_PART_BYTES", 1)
+    monkeypatch.setattr("shoal.planner.search._START_BYTES", 100)
+    monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (100,))
 
 
 def with_memory(way: str) -> tuple[str, str]:

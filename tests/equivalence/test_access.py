@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from one_process import Training, adamw, assert_same, built, features, sgd
+from one_process import Training, adamw, assert_same, built, cut_small, features, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +24,8 @@ WAY = "sliced"
 @pytest.fixture(autouse=True, params=["sliced", "sliced, low", "server"])
 def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "WAY", request.param)
+    if request.param != "sliced":
+        cut_small(monkeypatch)
 
 
 class Seeing(nn.Module):

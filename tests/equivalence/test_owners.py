@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import WAYS, Training, adamw, assert_same, built, cluster_of, features, integers, numbers, rows_of, sgd
+from one_process import (
+    WAYS,
+    Training,
+    adamw,
+    assert_same,
+    built,
+    cluster_of,
+    cut_small,
+    features,
+    integers,
+    numbers,
+    rows_of,
+    sgd,
+)
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
@@ -25,8 +38,11 @@ WAY = "sliced"
 
 
 @pytest.fixture(autouse=True, params=["sliced", "sliced, low"])
-def either_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers whole and buckets kept; and layers cut into parts whose buckets take memory on their way only."""
     monkeypatch.setitem(globals(), "WAY", request.param)
+    if request.param == "sliced, low":
+        cut_small(monkeypatch)
 
 
 def mlp() -> nn.Module:
@@ -242,7 +258,8 @@ def test_a_state_loaded_before_parallelize(make):
     assert_same(Training(model=model, batches=batches[3:], optimizer=resumed), 3, WAY)
 
 
-def test_each_rank_holds_its_share_of_the_state():
+def test_each_rank_holds_its_share_of_the_state(monkeypatch):
+    monkeypatch.undo()  # in buckets of ordinary size, beside which flags are small
     model, ranks = built(lambda: nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64))), 4
     x, y = numbers(8, 64), integers(64, 8)
     copies = [copy.deepcopy(model) for _ in range(ranks)]

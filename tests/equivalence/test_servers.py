@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import adamw, built, cluster_of, features, numbers, rows_of, sgd, state
+from one_process import adamw, built, cluster_of, cut_small, features, numbers, rows_of, sgd, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +24,12 @@ from shoal.runtime.ahead import Shelf
 from shoal.runtime.servers import serve
 from shoal.runtime.session import current, using
 from shoal.strategies.server import shares
+
+
+@pytest.fixture(autouse=True)
+def cut_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers in several transfers, as large ones are; test_strategies.py has them whole."""
+    cut_small(monkeypatch)
 
 
 def mlp() -> nn.Module:
@@ -204,7 +210,8 @@ def test_workers_that_run_ahead_are_answered_by_the_servers_that_own() -> None:
         trained(2, 1, steps(4), staleness=1, placement={"*": 1})
 
 
-def test_without_a_bound_nobody_waits_for_the_slow_one() -> None:
+def test_without_a_bound_nobody_waits_for_the_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # in one bucket a layer, which is quick
     pause = 0.05
     began = {}
 

@@ -79,9 +79,9 @@ def test_a_measured_pace_counts_for_wall_and_processor_and_packing_for_backward(
     assert found.end_s == pytest.approx(found.backward_s + 2 * 0.1, **NEARLY)
 
 
-def sliced(profile: ModelProfile, lanes: int = 2, cores: float = 2.0) -> Timeline:
+def sliced(profile: ModelProfile, lanes: int = 2, cores: float = 2.0, bucket_bytes: int = 1_500_000) -> Timeline:
     choices = [Choice(each.name, "sliced", "direct") for each in profile.layers]
-    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(choices, bucket_bytes=1, lanes=lanes)
+    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(choices, bucket_bytes=bucket_bytes, lanes=lanes)
 
 
 def test_owners_send_half_in_backward_and_half_into_the_next_forward() -> None:
@@ -107,6 +107,17 @@ def test_what_comes_back_shares_the_link_with_what_is_still_sent() -> None:
     assert found.waited_s == pytest.approx(3.0, **NEARLY)
 
 
+def test_a_layer_larger_than_a_bucket_comes_and_goes_in_parts() -> None:
+    fat = model(layer("fat", 0.5, 6 * MB, needed_s=0.0), optimizer_s=0.3)
+    found = sliced(fat, lanes=3, bucket_bytes=2_000_000)
+    assert [(span.site.part, span.site.parts) for span in found.spans] == [(0, 3), (1, 3), (2, 3)]
+    assert [span.ready_s for span in found.spans] == pytest.approx([0.5] * 3, **NEARLY)
+    assert [span.end_s for span in found.spans] == pytest.approx([3.5] * 3, **NEARLY), "6 MB, of which 3 now"
+    assert [span.back_s for span in found.spans] == pytest.approx([6.55] * 3, **NEARLY), "updated side by side, 0.15 s"
+    one = sliced(fat, lanes=3, bucket_bytes=6_000_000)
+    assert found.sent_bytes == pytest.approx(one.sent_bytes, rel=1e-5)
+
+
 def test_owners_update_their_share_on_a_lane() -> None:
     half = model(layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.0), optimizer_s=0.8)
     choices = [Choice("b", "sliced", "direct"), Choice("a", "replicate", "direct")]
@@ -114,7 +125,7 @@ def test_owners_update_their_share_on_a_lane() -> None:
     assert found.optimizer_s == pytest.approx(0.4, **NEARLY), "of what is not owned"
     assert found.end_s == pytest.approx(3.0, **NEARLY), "a, whole; b's half went before it"
     assert found.waited_s == pytest.approx(0.0, **NEARLY), "b: 0.2 s of update, half a second back, from 3.0 to 3.7"
-    shared = sliced(half, cores=1.0)
+    shared = sliced(half, cores=1.0, bucket_bytes=1)
     assert shared.forward_s == pytest.approx(1.0 + 2 * 0.2, **NEARLY), "its processor is the main thread's"
 
 

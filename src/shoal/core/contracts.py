@@ -248,7 +248,7 @@ class OwnedTransfer(Transfer):
     them (runtime/owners.py) goes over the same lane: `gather` brings any values of the pieces to every rank.
     """
 
-    parameters: tuple[nn.Parameter, ...]
+    parameters: tuple[nn.Parameter, ...]  # of which it has all, or a part: see `owned`
     owned: tuple[tuple[Piece, ...], ...]  # each rank's pieces
     pieces: tuple[Piece, ...]  # this rank's own
     held: set[nn.Parameter]  # whose gradients are at their owners; of the others `.grad` is the truth
@@ -296,6 +296,7 @@ class Place:
     stale: bool = False  # workers run ahead of one another: a server answers each by itself
     buckets: Buckets = field(default_factory=Buckets)
     owners: Mapping[str, Owner] = field(default_factory=dict)  # of parameters that are owned whole, by dotted name
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the site's part of a parameter, where not all
 
 
 class Strategy(ABC):

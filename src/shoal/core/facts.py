@@ -12,6 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from shoal.core.cost import Pace, Price, Traffic
+from shoal.core.pieces import balanced
 from shoal.core.placement import Owner
 
 
@@ -161,6 +162,12 @@ class LayerProfile:
     def ready_s(self) -> float:
         """Seconds from the start of backward until the last of its gradients is there."""
         return max((p.ready_s for p in self.parameters), default=0.0)
+
+    def part(self, part: int, parts: int) -> LayerProfile:
+        """The layer with no more of its parameters than one of so many equal parts has (see `Site`)."""
+        spans = balanced([p.numel for p in self.parameters], (1 / parts,) * parts)[part]
+        mine = tuple(replace(self.parameters[index], numel=stop - start) for index, start, stop in spans)
+        return replace(self, parameters=mine)
 
     def product_s(self, rows: float) -> float:
         """Seconds that the weight's gradient product takes over `rows` rows."""

@@ -7,7 +7,7 @@ follows from it by `Plan.sites`, the same on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_
 
 FORMAT = 1
 _WRITTEN_BY = "shoal.plan"
+_LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 T = TypeVar("T")
 
 
@@ -31,21 +32,26 @@ class Choice:
 
 @dataclass(frozen=True)
 class Site:
-    """What one strategy serves at once: one layer, or several whose gradients travel in one bucket."""
+    """What one strategy serves at once: a layer, several that travel in one bucket, or a part of a large one.
+
+    A part is one of `parts` equal ones of the layer's parameters, laid end to end.
+    """
 
     layers: tuple[str, ...]
     strategy: str
     exchange: str
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
 class Plan:
     """Choices for every layer with parameters, in the order in which backward finishes them.
 
-    `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its own), `lanes` is the
-    number of exchanges in flight at once, `predicted_s` the step time that the planner expects. With a `staleness`
-    other than 0 workers run ahead of one another (strategies/server.py). `placement` says who owns what
-    (core/placement.py): a policy's name, or ranks by dotted name or glob.
+    `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its own; one that owners
+    update is cut), `lanes` is the number of exchanges in flight at once, `predicted_s` the step time that the planner
+    expects. With a `staleness` other than 0 workers run ahead of one another (strategies/server.py). `placement` says
+    who owns what (core/placement.py): a policy's name, or ranks by dotted name or glob.
     """
 
     ranks: int
@@ -57,11 +63,21 @@ class Plan:
     staleness: int | None = 0  # steps that a worker may be ahead of the slowest, with servers; None: any number
     placement: Placement = BALANCED
 
-    def sites(self, nbytes: dict[str, int], bucketed: frozenset[str]) -> Iterator[Site]:
+    def sites(self, nbytes: Mapping[str, int], bucketed: Set[str], owning: Set[str] = frozenset()) -> Iterator[Site]:
         """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until the bucket is full.
 
-        `nbytes` gives each layer's gradient bytes. Sites come in the order in which their last gradient does.
+        A layer of an `owning` strategy that fills more than one is cut into parts of about a bucket each, if no
+        placement gives its parameters whole. `nbytes` gives each layer's gradient bytes. Sites come in the order in
+        which their last gradient does.
         """
+        for site in self._joined(nbytes, bucketed):
+            parts = 1
+            if site.strategy in owning and len(site.layers) == 1 and self.placement == BALANCED:
+                parts = max(1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, _LEAST_PART_BYTES)))
+            for part in range(parts):
+                yield replace(site, part=part, parts=parts) if parts > 1 else site
+
+    def _joined(self, nbytes: Mapping[str, int], bucketed: Set[str]) -> Iterator[Site]:
         open_: dict[tuple[str, str], list[str]] = {}
         filled: dict[tuple[str, str], int] = {}
         for choice in self.choices:

@@ -21,6 +21,7 @@ until link or processor is full. Equations: docs/planner.md.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -102,6 +103,7 @@ class Predictor:
         self._needed_s = [(layer.name, layer.needed_s) for layer in sorted(profile.layers, key=attrgetter("needed_s"))]
         self._strategies = {name: kind() for name, kind in found(strategies, Strategy).items()}
         self._bucketed = frozenset(name for name, kind in self._strategies.items() if kind.bucketed)
+        self._owning = frozenset(name for name in self._bucketed if self._strategies[name].owns)
         self._costs: dict[Site, Cost] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
@@ -129,6 +131,8 @@ class Predictor:
         if site not in self._costs:
             carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
             layers = [self._layers[name] for name in site.layers]
+            if site.parts > 1:
+                layers = [layer.part(site.part, site.parts) for layer in layers]
             self._costs[site] = self._strategies[site.strategy].estimate(layers, carrier, self.cluster)
         return self._costs[site]
 
@@ -140,11 +144,13 @@ class Predictor:
     def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> Timeline:
         """The timeline of a step under these choices."""
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
-        sites = list(plan.sites(self._nbytes, self._bucketed))
+        sites = list(plan.sites(self._nbytes, self._bucketed, self._owning))
         waiting: dict[str, list[int]] = {}
         for index, site in enumerate(sites):
             waiting.setdefault(site.layers[-1], []).append(index)
-        changes = {site.layers[-1]: self.cost(site).backward_s for site in sites}
+        changes: dict[str, float] = defaultdict(float)
+        for site in sites:
+            changes[site.layers[-1]] += self.cost(site).backward_s
         return self._run(sites, waiting, changes, Lanes(self.cluster, lanes))
 
     def floor_s(self, plan: Plan) -> float:
@@ -153,7 +159,7 @@ class Predictor:
         Compute is the main thread's, with what lanes compute and the processor time of the bytes where they share its
         processor.
         """
-        costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed)]
+        costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed, self._owning)]
         lanes = Lanes(self.cluster, plan.lanes)
         lanes_s = sum(lanes.stolen_s(cost.pace, cost.traffic) + lanes.stolen * cost.lane_s for cost in costs)
         owned = sum(
@@ -189,7 +195,10 @@ class Predictor:
         end_s = max([backward_s, *(job.end_s for job in waited_for)])
         updated = [index for index, at_owners in enumerate(owned) if at_owners]
         returned = {index: self._return(sites[index], index, end_s, lanes) for index in reversed(updated)}
-        back = {name: job for index, job in returned.items() for name in sites[index].layers}
+        back: dict[str, list[Job]] = defaultdict(list)
+        for index, job in returned.items():
+            for name in sites[index].layers:
+                back[name].append(job)
         owned_bytes = sum(self._nbytes[name] for name in back)
         optimizer_s = profile.optimizer_s * (1 - owned_bytes / self._total_nbytes)
         forward_s, waited_s = self._forward(end_s + optimizer_s, back, lanes)
@@ -211,20 +220,20 @@ class Predictor:
     def _return(self, site: Site, index: int, now: float, lanes: Lanes) -> Job:
         """A site's parameters, updated by their owners and sent back."""
         cost = self.cost(site)
-        share = sum(self._nbytes[name] for name in site.layers) / self._total_nbytes
+        share = sum(self._nbytes[name] for name in site.layers) / site.parts / self._total_nbytes
         update = lanes.compute(self.profile.optimizer_s * share * cost.owned)
         back = lanes.exchange(cost.pace, cost.traffic.half)
         return lanes.add(index, now, update, *back, lanes.compute(cost.lane_s))
 
-    def _forward(self, begin: float, back: Mapping[str, Job], lanes: Lanes) -> tuple[float, float]:
+    def _forward(self, begin: float, back: Mapping[str, list[Job]], lanes: Lanes) -> tuple[float, float]:
         """Seconds of the forward, and of its waiting for parameters."""
         clock, passed, waited_s = begin, 0.0, 0.0
         for name, needed_s in self._needed_s:
             clock = lanes.pay(clock + needed_s - passed)
             passed = needed_s
             if name in back:
-                lanes.finish([back[name]])
-                missing_s = max(0.0, back[name].end_s - clock)
+                lanes.finish(back[name])
+                missing_s = max(0.0, *(job.end_s - clock for job in back[name]))
                 clock, waited_s = clock + missing_s, waited_s + missing_s
         clock = lanes.pay(clock + max(0.0, self.profile.forward_s - passed))
         return clock - begin - waited_s, waited_s

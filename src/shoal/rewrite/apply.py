@@ -20,6 +20,7 @@ from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.pieces import balanced
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import found, named
@@ -54,7 +55,8 @@ def places(
             site,
             Place(
                 layers={name: layers[name].module for name in site.layers},
-                parameters={p: value for name in site.layers for p, value in layers[name].parameters.items()},
+                parameters={name: parameters[name] for name in spans or parameters},
+                spans=spans,
                 rank=rank,
                 ranks=plan.ranks,
                 servers=servers,
@@ -64,7 +66,18 @@ def places(
             ),
         )
         for site in sites(plan, layers)
+        for parameters in [{p: value for name in site.layers for p, value in layers[name].parameters.items()}]
+        for spans in [_spans(site, parameters)]
     ]
+
+
+def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
+    """What a site that is a part of a layer has of its parameters, from which element to which; {} for a whole one."""
+    if site.parts == 1:
+        return {}
+    spans = balanced([p.numel() for p in parameters.values()], (1 / site.parts,) * site.parts)[site.part]
+    names = list(parameters)
+    return {names[index]: (start, stop) for index, start, stop in spans}
 
 
 def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
@@ -136,17 +149,14 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
     nbytes = {
         name: sum(p.numel() * p.element_size() for p in layer.parameters.values()) for name, layer in layers.items()
     }
-    return list(plan.sites(nbytes, bucketed_strategies()))
+    kinds = found(strategies, Strategy)
+    bucketed = {name for name, kind in kinds.items() if kind.bucketed}
+    return list(plan.sites(nbytes, bucketed, {name for name in bucketed if kinds[name].owns}))
 
 
 def carriers(strategy: Strategy) -> list[str]:
     """Names of the exact exchanges that a strategy takes."""
     return [name for name, kind in found(exchanges, Exchange).items() if kind.exact and strategy.takes(kind())]
-
-
-def bucketed_strategies() -> frozenset[str]:
-    """Names of the strategies that take several layers as one site."""
-    return frozenset(name for name, strategy in found(strategies, Strategy).items() if strategy.bucketed)
 
 
 def align(model: nn.Module, comm: Comm) -> None:
@@ -167,6 +177,7 @@ _REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'
 def label(number: int, site: Site) -> str:
     """What messages call a site."""
     names = ", ".join(site.layers[:2]) + (f" and {len(site.layers) - 2} more" if len(site.layers) > 2 else "")
+    names += f", part {site.part + 1} of {site.parts}" if site.parts > 1 else ""
     return f"site {number} ({site.strategy}{' ' + site.exchange if site.exchange else ''}: {names})"
 
 

@@ -144,6 +144,10 @@ class Engine:
         if self._last.get(transfer) is errand:
             del self._last[transfer]
 
+    def is_busy(self, transfer: Transfer) -> bool:
+        """Whether a lane has something to do with a transfer that nobody has waited for."""
+        return transfer in self._last
+
     def check(self) -> None:
         """Raise the error of a transfer that has ended with one and that nobody has waited for."""
         for transfer, errand in list(self._last.items()):

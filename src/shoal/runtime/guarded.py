@@ -93,7 +93,7 @@ class ComingParameter(GuardedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
+                return func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, ComingParameter):
                 keeper(leaf).arrive(leaf)
@@ -103,7 +103,7 @@ class ComingParameter(GuardedParameter):
 # What it tells without its value.
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout")
-)
+) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride}
 
 
 # torch's own functions that look at a gradient only to set it to None: no reason to fetch it.

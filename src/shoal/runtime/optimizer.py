@@ -219,16 +219,18 @@ class OwnedOptimizer:
         groups = self._optimizer.param_groups
         group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
         captured, now = [settings(group) for group in groups], attributes(self._optimizer)
+        sent_off: list[tuple[OwnedTransfer, list[nn.Parameter], Callable[[int], dict[Piece, Given]]]] = []
         for transfer in reversed(self._owners.transfers):  # as the next forward will need them
             mine = [p for p in transfer.parameters if p in group_of]
             if any(map(self._owners.has_gradient, mine)):
-                update = self._updates[transfer]
-                update.check_strides()
-                given = partial(_given, transfer, group_of)
-                if transfer.served:
-                    self._owners.tell_changes(transfer)
-                    self._owners.tell("update", self._number, transfer, OfRank(given), captured, now)
-                self._owners.send_off(transfer, mine, update.work(given(self._owners.rank), captured, now, set(mine)))
+                self._updates[transfer].check_strides()
+                sent_off.append((transfer, mine, partial(_given, transfer, group_of)))
+        self._owners.tell_changes({p for _, mine, _ in sent_off for p in mine})
+        for transfer, mine, given in sent_off:
+            work = self._updates[transfer].work(given(self._owners.rank), captured, now, set(mine))
+            if transfer.served:
+                self._owners.tell("update", self._number, transfer, OfRank(given), captured, now)
+            self._owners.send_off(transfer, mine, work)
         self._whole = [(group, group["params"]) for group in groups]
         for group, parameters in self._whole:
             group["params"] = [p for p in parameters if p not in group_of]

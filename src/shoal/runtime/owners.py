@@ -13,7 +13,7 @@ Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -43,9 +43,10 @@ def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
 
 
-def values_of(transfer: OwnedTransfer, parameters: Set[Tensor], rank: int) -> dict[Piece, Tensor]:
+def values_of(transfers: Iterable[OwnedTransfer], parameters: Set[Tensor], rank: int) -> dict[Piece, Tensor]:
     """Copies of a rank's pieces of those parameters."""
-    return {p: p.of(p.parameter).clone() for p in transfer.owned[rank] if p.parameter in parameters}
+    pieces = [piece for transfer in transfers for piece in transfer.owned[rank] if piece.parameter in parameters]
+    return {piece: piece.of(piece.parameter).clone() for piece in pieces}
 
 
 @final
@@ -60,24 +61,28 @@ class Owners:
         known = (p for transfer in self.served for p in transfer.parameters)
         self._versions = {p: p._version for p in known}  # of what servers know
         self._engine = engine
-        self._transfer = {p: transfer for transfer in transfers for p in transfer.parameters}
-        for parameter in self._transfer:
-            guard(parameter, self)
+        self._transfers: dict[Tensor, list[OwnedTransfer]] = {}  # a large parameter is cut among several
+        for transfer in transfers:
+            for parameter in transfer.parameters:
+                self._transfers.setdefault(parameter, []).append(transfer)
+                guard(parameter, self)
 
     def __contains__(self, parameter: Tensor) -> bool:
-        return parameter in self._transfer
+        return parameter in self._transfers
 
     def fetch(self, parameter: nn.Parameter) -> None:
         """Bring the owners' gradients, all of them, to every rank, unless this one is here."""
         self._engine.check_sent()
-        if parameter in self._transfer[parameter].held:
+        if self._is_held(parameter):
             self.fetch_all()
 
     def fetch_all(self) -> None:
         """Bring all gradients that are at their owners to every rank (a collective)."""
         self.tell("fetch_all")
         holding = [transfer for transfer in self.transfers if transfer.held]
-        fetched = [_Fetch(transfer) for transfer in holding]
+        held = {parameter for transfer in holding for parameter in transfer.held}
+        lines = {parameter: torch.empty_like(line(parameter, parameter)) for parameter in held}
+        fetched = [_Fetch(transfer, lines) for transfer in holding]
         for fetch in fetched:
             self._engine.later(fetch.transfer, fetch.run, "fetch gradients of")
         for fetch in fetched:
@@ -87,29 +92,31 @@ class Owners:
     def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """From here on this is the gradient."""
         set_local_gradient(parameter, gradient)
-        self._transfer[parameter].held.discard(parameter)
+        for transfer in self._transfers[parameter]:
+            transfer.held.discard(parameter)
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """Wait for the new values of the transfer that brings this parameter's."""
-        transfer = self._transfer[parameter]
-        self._engine.settle(transfer)
-        for each in transfer.parameters:
-            came = isinstance(each, ComingParameter)
-            each.__class__ = GuardedParameter
-            if came and transfer.served:
-                self._versions[each] = each._version
+        """Wait for the new values of the transfers that bring this parameter's."""
+        for transfer in self._transfers[parameter]:
+            self._engine.settle(transfer)
+        for each in {each for transfer in self._transfers[parameter] for each in transfer.parameters}:
+            came = isinstance(each, ComingParameter) and not any(map(self._engine.is_busy, self._transfers[each]))
+            if came:
+                each.__class__ = GuardedParameter
+                if each in self._versions:
+                    self._versions[each] = each._version
 
     def laid_open(self, parameter: nn.Parameter) -> None:
         """Take a parameter for changed."""
         if parameter in self._versions:
             self._versions[parameter] = -1
 
-    def tell_changes(self, transfer: OwnedTransfer) -> None:
-        """Give servers the values of parameters that were changed since these sent them."""
-        here = [p for p in transfer.parameters if not isinstance(p, ComingParameter)]
+    def tell_changes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give servers the values of those parameters that were changed since these sent them."""
+        here = [p for p in parameters if p in self._versions and not isinstance(p, ComingParameter)]
         changed = {p for p in here if p._version != self._versions[p]}
         if changed:
-            self.tell("take_values", OfRank(partial(values_of, transfer, changed)))
+            self.tell("take_values", OfRank(partial(values_of, self.served, changed)))
             self._versions |= {p: p._version for p in changed}
 
     def settle(self) -> None:
@@ -123,7 +130,10 @@ class Owners:
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Whether an optimizer would find a gradient, at the owners or here. Waits for nothing."""
-        return parameter in self._transfer[parameter].held or local_gradient(parameter) is not None
+        return self._is_held(parameter) or local_gradient(parameter) is not None
+
+    def _is_held(self, parameter: nn.Parameter) -> bool:
+        return any(parameter in transfer.held for transfer in self._transfers[parameter])
 
     def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
         """The norm of each owner's pieces of those parameters' gradients, in rank order (a collective)."""
@@ -178,11 +188,11 @@ def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor])
 
 @final
 class _Fetch:
-    """The gradients of one transfer, on their way to every rank."""
+    """The gradients of one transfer, on their way into the lines of their parameters on every rank."""
 
-    def __init__(self, transfer: OwnedTransfer) -> None:
+    def __init__(self, transfer: OwnedTransfer, lines: Mapping[nn.Parameter, Tensor]) -> None:
         self.transfer = transfer
-        self._lines: dict[nn.Parameter, Tensor] = {}
+        self._lines = lines
         self._used: set[nn.Parameter] = set()
 
     def run(self, comm: Comm) -> None:
@@ -191,10 +201,8 @@ class _Fetch:
             for piece, gradient in zip(self.transfer.pieces, self.transfer.gradients(), strict=True)
         ]
         for piece, value in self.transfer.gather(mine, Turn.GRADIENTS, comm):
-            parameter = piece.parameter
-            if parameter not in self._lines:
-                self._lines[parameter] = torch.empty_like(line(parameter, parameter))
-            self._lines[parameter][piece.start : piece.stop] = value
+            if piece.parameter in self._lines:
+                self._lines[piece.parameter][piece.start : piece.stop] = value
         self._used = self.transfer.used()
         self.transfer.release()
 

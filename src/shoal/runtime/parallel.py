@@ -168,6 +168,7 @@ def _open_servers(
             label(number, site),
             {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
             {name: place.owners[name] for name in place.parameters if name in place.owners},
+            place.spans,
         )
         for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
         if named(all_strategies, Strategy, site.strategy).served

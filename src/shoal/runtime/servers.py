@@ -54,6 +54,7 @@ class ServedSite:
     label: str
     parameters: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
     owners: Mapping[str, Owner]  # of those that are owned whole
+    spans: Mapping[str, tuple[int, int]]  # of those of which it has a part
 
 
 @final
@@ -101,7 +102,7 @@ class Servers:
         """How to tell the servers of a model what its workers do; they are given the parameters as they are."""
         tell = partial(self._tell, model)
         for transfer in self._models[model]:
-            tell("take_values", OfRank(partial(values_of, transfer, set(transfer.parameters))))
+            tell("take_values", OfRank(partial(values_of, [transfer], set(transfer.parameters))))
         if staleness == 0:
             return tell
         servers, lanes = range(self._comm.workers, self._comm.size), len(engine.served_lanes)
@@ -204,11 +205,13 @@ class _Model:
         staleness: int | None,
     ) -> None:
         transfers: list[OwnedTransfer] = []
+        forms = {name: form for site in sites for name, form in site.parameters.items()}
+        shells = {name: _shell(*form) for name, form in forms.items()}
         for site in sites:
-            shells = {name: _shell(*form) for name, form in site.parameters.items()}
             place = Place(
                 layers={},
-                parameters=shells,
+                parameters={name: shells[name] for name in site.parameters},
+                spans=site.spans,
                 rank=comm.rank,
                 ranks=comm.workers,
                 servers=comm.size - comm.workers,

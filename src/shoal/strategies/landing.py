@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shoal.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class _Hook:
+    """A transfer's own, which tells it from others."""
+
+    work: Callable[[nn.Parameter], None]
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self.work(parameter)
+
+
+def on_landing(parameter: nn.Parameter, work: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Have `work(parameter)` called whenever autograd has accumulated its gradient."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(_Hook(work))
+    return handle
 
 
 def by_kind(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
@@ -28,8 +46,8 @@ def second_gradient(name: str, label: str) -> UsageError:
 
 
 def refuse_hooks(name: str, parameter: Tensor, label: str) -> None:
-    """Refuse another hook on the accumulated gradient beside the bucket's own."""
-    if len(parameter._post_accumulate_grad_hooks or ()) > 1:
+    """Refuse another hook on the accumulated gradient beside those of transfers."""
+    if not all(isinstance(hook, _Hook) for hook in (parameter._post_accumulate_grad_hooks or {}).values()):
         raise UsageError(
             f"a hook on the accumulated gradient of {name} sees this rank's own gradient, not the global one",
             where=label,

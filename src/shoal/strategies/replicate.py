@@ -13,6 +13,7 @@ Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
-from shoal.strategies.landing import by_kind, refuse_hooks, second_gradient
+from shoal.strategies.landing import by_kind, on_landing, refuse_hooks, second_gradient
 
 
 @final
@@ -67,10 +68,7 @@ class BucketTransfer(Transfer):
         self._flags = self._flat[numel:]
         self._landed: set[int] = set()
         self._packed = False
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(lambda p, i=i: self._land(i, p))
-            for i, p in enumerate(self._parameters)
-        ]
+        self._hooks = [on_landing(p, partial(self._land, i)) for i, p in enumerate(self._parameters)]
 
     def _land(self, index: int, parameter: Tensor) -> None:
         if self.accumulating:

@@ -42,7 +42,7 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
 from shoal.core.placement import Owner
-from shoal.strategies.landing import by_kind, refuse_hooks, second_gradient
+from shoal.strategies.landing import by_kind, on_landing, refuse_hooks, second_gradient
 
 
 @final
@@ -147,8 +147,13 @@ class SlicedTransfer(OwnedTransfer):
         self._workers, self._rank = place.ranks, place.rank
         self._serves = place.rank >= place.ranks
         owners = [place.owners.get(name) for name in parameters]
-        placed = _placed([p.numel() for p in self.parameters], owners, shares, place.ranks)
-        self.owned = tuple(tuple(Piece(self.parameters[i], *span) for i, *span in owned) for owned in placed)
+        mine = [place.spans.get(name, (0, p.numel())) for name, p in parameters.items()]
+        placed = _placed([stop - start for start, stop in mine], owners, shares, place.ranks)
+        self.owned = tuple(
+            tuple(Piece(self.parameters[i], mine[i][0] + start, mine[i][0] + stop) for i, start, stop in owned)
+            for owned in placed
+        )
+        self._last = {p for p, (_, stop) in zip(self.parameters, mine, strict=True) if stop == p.numel()}
         self.pieces = self.owned[place.rank]
         first = self.parameters[0]
         self._buckets = place.buckets
@@ -169,7 +174,7 @@ class SlicedTransfer(OwnedTransfer):
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
         self._open = False  # something of this backward is in the slices
         self._packed = False
-        self._hooks = [p.register_post_accumulate_grad_hook(self._land) for p in self.parameters]
+        self._hooks = [on_landing(p, self._land) for p in self.parameters]
 
     def _land(self, parameter: nn.Parameter) -> None:
         if self.accumulating:
@@ -196,7 +201,8 @@ class SlicedTransfer(OwnedTransfer):
                 value.zero_()
             else:
                 torch.mul(piece.of(gradient), 1.0 / self._workers, out=value)
-        set_local_gradient(parameter, None)
+        if parameter in self._last:  # other transfers have taken their parts of it
+            set_local_gradient(parameter, None)
         return gradient is not None
 
     def pack(self) -> None:
