@@ -44,6 +44,15 @@ def test_owners_share_an_update_that_takes_long() -> None:
     assert plan.predicted_s < 3.4 and search(net, cluster(4, 1e10), strategies=["replicate"]).predicted_s >= 3.5
 
 
+def test_where_memory_is_to_be_low_buckets_on_their_way_are_a_fifth_of_the_model() -> None:
+    net = model(*(layer(f"conv{i}", 0.5 * i, 10_000_000) for i in range(1, 5)), optimizer_s=0.0)  # 160 MB
+    slow_to_start = cluster(4, 1e8, latency_s=0.05)
+    assert search(net, slow_to_start, strategies=["sliced"]).bucket_bytes > 5_400_000
+    assert search(net, slow_to_start, strategies=["sliced"], memory="low").bucket_bytes == 4 << 20
+    tiny = model(layer("conv", 0.5, 1000))
+    assert search(tiny, slow_to_start, memory="low").bucket_bytes == 1 << 20, "the smallest"
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_choice_flips_where_the_formula_says(ranks: int) -> None:
     inputs, outputs = 1024, 512

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 MEMORY = ("fast", "low")
+BUCKETS_A_LANE = 2  # that backward fills before it waits, where their memory is freed: one under way, one behind it
 
 
 @final

@@ -15,6 +15,7 @@ from itertools import product
 
 from shoal import exchange as exchanges
 from shoal import strategies as all_strategies
+from shoal.core.buckets import BUCKETS_A_LANE, MEMORY
 from shoal.core.contracts import Exchange, Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
@@ -26,6 +27,7 @@ from shoal.planner.timeline import Predictor
 
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 LANES = 3  # in flight at once: with one, the link idles between buckets
+_LOW = 0.2  # of the model: what buckets that have memory at one time may be together, where memory is to be low
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
 _PLAIN = "replicate"
 _START_BYTES = 4 << 20
@@ -40,6 +42,7 @@ def search(
     strategies: Iterable[str] | None = None,
     placement: Placement = BALANCED,
     stale: bool = False,
+    memory: str = MEMORY[0],
 ) -> Plan:
     """The plan with the shortest predicted step that it finds.
 
@@ -51,6 +54,7 @@ def search(
         placement: who owns what, where layers are given to owners. A layer with a parameter that is given to a rank is
             served by what has owners.
         stale: the plan is for workers that run ahead of one another.
+        memory: with "low", buckets are so small that those which have memory at one time make a fifth of the model.
 
     Raises:
         PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses it; or a placement
@@ -60,19 +64,25 @@ def search(
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     options = _options(predictor, allowed, resolve(pins or {}, [layer.name for layer in profile.layers]))
-    return replace(_Search(predictor, options).best(), placement=placement)
+    limit = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]
+    sizes = [nbytes for nbytes in BUCKET_BYTES if nbytes <= limit] or [BUCKET_BYTES[0]]
+    return replace(_Search(predictor, options, sizes).best(), placement=placement)
 
 
 class _Search:
     """One descent; holds how buckets are carried, and each layer's strategy (with its own exchange, where pinned)."""
 
-    def __init__(self, predictor: Predictor, options: dict[str, list[tuple[str, str]]]) -> None:
+    def __init__(
+        self, predictor: Predictor, options: dict[str, list[tuple[str, str]]], bucket_bytes: Sequence[int]
+    ) -> None:
         self._predictor = predictor
         self._options = options
+        self._bucket_bytes = bucket_bytes
         self._order = [layer.name for layer in predictor.profile.layers]
         used = {strategy for own in options.values() for strategy, _ in own if predictor.bucketed(strategy)}
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
-        self._start: _Carrier = ({name: each[0] for name, each in self._exchanges.items()}, _START_BYTES, LANES)
+        first = {name: each[0] for name, each in self._exchanges.items()}
+        self._start: _Carrier = (first, min(_START_BYTES, bucket_bytes[-1]), LANES)
 
     def best(self) -> Plan:
         """Descend from every start and keep the best end."""
@@ -106,7 +116,7 @@ class _Search:
 
     def _carriers(self) -> list[_Carrier]:
         combinations = [dict(zip(self._exchanges, each, strict=True)) for each in product(*self._exchanges.values())]
-        return [(exchange, nbytes, LANES) for exchange in combinations for nbytes in BUCKET_BYTES]
+        return [(exchange, nbytes, LANES) for exchange in combinations for nbytes in self._bucket_bytes]
 
     def _choices(self, picks: Mapping[str, tuple[str, str]], carried: Mapping[str, str]) -> list[Choice]:
         return [

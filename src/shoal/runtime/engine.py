@@ -26,13 +26,11 @@ from typing import final
 import torch
 from torch.autograd import Variable
 
-from shoal.core.buckets import Buckets
+from shoal.core.buckets import BUCKETS_A_LANE, Buckets
 from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.trace import MAIN, Recorder
 from shoal.runtime.lanes import Errand, Lane
-
-_BUCKETS_A_LANE = 2  # that backward fills before it waits, where their memory is freed: one under way, one behind it
 
 
 def _nothing() -> None:
@@ -164,7 +162,7 @@ class Engine:
         if not self.buckets.freed:
             return
         for errand, sent in zip(self._sent, self.transfers, strict=False):  # the oldest first
-            if self.buckets.live < _BUCKETS_A_LANE * len(self.lanes):
+            if self.buckets.live < BUCKETS_A_LANE * len(self.lanes):
                 break
             if isinstance(sent, OwnedTransfer):
                 begin_s = perf_counter()

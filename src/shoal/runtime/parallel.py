@@ -87,8 +87,9 @@ def parallelize(
         staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for the synchronous
             step, None for any number. Otherwise all layers are served, every rank weighs the same however many rows it
             has, and there is no one gradient to read or to clip.
-        memory: "fast", or "low": buckets of layers that have owners take memory only while they are on their way, and
-            backward waits where more than two a lane would. The same results, bit for bit.
+        memory: "fast", or "low": buckets of layers that have owners take memory only while they are on their way,
+            backward waits where more than two a lane would, and a plan that is made here has small ones. One plan
+            gives the same results either way, bit for bit.
         placement: who owns what in layers that have owners: "balanced" (equal shares of bytes, parameters are cut),
             "round-robin" or "hash" (whole parameters, to the servers where there are any), or a rank by dotted layer or
             parameter name or glob, as {"head.*": 0}; those layers are then given to owners, the rest is balanced.
@@ -260,7 +261,15 @@ def _chosen(
     if given is None:
         stale = asked.staleness != 0
         pins = {"*": "server"} if stale else asked.pins
-        made = search(profile, cluster, pins=pins, strategies=asked.strategies, placement=asked.placement, stale=stale)
+        made = search(
+            profile,
+            cluster,
+            pins=pins,
+            strategies=asked.strategies,
+            placement=asked.placement,
+            stale=stale,
+            memory=asked.memory,
+        )
         return replace(made, staleness=asked.staleness)
     check_served(given, profile, cluster)
     return repredicted(given, profile, cluster)
