@@ -27,6 +27,16 @@ def test_a_layer_that_owners_update_is_cut_into_parts_of_about_a_bucket() -> Non
     assert len(list(placed.sites(sizes, BUCKETED | {"sliced"}, {"sliced"}))) == 3, "given whole"
 
 
+def test_printed_it_says_what_serves_each_layer() -> None:
+    made = plan(("head", "factor", ""), ("body.conv", "sliced", "direct"), bucket_bytes=3 << 19)
+    head, *rows = str(replace(made, placement="hash", staleness=3)).splitlines()
+    assert head == (
+        "plan for 2 ranks, buckets of 1.5 MiB, 2 in flight, a predicted step of 500.0 ms, placement hash, staleness 3"
+    )
+    assert rows == ["  head       factor", "  body.conv  sliced direct"]
+    assert "placement" not in str(made) and "staleness" not in str(made)
+
+
 def test_a_saved_plan_loads_as_it_was(tmp_path: Path) -> None:
     made = plan(("b", "factor", ""), ("a", "replicate", "ring"))
     made.save(tmp_path / "plan.json")

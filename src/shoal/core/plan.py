@@ -72,7 +72,7 @@ class Plan:
         """
         for site in self._joined(nbytes, bucketed):
             parts = 1
-            if site.strategy in owning and len(site.layers) == 1 and self.placement == BALANCED:
+            if site.strategy in owning and len(site.layers) == 1 and self.placement in (BALANCED, {}):
                 parts = max(1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, _LEAST_PART_BYTES)))
             for part in range(parts):
                 yield replace(site, part=part, parts=parts) if parts > 1 else site
@@ -111,6 +111,19 @@ class Plan:
     def with_choice(self, choice: Choice) -> Plan:
         """The same plan with one layer served otherwise."""
         return replace(self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices))
+
+    def __str__(self) -> str:
+        """The choices, a layer a line, under what is true of all."""
+        head = [
+            f"plan for {self.ranks} ranks",
+            f"buckets of {self.bucket_bytes / (1 << 20):g} MiB, {self.lanes} in flight",
+        ]
+        head += [f"a predicted step of {self.predicted_s * 1e3:.1f} ms"] if self.predicted_s else []
+        head += [f"placement {self.placement}"] if self.placement != BALANCED else []
+        head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
+        width = max((len(choice.layer) for choice in self.choices), default=0)
+        rows = [f"  {choice.layer:{width}}  {choice.strategy} {choice.exchange}".rstrip() for choice in self.choices]
+        return "\n".join([", ".join(head), *rows])
 
     def to_json(self) -> str:
         """The plan as JSON text, one layer a line."""

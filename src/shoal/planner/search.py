@@ -3,8 +3,8 @@
 Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that takes buckets, and
 from each layer's cheapest choice alone; takes the layers one at a time, largest first, and keeps a change that makes
 the step shorter; then the ways to carry the buckets; then the layers once more. A change must gain more than `_WORTH`
-of the step, so that what hides anyway stays plain. Costs about layers × strategies × 6 predictions: about a second for
-a hundred layers.
+of the step, so that what hides anyway stays plain. In a model of many layers, small neighbours change together. Costs
+about layers × strategies × 6 predictions: about a second for a hundred layers, some for five hundred.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shoal.planner.timeline import Predictor
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 LANES = 3  # in flight at once: with one, the link idles between buckets
 _LOW = 0.2  # of the model: what buckets that have memory at one time may be together, where memory is to be low
+_MOST = 128  # layers that are decided about one by one
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
 _PLAIN = "replicate"
 _START_BYTES = 4 << 20
@@ -79,6 +80,7 @@ class _Search:
         self._options = options
         self._bucket_bytes = bucket_bytes
         self._order = [layer.name for layer in predictor.profile.layers]
+        self._together = _neighbours(predictor.profile.layers, options)
         used = {strategy for own in options.values() for strategy, _ in own if predictor.bucketed(strategy)}
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: each[0] for name, each in self._exchanges.items()}
@@ -98,16 +100,16 @@ class _Search:
     def _descend(self, picks: dict[str, tuple[str, str]]) -> tuple[float, list[Choice], int, int]:
         carrier = self._start
         best_s = self._step(picks, carrier)
-        largest_first = sorted(self._order, key=lambda n: -self._predictor.profile.layer(n).nbytes)
         for _ in range(2):
-            for name in largest_first:
-                for option in self._options[name]:
-                    if option != picks[name]:
-                        step_s = self._step({**picks, name: option}, carrier)
+            for names in self._together:
+                for option in self._options[names[0]]:
+                    changed = {**picks, **dict.fromkeys(names, option)}
+                    if changed != picks:
+                        step_s = self._step(changed, carrier)
                         # a plainer choice may cost nothing; any other must be worth it
                         bar = best_s if option[0] == _PLAIN else best_s * (1 - _WORTH)
                         if step_s <= bar:
-                            picks, best_s = {**picks, name: option}, step_s
+                            picks, best_s = changed, step_s
             for other in self._carriers():
                 step_s = self._step(picks, other)
                 if step_s < best_s * (1 - _WORTH):
@@ -136,6 +138,27 @@ class _Search:
         choice = Choice(name, strategy, own or self._start[0].get(strategy, ""))
         cost = self._predictor.cost(Site((name,), choice.strategy, choice.exchange))
         return self._predictor.alone_s(choice)[1] + cost.backward_s
+
+
+def _neighbours(
+    layers: Sequence[LayerProfile], options: Mapping[str, Sequence[tuple[str, str]]]
+) -> list[tuple[str, ...]]:
+    """The layers by name, largest first; of more than `_MOST` those that follow one another, have the same options and
+    are small together come as one."""
+    limit = 0
+    while True:
+        groups: list[list[LayerProfile]] = []
+        for layer in layers:
+            last = groups[-1] if groups else []
+            small = sum(other.nbytes for other in last) + layer.nbytes <= limit
+            if last and small and options[layer.name] == options[last[0].name]:
+                last.append(layer)
+            else:
+                groups.append([layer])
+        if len(groups) <= _MOST or limit > sum(layer.nbytes for layer in layers):
+            groups.sort(key=lambda group: -sum(layer.nbytes for layer in group))
+            return [tuple(layer.name for layer in group) for group in groups]
+        limit = max(2 * limit, 1 << 10)
 
 
 def _options(

@@ -103,7 +103,8 @@ class Predictor:
         self._needed_s = [(layer.name, layer.needed_s) for layer in sorted(profile.layers, key=attrgetter("needed_s"))]
         self._strategies = {name: kind() for name, kind in found(strategies, Strategy).items()}
         self._bucketed = frozenset(name for name, kind in self._strategies.items() if kind.bucketed)
-        self._owning = frozenset(name for name in self._bucketed if self._strategies[name].owns)
+        placed = any(p.owner is not None for layer in profile.layers for p in layer.parameters)  # then nothing is cut
+        self._owning = frozenset(name for name in self._bucketed if self._strategies[name].owns and not placed)
         self._costs: dict[Site, Cost] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:

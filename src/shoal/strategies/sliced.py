@@ -1,6 +1,7 @@
 """Sliced: every rank owns a slice of each bucket, updates that slice alone, and sends the new parameters back.
 
-    1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient itself is freed
+    1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient itself is freed (of a
+                          parameter that is cut among several transfers, by the last of them)
     2  the last landed    the exchange's first half brings each slice's sum to its owner, while backward goes on
     3  optimizer.step()   returns at once; on the lane the owner updates its pieces (runtime/owners.py)
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while the next forward runs
@@ -153,7 +154,7 @@ class SlicedTransfer(OwnedTransfer):
             tuple(Piece(self.parameters[i], mine[i][0] + start, mine[i][0] + stop) for i, start, stop in owned)
             for owned in placed
         )
-        self._last = {p for p, (_, stop) in zip(self.parameters, mine, strict=True) if stop == p.numel()}
+        self._ends = {p for p, (_, stop) in zip(self.parameters, mine, strict=True) if stop == p.numel()}
         self.pieces = self.owned[place.rank]
         first = self.parameters[0]
         self._buckets = place.buckets
@@ -201,7 +202,7 @@ class SlicedTransfer(OwnedTransfer):
                 value.zero_()
             else:
                 torch.mul(piece.of(gradient), 1.0 / self._workers, out=value)
-        if parameter in self._last:  # other transfers have taken their parts of it
+        if parameter in self._ends:  # other transfers have taken their parts of it before
             set_local_gradient(parameter, None)
         return gradient is not None
 
