@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from statistics import median_low
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from shoal.profiling.identity import Layer, model_digest, require_same_model, tr
 from shoal.profiling.optimizer import optimizer_seconds
 from shoal.profiling.products import Product, ProductCost, measure_products
 from shoal.profiling.sample import LossFn, Sample
-from shoal.profiling.timeline import Clock, Step, Watched, watch_step
+from shoal.profiling.timeline import Clock, Step, Watched, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.updates import whole_updates
 from shoal.profiling.usage import Readers, outside_use
@@ -100,9 +99,9 @@ def _meet(comm: Comm) -> None:
 
 
 def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm) -> tuple[dict[str, str], Step]:
-    """Warm up, finding borrowed weights, then measure: those weights, and one step, whole.
+    """Warm up, finding borrowed weights, then measure some steps in a row, as in training: the weights, a usual step.
 
-    It is the same step on every rank: that in which the slowest rank took what it takes in the median.
+    Where ranks share cores, one step is long in forward and short in backward, and the next the other way round.
     """
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
@@ -114,7 +113,6 @@ def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: 
 
     def measure() -> Step:
         drop_gradients(parameters)
-        _meet(comm)  # the ranks' forwards run side by side, and so do their backwards
         return watch_step(sample, layers, clock)
 
     borrowed, first = agreed(comm, warm_up, SampleError)
@@ -123,9 +121,7 @@ def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: 
     count = max(1, min(comm.gather_objects(affordable)))
     steps = [measure() for _ in range(count)]
     drop_gradients(parameters)
-    ranks: list[list[float]] = comm.gather_objects([step.total_s for step in steps])
-    slowest_s = [max(same) for same in zip(*ranks, strict=True)]
-    return borrowed, steps[slowest_s.index(median_low(slowest_s))]
+    return borrowed, usual(steps)
 
 
 def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, outside: str) -> LayerProfile:
@@ -225,7 +221,7 @@ def _first(reasons: Iterable[str]) -> str:
 def _in_backward_order(profile: ModelProfile) -> ModelProfile:
     """Layers by the moment of their last gradient, unused ones last; what registers later comes sooner among equals.
 
-    Each rank's times come from one step, so an order that all ranks saw is also the order of their maxima.
+    An order that every rank saw in every step is also that of its medians, and of the ranks' maxima.
     """
     registered = enumerate(profile.layers)
     order = sorted(registered, key=lambda entry: (entry[1].ready_s, -entry[0]))

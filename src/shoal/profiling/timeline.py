@@ -5,7 +5,7 @@
 
 Forward time is a layer's own, without the layers inside it. In backward a layer's time begins where the gradient of
 its output arrives and ends where the next layer's does: what stands between two layers (an activation, a pooling) is
-billed to the one before it. Everything is read from one step, so that order and times agree with each other.
+billed to the one before it. Everything is read from the same steps, so that order and times agree with each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -120,6 +120,25 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
         ready_s={name: clock.seconds(middle, mark) for name, mark in watch.ready.items()},
         forward_s=clock.seconds(start, middle),
         backward_s=clock.seconds(middle, end),
+    )
+
+
+def usual(steps: Sequence[Step]) -> Step:
+    """Each time's median over some steps of the same model; what is counted, from the last of them."""
+    last = steps[-1]
+    return Step(
+        layers={
+            name: replace(
+                watched,
+                needed_s=median(step.layers[name].needed_s for step in steps),
+                forward_s=median(step.layers[name].forward_s for step in steps),
+                backward_s=median(step.layers[name].backward_s for step in steps),
+            )
+            for name, watched in last.layers.items()
+        },
+        ready_s={name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in last.ready_s},
+        forward_s=median(step.forward_s for step in steps),
+        backward_s=median(step.backward_s for step in steps),
     )
 
 
