@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.updates import whole_updates
 from shoal.profiling.usage import Readers, outside_use
 
-_FEWEST, _MOST = 3, 25  # measured steps, after one to warm up
+_FEWEST, _MOST = 5, 25  # measured steps, after one to warm up
 _ENOUGH_S, _BUDGET_S = 0.5, 20.0  # for more than the fewest; for more than one
 
 
@@ -101,7 +102,9 @@ def _meet(comm: Comm) -> None:
 def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm) -> tuple[dict[str, str], Step]:
     """Warm up, finding borrowed weights, then measure some steps in a row, as in training: the weights, a usual step.
 
-    Where ranks share cores, one step is long in forward and short in backward, and the next the other way round.
+    Where ranks share cores, one step is long in forward and short in backward, and the next the other way round: so
+    each rank's times are medians. In training all wait in every step for whoever is slowest in it, which is more than
+    any rank takes in the median: the medians are stretched to that.
     """
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
@@ -121,7 +124,10 @@ def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: 
     count = max(1, min(comm.gather_objects(affordable)))
     steps = [measure() for _ in range(count)]
     drop_gradients(parameters)
-    return borrowed, usual(steps)
+    mine = usual(steps)
+    ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])
+    usual_s, *slowest_s = [max(same) for same in zip(*ranks, strict=True)]
+    return borrowed, mine.times(max(1.0, median(slowest_s) / usual_s))
 
 
 def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, outside: str) -> LayerProfile:

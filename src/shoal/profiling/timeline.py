@@ -90,6 +90,23 @@ class Step:
         """Seconds of forward, loss and backward."""
         return self.forward_s + self.backward_s
 
+    def times(self, factor: float) -> Step:
+        """The same step, that many times as long."""
+        return Step(
+            layers={
+                name: replace(
+                    watched,
+                    needed_s=factor * watched.needed_s,
+                    forward_s=factor * watched.forward_s,
+                    backward_s=factor * watched.backward_s,
+                )
+                for name, watched in self.layers.items()
+            },
+            ready_s={name: factor * ready_s for name, ready_s in self.ready_s.items()},
+            forward_s=factor * self.forward_s,
+            backward_s=factor * self.backward_s,
+        )
+
 
 def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
     """Run one forward and backward and watch it; gradients are left in `.grad`, every hook is taken away."""
