@@ -70,7 +70,7 @@ class Lane:
         self.recorder: Recorder | None = None
         self._comm = comm
         self._name = name
-        self._closed = False
+        self._closed = self._abandoned = False
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
         self._thread.start()
@@ -92,6 +92,14 @@ class Lane:
         """Say how far this rank is, for the messages of others that wait for it."""
         self._comm.reached(where)
 
+    def abandon(self) -> None:
+        """Have the thread end behind what it is doing, whatever is queued: this rank ends for an error.
+
+        A thread that still computes while the interpreter ends aborts the process ("terminate called …").
+        """
+        self._closed = self._abandoned = True
+        self._queue.put(None)
+
     def close(self) -> None:
         """End the thread after what is queued, and give back the channel."""
         self._closed = True
@@ -102,7 +110,7 @@ class Lane:
     @torch.no_grad()  # the mode is each thread's own
     def _serve(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a lane works on parameters that all others wait for
-            while (errand := self._queue.get()) is not None:
+            while (errand := self._queue.get()) is not None and not self._abandoned:
                 begin_s = perf_counter()
                 errand.run()
                 if self.recorder is not None:

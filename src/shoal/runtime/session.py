@@ -78,6 +78,11 @@ class Session:
         if self.servers is not None:
             self.servers.end()
 
+    def abandon(self) -> None:
+        """Leave what lanes have still to do: this rank ends for an error."""
+        for lane in self.lanes:
+            lane.abandon()
+
     def close(self) -> None:
         """End the threads of every parallelised model."""
         for attached in self.attached.values():
@@ -162,9 +167,11 @@ def leave(error: BaseException | None) -> None:
 
 
 def _drain_at_exit(session: Session) -> None:
-    if not session.broken and getattr(sys, "last_value", None) is None:  # an uncaught error leaves nothing to finish
-        with suppress(WorldError):  # a rank that is lost is told of by those who still need it
-            session.drain()
+    if session.broken or getattr(sys, "last_value", None) is not None:  # an uncaught error leaves nothing to finish
+        session.abandon()
+        return
+    with suppress(WorldError):  # a rank that is lost is told of by those who still need it
+        session.drain()
 
 
 def current() -> Session:
@@ -190,5 +197,8 @@ def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
         yield session
         session.drain()
         session.close()  # after an error a lane may wait for a message that will not come
+    except BaseException:
+        session.abandon()
+        raise
     finally:
         _session.reset(token)
