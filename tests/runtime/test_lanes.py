@@ -13,14 +13,16 @@ from shoal.runtime.session import Session, using
 
 
 def test_an_abandoned_lane_ends_behind_what_it_is_doing() -> None:
-    lane, may_end, done = Lane(ThreadComm(), "lane"), threading.Event(), []
+    lane, begun, may_end, done = Lane(ThreadComm(), "lane"), threading.Event(), threading.Event(), []
 
     def slowly(comm: object) -> None:
+        begun.set()
         may_end.wait()
         done.append("first")
 
     first = lane.run(slowly, "first")
     lane.run(lambda comm: done.append("second"), "second")
+    begun.wait()
     lane.abandon()
     with pytest.raises(WorldError, match="has ended"):
         lane.run(lambda comm: done.append("third"), "third")
