@@ -53,6 +53,19 @@ def test_where_memory_is_to_be_low_buckets_on_their_way_are_a_fifth_of_the_model
     assert search(tiny, slow_to_start, memory="low").bucket_bytes == 1 << 20, "the smallest"
 
 
+def test_of_many_layers_small_neighbours_change_together_at_hardly_any_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    layers = [layer(f"l{i}", 2.0 * (i + 1) / 60, draw.choice([100, 200_000]), needed_s=1 - i / 60) for i in range(60)]
+    tried: list[int] = []
+    predict = Predictor.predict
+    monkeypatch.setattr(Predictor, "predict", lambda *given: tried.append(1) or predict(*given))
+    one_by_one, trials = search(model(*layers), cluster(4, 5e6, cores=0.5)), len(tried)
+    monkeypatch.setattr("shoal.planner.search._MOST", 20)
+    together = search(model(*layers), cluster(4, 5e6, cores=0.5))
+    assert len(tried) - trials < trials - 100, "twenty groups are fewer than sixty layers"
+    assert together.predicted_s == pytest.approx(one_by_one.predicted_s, rel=0.01)
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_the_choice_flips_where_the_formula_says(ranks: int) -> None:
     inputs, outputs = 1024, 512

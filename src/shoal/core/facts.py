@@ -6,13 +6,12 @@ ranks are priced as they will be in training.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from shoal.core.cost import Pace, Price, Traffic
-from shoal.core.pieces import balanced
 from shoal.core.placement import Owner
 
 
@@ -163,9 +162,8 @@ class LayerProfile:
         """Seconds from the start of backward until the last of its gradients is there."""
         return max((p.ready_s for p in self.parameters), default=0.0)
 
-    def part(self, part: int, parts: int) -> LayerProfile:
-        """The layer with no more of its parameters than one of so many equal parts has (see `Site`)."""
-        spans = balanced([p.numel for p in self.parameters], (1 / parts,) * parts)[part]
+    def part(self, spans: Iterable[tuple[int, int, int]]) -> LayerProfile:
+        """The layer with no more than these elements of its parameters: of which, from where to where."""
         mine = tuple(replace(self.parameters[index], numel=stop - start) for index, start, stop in spans)
         return replace(self, parameters=mine)
 

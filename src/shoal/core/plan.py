@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
+from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 
 FORMAT = 1
@@ -42,6 +43,10 @@ class Site:
     exchange: str
     part: int = 0
     parts: int = 1
+
+    def spans(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """What it has of its parameters, which have so many elements: which of them, from where to where."""
+        return balanced(sizes, (1 / self.parts,) * self.parts)[self.part]
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class Predictor:
             carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
             layers = [self._layers[name] for name in site.layers]
             if site.parts > 1:
-                layers = [layer.part(site.part, site.parts) for layer in layers]
+                layers = [layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers]
             self._costs[site] = self._strategies[site.strategy].estimate(layers, carrier, self.cluster)
         return self._costs[site]
 

@@ -142,7 +142,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
 
 def usual(steps: Sequence[Step]) -> Step:
     """Each time's median over some steps of the same model; what is counted, from the last of them."""
-    last = steps[-1]
+    last, used = steps[-1], {name for step in steps for name in step.ready_s}
     return Step(
         layers={
             name: replace(
@@ -153,7 +153,7 @@ def usual(steps: Sequence[Step]) -> Step:
             )
             for name, watched in last.layers.items()
         },
-        ready_s={name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in last.ready_s},
+        ready_s={name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in used},
         forward_s=median(step.forward_s for step in steps),
         backward_s=median(step.backward_s for step in steps),
     )

@@ -20,7 +20,6 @@ from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
-from shoal.core.pieces import balanced
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import found, named
@@ -75,9 +74,9 @@ def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tupl
     """What a site that is a part of a layer has of its parameters, from which element to which; {} for a whole one."""
     if site.parts == 1:
         return {}
-    spans = balanced([p.numel() for p in parameters.values()], (1 / site.parts,) * site.parts)[site.part]
     names = list(parameters)
-    return {names[index]: (start, stop) for index, start, stop in spans}
+    sizes = [parameter.numel() for parameter in parameters.values()]
+    return {names[index]: (start, stop) for index, start, stop in site.spans(sizes)}
 
 
 def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
