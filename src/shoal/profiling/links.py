@@ -18,17 +18,19 @@ import torch
 from shoal.core.contracts import Comm
 from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
+from shoal.profiling.processor import ProcessorTime
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
 _GROUPS, _MOST_IN_GROUP = 9, 16  # of messages timed together, so that clumps even out; the median group counts
 
 
-def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.0) -> Link:
+def probe_link(comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, budget_s: float = 3.0) -> Link:
     """Measure what one rank's way to the others carries while all of them use theirs.
 
     Args:
         comm: the ranks, all of which call this at once.
+        sharing: how many of them run on this rank's machine.
         sizes: bytes of a message, at least two of them; on a slow link the largest are left out.
         budget_s: about how long it may take; at most twice that.
 
@@ -49,12 +51,12 @@ def probe_link(comm: Comm, *, sizes: Sequence[int] = SIZES, budget_s: float = 3.
             latency_s, s_per_byte = fit_line(seconds)
             if 2 * (latency_s + s_per_byte * size) > left_s:  # one to warm up, one to measure
                 break
-        seconds[size], cpu_s_per_byte = _time_messages(comm, size, left_s / (len(ordered) - index))
+        seconds[size], cpu_s_per_byte = _time_messages(comm, size, left_s / (len(ordered) - index), sharing)
     latency_s, s_per_byte = fit_line(seconds)
     return Link(latency_s, 1 / max(s_per_byte, 1e-13), cpu_s_per_byte)
 
 
-def _time_messages(comm: Comm, size: int, allowed_s: float) -> tuple[float, float]:
+def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tuple[float, float]:
     """(seconds a message, processor seconds a byte) of messages of one size, back to back, in about `allowed_s`."""
     source, to = _partners(comm)
     outgoing = torch.zeros(size, dtype=torch.uint8)
@@ -73,9 +75,9 @@ def _time_messages(comm: Comm, size: int, allowed_s: float) -> tuple[float, floa
     one_s = max(comm.gather_objects(shift(warm_up)))
     in_group = max(1, min(int(allowed_s / one_s / _GROUPS), _MOST_IN_GROUP))
     groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
-    cpu_start = time.process_time()
+    cpu_start = ProcessorTime.now()
     message_s = median(shift(in_group) for _ in range(groups))  # the first one may profit from the pause
-    cpu_s_per_byte = (time.process_time() - cpu_start) / (groups * in_group * size)
+    cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (groups * in_group * size)
     ranks = comm.gather_objects((message_s, cpu_s_per_byte))
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 

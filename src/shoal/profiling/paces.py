@@ -25,6 +25,7 @@ from shoal.core.contracts import Bucket, Comm, Exchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
+from shoal.profiling.processor import ProcessorTime
 
 _SMALL, _LARGE = 1 << 16, (4 << 20, 1 << 20, 1 << 18)  # bytes of a bucket; of the large, the first that fits
 _BUDGET_S = 0.5  # for each exchange and size
@@ -33,7 +34,9 @@ _MOST_ROUNDS = 64
 _PACK_S = 0.1
 
 
-def probe_paces(comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, lanes: Sequence[Comm]) -> dict[str, Pace]:
+def probe_paces(
+    comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, lanes: Sequence[Comm], sharing: int = 1
+) -> dict[str, Pace]:
     """Measure what each exchange takes to move its stated bytes.
 
     Args:
@@ -41,6 +44,7 @@ def probe_paces(comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, la
         link: what `probe_link` measured.
         exchanges: by name; about a second for each.
         lanes: one channel for each bucket in flight at once; each gets a thread.
+        sharing: how many of the ranks run on this rank's machine.
 
     Returns:
         By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends nothing. The processor
@@ -58,9 +62,9 @@ def probe_paces(comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, la
                     exchange.gather(flat, lane)
 
             comm.gather_objects(None)
-            start, cpu_start = time.perf_counter(), time.process_time()
+            start, cpu_start = time.perf_counter(), ProcessorTime.now()
             list(pool.map(serve, lanes, flats))
-            mine = time.perf_counter() - start, time.process_time() - cpu_start
+            mine = time.perf_counter() - start, ProcessorTime.now().since(cpu_start, sharing)
             ranks: list[tuple[float, float]] = comm.gather_objects(mine)
             return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 

@@ -227,16 +227,17 @@ def measured_cluster(session: Session) -> Cluster:
     if session.cluster is None:
         comm = session.comm
         seats = comm.gather_objects((_machine(), len(os.sched_getaffinity(0))))
-        sharing = Counter(machine for machine, _ in seats)
-        cores = min(cores / sharing[machine] for machine, cores in seats)
+        machines = Counter(machine for machine, _ in seats)
+        cores = min(cores / machines[machine] for machine, cores in seats)
         if comm.size == 1:
             session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
         else:
-            link = probe_link(comm)
+            sharing = machines[_machine()]
+            link = probe_link(comm, sharing=sharing)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
             every = {name: kind() for name, kind in found(exchanges, Exchange).items()}
             usable = {name: each for name, each in every.items() if each.exact and each.fits(comm.topology)}
-            paces = probe_paces(comm, link, usable, lanes=lanes)
+            paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
             for lane in lanes:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
