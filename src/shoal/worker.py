@@ -28,6 +28,7 @@ from shoal.planner.search import search
 from shoal.profiling.identity import model_digest
 from shoal.profiling.layers import profile_model
 from shoal.report import text
+from shoal.rewrite.apply import cuts
 from shoal.runtime.memory import memory
 from shoal.runtime.parallel import measured_cluster, parallelize, shard
 from shoal.runtime.recipe import Recipe
@@ -108,8 +109,11 @@ def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_st
                 f"{'under' if predicted < measured else 'over'} the measured one"
             )
         console.print(f"memory of this rank: {memory(model)}")
-        if test is not None and recipe.accuracy is not None:
-            console.print(f"test accuracy {_accuracy(recipe, model, test):.2%}")
+    together = attached is not None and cuts(attached.plan)  # then no rank can run the model by itself
+    if test is not None and recipe.accuracy is not None and (first or together):
+        accuracy = _accuracy(recipe, model, test)
+        if first:
+            console.print(f"test accuracy {accuracy:.2%}")
 
 
 def timed_step(model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any) -> tuple[float, float]:
@@ -140,7 +144,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
-    """Share of right answers, on this rank alone."""
+    """Share of right answers over all of it."""
     assert recipe.accuracy is not None
     model.eval()
     counts = [recipe.accuracy(model(x), y) for x, y in map(pair, test)]
@@ -182,6 +186,7 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
         console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster), alternatives=False))
     for x, y in batches:
         timed_step(model, loss_fn, optimizer, x, y)
+    trained = [parameter.detach() for parameter in model.parameters()]
     everyone = comm.gather_objects(batches)
     worst = 0.0
     if comm.rank == 0:
@@ -191,8 +196,8 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
             timed_step(single, recipe.loss(), single_optimizer, x, y)
         rate = max(float(group["lr"]) for group in single_optimizer.param_groups)
         rows = [
-            (name, float((a.detach() - b.detach()).abs().max()) / max(float(a.detach().abs().max()), rate))
-            for (name, a), (_, b) in zip(single.named_parameters(), model.named_parameters(), strict=True)
+            (name, float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate))
+            for (name, a), b in zip(single.named_parameters(), trained, strict=True)
         ]
         console.print(text.differences(rows))
         if local:

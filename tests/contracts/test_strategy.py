@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from one_process import cut_small
+from one_process import cut_small, served_by
 from torch import nn
 
 import shoal
@@ -83,8 +83,12 @@ def assert_stated(pin: str, hosts: str, placement: str | dict[str, int] = "balan
     """A step's bytes on every rank are those stated."""
     torch.manual_seed(0)
     model, ranks, servers = Net(), len(hosts), "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served]
+    cuts = found(strategies, Strategy)[pin.partition(":")[0]].cuts
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
-    ids, labels = torch.randint(19, (2 * ranks, 3)), torch.randint(5, (2 * ranks,))
+    every_id = torch.cat([torch.arange(19), torch.tensor([0])])  # of a table of 19 rows, one of them twice
+    ids = torch.cat([every_id.roll(rank).view(2, 10) for rank in range(ranks)])
+    labels = torch.arange(2 * ranks) % 5
+    cut = served_by(pin, model, nn.CrossEntropyLoss(), (ids[:2], labels[:2]), cluster) if cuts else ["*"]
 
     def work(comm: ThreadComm) -> tuple[list[int], list[float]]:
         if comm.rank >= ranks:
@@ -95,13 +99,15 @@ def assert_stated(pin: str, hosts: str, placement: str | dict[str, int] = "balan
         with using(traced, cluster) as session:
             loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(mine.parameters(), 0.1)
             sample = ids[rows], labels[rows]
-            shoal.parallelize(mine, loss_fn, optimizer, sample=sample, pins={"*": pin}, placement=placement)
+            pins = {"*": "replicate"} | dict.fromkeys(cut, pin)
+            shoal.parallelize(mine, loss_fn, optimizer, sample=sample, pins=pins, placement=placement)
             attached = session.attached[mine]
             before = moved(traced.counts)
             loss_fn(mine(ids[rows]), labels[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()  # sends nothing
-            mine.state_dict()  # waits for parameters that are on their way
+            if not cuts:
+                mine.state_dict()  # waits for parameters that are on their way
             counted = [after - earlier for after, earlier in zip(moved(traced.counts), before, strict=True)]
         predictor = Predictor(attached.profile, attached.cluster)
         layers = {layer.name: layer for layer in trainable_layers(mine)}

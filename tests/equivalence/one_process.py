@@ -43,8 +43,11 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
-OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed]
+ALL_CUTS = [name for name, kind in found(strategies, Strategy).items() if kind.cuts]
+CUTS = [name for name in ALL_CUTS if name in ("column", "row")]  # those that serve linear layers anywhere
+OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed and not kind.cuts]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
+EVERY_RANK = [*WAYS, *CUTS]  # for circumstances in which every rank calls every layer as often as the others
 AMONG_WORKERS = [way for way in WAYS if way != "server"]  # for circumstances that no owner can tell apart
 
 
@@ -99,7 +102,7 @@ class Training:
         """Each rank's state after training together; `way` is as `pins_of` takes it, or with ", low" behind it."""
         copies = [copy.deepcopy(self.model) for _ in range(ranks)]
         way, memory = with_memory(way)
-        pins, servers = self.pins_of(way), servers_of(way, ranks)
+        pins, servers = self.pins_of(way, ranks), servers_of(way, ranks)
 
         def work(comm: ThreadComm) -> State:
             mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in self.batches]
@@ -120,18 +123,23 @@ class Training:
 
         return on_threads(ranks, work, servers)
 
-    def pins_of(self, way: str) -> dict[str, str]:
+    def pins_of(self, way: str, ranks: int) -> dict[str, str]:
         """Pins for "replicate", for "replicate:ring", or for "factor:ring": factor where it serves, ring elsewhere."""
         strategy, _, exchange = way.partition(":")
         if strategy in BUCKETED:
             return {"*": way}
         rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
-        kind, cluster = found(strategies, Strategy)[strategy](), cluster_of(2)
-        model = copy.deepcopy(self.model)
-        profile = profile_model(model, self.loss_fn, [], self.batches[0], ThreadComm())
-        served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
-        assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
+        served = served_by(strategy, self.model, self.loss_fn, self.batches[0], cluster_of(ranks))
         return {"*": rest} | dict.fromkeys(served, strategy)
+
+
+def served_by(strategy: str, model: nn.Module, loss_fn: Any, sample: Batch, cluster: Cluster) -> list[str]:
+    """The layers that a strategy serves, of which there must be one."""
+    kind = found(strategies, Strategy)[strategy]()
+    profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm())
+    served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
+    assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
+    return served
 
 
 def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:

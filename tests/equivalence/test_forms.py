@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import AMONG_WORKERS, Training, assert_same, built, call, features, integers, numbers
+from one_process import AMONG_WORKERS, CUTS, Training, assert_same, built, call, features, integers, numbers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,7 +26,7 @@ class TwoInputs(nn.Module):
 
 @UNEVEN
 @pytest.mark.parametrize("form", [tuple, dict])
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_inputs(way, form, uneven):
     def x(step: int) -> Any:
         a, b = numbers(12, 4, seed=step), numbers(12, 5, seed=step + 30)
@@ -84,7 +84,7 @@ class Giving(nn.Module):
 
 @UNEVEN
 @pytest.mark.parametrize("form", OUTPUTS)
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_outputs(way, form, uneven):
     def loss_fn(output, y):
         return F.cross_entropy(logits_of(output), y)
@@ -147,7 +147,7 @@ def train_on_own_loss(model, loss_fn, optimizer, batches):
 
 @UNEVEN
 @pytest.mark.parametrize("form", ["scalar", "dict", "object"])
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_a_model_that_returns_its_own_loss(way, form, uneven):
     batches = [({"features": x, "labels": y}, None) for x, y in features(7, 3)]
     training = Training(model=built(lambda: OwnLoss(form)), batches=batches, loss_fn=None, loop=train_on_own_loss)
@@ -155,7 +155,7 @@ def test_a_model_that_returns_its_own_loss(way, form, uneven):
 
 
 @pytest.mark.parametrize("form", ["scalar", "dict", "object"])
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_its_own_loss_counted_otherwise(way, form):
     batches = []
     for step, (x, y) in enumerate(features(7, 3)):

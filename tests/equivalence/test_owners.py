@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
-    WAYS,
+    EVERY_RANK,
     Training,
     adamw,
     assert_same,
@@ -297,7 +297,7 @@ def test_a_group_added_later():
     assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=first_only, loop=loop), 3, WAY)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_RANK)
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 def test_accumulate_sends_once_for_several_backwards(make, way):
     def loop(model, loss_fn, optimizer, batches):
@@ -316,7 +316,7 @@ def test_accumulate_sends_once_for_several_backwards(make, way):
     assert_same(Training(model=built(mlp), batches=features(7, 3, steps=6), optimizer=make, loop=loop), 3, way)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", EVERY_RANK)
 def test_a_step_before_what_was_accumulated_is_sent_is_refused(way):
     def loop(model, loss_fn, optimizer, batches):
         x, y = batches[0]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from one_process import WAYS, Training, adamw, assert_same, built, features, integers, numbers, sgd
+from one_process import EVERY_RANK, WAYS, Training, adamw, assert_same, built, features, integers, numbers, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from shoal.core.errors import UsageError
 
-WAY = pytest.mark.parametrize("way", WAYS)
+WAY = pytest.mark.parametrize("way", EVERY_RANK)
 OPTIMIZER = pytest.mark.parametrize("optimizer", [sgd, adamw])
 
 
@@ -87,7 +87,7 @@ def used_by(*steps: str) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @OPTIMIZER
-@WAY
+@pytest.mark.parametrize("way", WAYS)
 def test_unused_on_some_ranks_and_in_some_steps(way, optimizer, set_to_none):
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:
@@ -106,7 +106,7 @@ def test_unused_does_not_move_under_adamw(way):
         assert torch.equal(after["unused.weight"], training.model.unused.weight)
 
 
-@WAY
+@pytest.mark.parametrize("way", WAYS)
 def test_unused_while_gradients_accumulate(way):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
@@ -230,4 +230,4 @@ def test_embedding_that_looks_at_the_whole_batch(options):
     """One that depends on the whole batch cannot be the same; it must at least not be served by its factors."""
     batches = [(integers(5, 12, 6, seed=s), integers(3, 12, seed=s)) for s in range(2)]
     training = Training(model=built(lambda: Looking(**options)), batches=batches)
-    assert "embed" not in training.pins_of("factor")
+    assert "embed" not in training.pins_of("factor", 2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from one_process import (
     AMONG_WORKERS,
+    CUTS,
     Training,
     adamw,
     assert_same,
@@ -28,13 +29,13 @@ def mlp() -> nn.Module:
 
 @pytest.mark.parametrize("optimizer", [None, adamw])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_uneven_rows(way, ranks, optimizer):
     chosen = {"optimizer": optimizer} if optimizer else {}
     assert_same(Training(model=built(mlp), batches=features(7, 3), **chosen), ranks, way, uneven=True)
 
 
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_a_last_batch_of_other_size(way):
     batches = [*features(7, 3), (numbers(7, 7, seed=50), integers(3, 7, seed=50))]
     assert_same(Training(model=built(mlp), batches=batches), 4, way)
@@ -77,7 +78,7 @@ def counted(output: Any, target: Tensor) -> Tensor:
 
 @UNEVEN
 @pytest.mark.parametrize("loss_fn", [token_loss, TokenLoss()], ids=["function", "module"])
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_token_loss_with_ignore_index(way, loss_fn, uneven):
     assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted), 3, way, uneven=uneven)
 
@@ -87,13 +88,13 @@ def test_token_loss_without_its_count_is_another_mean():
         assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=token_loss))
 
 
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_a_rank_all_of_whose_targets_are_ignored(way):
     batches = tokens(nothing_in_rows=slice(0, 4))  # all that rank 0 of 3 has
     assert_same(Training(model=built(Tagger), batches=batches, loss_fn=token_loss, count=counted), 3, way)
 
 
-@pytest.mark.parametrize("way", AMONG_WORKERS)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_accumulated_batches_each_of_other_counts(way):
     def loop(model, loss_fn, optimizer, batches):
         optimizer.zero_grad()

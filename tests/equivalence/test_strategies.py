@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    ALL_CUTS,
     BUCKETED,
     EXACT,
     OTHERS,
@@ -38,6 +39,7 @@ WAYS = [
         for exchange in carriers(named(strategies, Strategy, strategy))
     ),
     *(f"{strategy}:{exchange}" for strategy in OTHERS for exchange in EXACT),
+    *ALL_CUTS,
 ]
 SLICED = [way for way in WAYS if way.startswith("sliced")]
 WAYS += [f"{way}, low" for way in SLICED]
@@ -58,14 +60,14 @@ class Odd(nn.Module):
         self.norm = nn.LayerNorm(5)
         self.hidden = nn.Linear(5, 9, bias=False)
         self.scale = nn.Parameter(torch.ones(9))
-        self.head = nn.Linear(9, 3)
+        self.head = nn.Linear(9, 5)
 
     def forward(self, ids: Tensor) -> Tensor:
         h = F.relu(self.mix(self.embed(ids).transpose(1, 2)), inplace=True).transpose(1, 2)
         return self.head(torch.tanh(self.hidden(self.norm(h))).mean(1) * self.scale)
 
 
-BATCHES = [(integers(13, 12, 5, seed=s), integers(3, 12, seed=s + 9)) for s in range(5)]
+BATCHES = [(integers(13, 12, 5, seed=s), integers(5, 12, seed=s + 9)) for s in range(5)]
 
 
 def training(dtype: torch.dtype, optimizer: Any, loop: Any = plain) -> Training:

@@ -112,6 +112,11 @@ PLANS = {
     "a plan that is nowhere": Case(PlanError, ("nowhere.json", "check the path"), options=option(plan="nowhere.json")),
     "a plan that is none": Case(PlanError, ("NoneType",), options=option(plan=None)),
     "a placement that is none": Case(PlanError, ("'robin'", "round-robin", "hash"), options=option(placement="robin")),
+    "no memory": Case(UsageError, ("memory_limit", "-1", "2e9"), options=option(memory_limit=-1)),
+    "too little memory": Case(
+        PlanError, ("limit of memory", "MB a rank at least", "more ranks"), options=option(memory_limit=10)
+    ),
+    "a plan beside a limit": Case(PlanError, ("plan and a memory_limit",), options=option(plan=PLAN, memory_limit=1e9)),
     "a placement of nothing": Case(
         PlanError, ("placement of 'hed.*'", "such as head"), options=option(placement={"hed.*": 0})
     ),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.profiling.optimizer import _scratch, optimizer_seconds
+from shoal.profiling.optimizer import OptimizerCost, _scratch
 
 
 class Demanding(torch.optim.SGD):
@@ -39,7 +39,7 @@ def test_every_optimizer_has_a_price_and_is_left_alone(build: Callable[[Any], Op
     parameter = nn.Parameter(torch.ones(1000, 100))
     optimizer = build([parameter])
     before = str(optimizer.state_dict())
-    assert 0 < optimizer_seconds([optimizer]) < 5
+    assert 0 < OptimizerCost.of([optimizer]).seconds < 5
     assert str(optimizer.state_dict()) == before
     assert torch.equal(parameter, torch.ones(1000, 100)) and parameter.grad is None
 
@@ -51,7 +51,7 @@ def test_groups_keep_their_options_and_frozen_parameters_cost_nothing() -> None:
     groups, share = _scratch(optimizer)
     assert share == 1 and [group["momentum"] for group in groups] == [0, 0.9]
     assert [len(group["params"]) for group in groups] == [1, 1] and groups[0]["params"][0] is not a
-    assert optimizer_seconds([torch.optim.SGD([frozen], lr=0.1)]) == 0
+    assert OptimizerCost.of([torch.optim.SGD([frozen], lr=0.1)]) == OptimizerCost(0.0, 0.0)
 
 
 def test_what_is_over_the_cap_is_scaled_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ Launcher  how a command gets to run once a rank
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost, Traffic
+from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.job import Job, Result
 from shoal.core.pieces import Piece, cut, cut_sizes
@@ -95,6 +97,33 @@ class Comm(ABC):
         others = [r for r in range(self.size) if r != self.rank]
         pending = [self.receive(outputs[r], r) for r in others] + [self.send(tensor, r) for r in others]
         outputs[self.rank].copy_(tensor)
+        _both(*pending)
+
+    def numbers(self, mine: Sequence[int], what: str) -> list[int]:
+        """Tell rank r the number `mine[r]`; what every rank told this one. 16 bytes to every other rank.
+
+        Raises:
+            RanksDiffer: another rank is about something else than `what`.
+        """
+        mark = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "big", signed=True)
+        told = [torch.empty(2, dtype=torch.int64) for _ in mine]
+        self.all_to_all(told, [torch.tensor([number, mark]) for number in mine])
+        for rank, (_, theirs) in enumerate(told):
+            if theirs != mark:
+                raise RanksDiffer(
+                    f"rank {rank} does something else than rank {self.rank}, which is at the {what}",
+                    do="on every rank alike, as often: call the model, with or without gradients, read a cut "
+                    "parameter or its gradient, and call state_dict()",
+                    rank=rank,
+                )
+        return [int(number) for number, _ in told]
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Give every rank r `inputs[r]`, and get its tensor into `outputs[r]`; empty ones are sent by nobody."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
+        pending = [self.receive(outputs[r], r) for r in others if outputs[r].numel()]
+        pending += [self.send(inputs[r], r) for r in others if inputs[r].numel()]
+        outputs[self.rank].copy_(inputs[self.rank])
         _both(*pending)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
@@ -297,6 +326,7 @@ class Place:
     buckets: Buckets = field(default_factory=Buckets)
     owners: Mapping[str, Owner] = field(default_factory=dict)  # of parameters that are owned whole, by dotted name
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the site's part of a parameter, where not all
+    comm: Comm | None = None  # among the ranks that train, for the main thread: where any layer is cut over them
 
 
 class Strategy(ABC):
@@ -306,6 +336,7 @@ class Strategy(ABC):
     bucketed: ClassVar[bool] = False  # takes several layers as one site and an exchange to carry them
     owns: ClassVar[bool] = False  # gives parameters to owners, as the plan's placement says
     served: ClassVar[bool] = False  # servers take part: its OwnedTransfers go over lanes that they are on
+    cuts: ClassVar[bool] = False  # leaves a rank a part of the layer: every rank calls it, and takes part in state_dict
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""

@@ -69,15 +69,19 @@ class Pace:
 class Cost:
     """What serving a site costs one rank in one step.
 
-    `backward_s` is what the strategy changes in the layer's own backward (negative where it leaves work out),
+    `forward_s` and `backward_s` are what the strategy changes in the layer's own (negative where it leaves work out),
     `lane_s` is compute that runs beside backward, after the site's bytes have come; `memory_bytes` is extra memory.
     `owned`: the part of the site that its busiest owner updates, 0 where it has no owners; where it has, half of the
-    traffic, and `lane_s`, come after optimizer.step().
+    traffic, and `lane_s`, come after optimizer.step(). `awaited` is the traffic again where it is no lane's, but the
+    main thread waits for it, in forward and in backward. `held` is the part of the parameters that a rank has.
     """
 
     traffic: Traffic
     pace: Pace  # of the exchange that moves it
+    forward_s: float = 0.0
     backward_s: float = 0.0
     lane_s: float = 0.0
     memory_bytes: float = 0.0
     owned: float = 0.0
+    awaited: tuple[Traffic, Traffic] | None = None
+    held: float = 1.0

@@ -141,6 +141,9 @@ class LayerProfile:
     inputs: int = 0
     outputs: int = 0
     calls: int = 1
+    input_grad: bool = True  # something it is called with takes a gradient
+    loss_rows: int = 0  # rows of its output that go into a cross entropy and nowhere else; 0 where some go elsewhere
+    distinct: int = 0  # different ids that an embedding looks up, each call's by themselves
     needed_s: float = 0.0  # seconds from the start of forward until the layer is first called
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -181,6 +184,7 @@ class ModelProfile:
     backward_s: float
     optimizer_s: float
     digest: str  # of names, shapes and types: two models with one digest take the same plan
+    state_bytes: float = 0.0  # what the optimizers keep for all parameters
 
     @property
     def nbytes(self) -> int:

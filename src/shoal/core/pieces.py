@@ -6,13 +6,16 @@ one than the shape says), so that a piece of a parameter is always a view of it,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def cut(flat: Tensor, parts: int) -> list[Tensor]:
@@ -89,7 +92,13 @@ def set_local_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
         _GRAD.__set__(parameter, gradient)
 
 
+def is_clearing(caller: FrameType) -> bool:
+    """Whether it is one of torch's own functions that look at a gradient only to set it to None."""
+    return caller.f_code in _CLEARING and bool(caller.f_locals["set_to_none"])
+
+
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_CLEARING = frozenset(inspect.unwrap(method).__code__ for method in (nn.Module.zero_grad, Optimizer.zero_grad))
 
 
 def spans(

@@ -60,15 +60,19 @@ class Lanes:
         self.stolen = min(1.0, max(0.0, 2.0 - cluster.cores_per_rank))  # part of lane compute that main threads feel
         self._cores = min(1.0, cluster.cores_per_rank)
         self._lanes: list[deque[Job]] = [deque() for _ in range(number)]
+        self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._now_s = self._owed_s = 0.0
 
     def add(self, index: int, ready_s: float, *parts: Part) -> Job:
         """Queue a job on the lane of site `index`."""
-        job, lane = Job(ready_s, parts), self._lanes[index % len(self._lanes)]
-        lane.append(job)
-        if len(lane) == 1:
-            self._begin(lane)
-        return job
+        return self._queue(Job(ready_s, parts), self._lanes[index % len(self._lanes)])
+
+    def wait(self, clock: float, pace: Pace, traffic: Traffic) -> float:
+        """Have the main thread at its `clock` send and wait for traffic, on the link beside lanes: the new clock."""
+        parts = (part._replace(owed_s=0.0) for part in self.exchange(pace, traffic))  # waiting, it has nothing to lose
+        job = self._queue(Job(clock, parts), self._main)
+        self.finish([job])
+        return job.end_s
 
     def exchange(self, pace: Pace, traffic: Traffic) -> tuple[Part, Part]:
         """Traffic as parts of a job."""
@@ -102,7 +106,7 @@ class Lanes:
 
     def _ended_by(self, limit_s: float) -> bool:
         """Run until the next part ends, but not beyond the limit; whether one has ended."""
-        busy = [lane for lane in self._lanes if lane]
+        busy = [lane for lane in (*self._lanes, self._main) if lane]
         sharing = [0, 0, 0]
         for lane in busy:
             sharing[lane[0].takes] += 1
@@ -130,6 +134,12 @@ class Lanes:
         lane.popleft()
         if lane:
             self._begin(lane)
+
+    def _queue(self, job: Job, lane: deque[Job]) -> Job:
+        lane.append(job)
+        if len(lane) == 1:
+            self._begin(lane)
+        return job
 
     def _begin(self, lane: deque[Job]) -> None:
         job = lane[0]

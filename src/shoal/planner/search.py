@@ -3,8 +3,9 @@
 Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that takes buckets, and
 from each layer's cheapest choice alone; takes the layers one at a time, largest first, and keeps a change that makes
 the step shorter; then the ways to carry the buckets; then the layers once more. A change must gain more than `_WORTH`
-of the step, so that what hides anyway stays plain. In a model of many layers, small neighbours change together. Costs
-about layers × strategies × 6 predictions: about a second for a hundred layers, some for five hundred.
+of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which takes every rank to save
+or evaluate, must gain `_CUT_WORTH`. In a model of many layers, small neighbours change together. Costs about layers ×
+strategies × 6 predictions of some milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 LANES = 3  # in flight at once: with one, the link idles between buckets
 _LOW = 0.2  # of the model: what buckets that have memory at one time may be together, where memory is to be low
 _MOST = 128  # layers that are decided about one by one
+_FEWEST = 16  # groups of many
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
+_CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
+_OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
+_LEAST_CUT_BYTES = 1 << 20  # of a layer that is cut unasked
 _PLAIN = "replicate"
 _START_BYTES = 4 << 20
 _Carrier = tuple[dict[str, str], int, int]  # each bucketed strategy's exchange, bucket bytes, lanes
@@ -44,6 +49,7 @@ def search(
     placement: Placement = BALANCED,
     stale: bool = False,
     memory: str = MEMORY[0],
+    memory_limit: float | None = None,
 ) -> Plan:
     """The plan with the shortest predicted step that it finds.
 
@@ -56,29 +62,36 @@ def search(
             served by what has owners.
         stale: the plan is for workers that run ahead of one another.
         memory: with "low", buckets are so small that those which have memory at one time make a fifth of the model.
+        memory_limit: bytes that a rank may hold between steps: parameters, gradients, buckets and optimizer state.
 
     Raises:
         PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses it; or a placement
-            that cannot be.
+            that cannot be; or no plan was found that keeps the limit of memory.
     """
     allowed = known(strategies)
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
-    options = _options(predictor, allowed, resolve(pins or {}, [layer.name for layer in profile.layers]))
+    pinned = resolve(pins or {}, [layer.name for layer in profile.layers])
+    options = _options(predictor, allowed, pinned, every_cut=memory_limit is not None)
     limit = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]
     sizes = [nbytes for nbytes in BUCKET_BYTES if nbytes <= limit] or [BUCKET_BYTES[0]]
-    return replace(_Search(predictor, options, sizes).best(), placement=placement)
+    return replace(_Search(predictor, options, sizes, memory_limit).best(), placement=placement)
 
 
 class _Search:
     """One descent; holds how buckets are carried, and each layer's strategy (with its own exchange, where pinned)."""
 
     def __init__(
-        self, predictor: Predictor, options: dict[str, list[tuple[str, str]]], bucket_bytes: Sequence[int]
+        self,
+        predictor: Predictor,
+        options: dict[str, list[tuple[str, str]]],
+        bucket_bytes: Sequence[int],
+        memory_limit: float | None = None,
     ) -> None:
         self._predictor = predictor
         self._options = options
         self._bucket_bytes = bucket_bytes
+        self._memory_limit = memory_limit
         self._order = [layer.name for layer in predictor.profile.layers]
         self._together = _neighbours(predictor.profile.layers, options)
         used = {strategy for own in options.values() for strategy, _ in own if predictor.bucketed(strategy)}
@@ -93,8 +106,17 @@ class _Search:
             kinds = {n: [o for o in options if o[0] == strategy] or options for n, options in self._options.items()}
             starts.insert(0, {name: options[0] for name, options in kinds.items()})
         ends = [self._descend(start) for i, start in enumerate(starts) if start not in starts[:i]]
-        step_s, choices, bucket_bytes, lanes = min(ends, key=lambda end: end[0])
+        _, choices, bucket_bytes, lanes = min(ends, key=lambda end: end[0])
         cluster, profile = self._predictor.cluster, self._predictor.profile
+        if self._over(choices, bucket_bytes, lanes):
+            held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
+            raise PlanError(
+                "no plan was found that keeps the limit of memory",
+                got=f"{held / 1e6:.1f} MB a rank at least",
+                expected=f"memory_limit={self._memory_limit / 1e6:.1f} MB" if self._memory_limit else "",
+                do="take more ranks, or an optimizer with less state, or allow strategies that cut layers",
+            )
+        step_s = self._predictor.predict(choices, bucket_bytes, lanes).step_s
         return Plan(cluster.size, profile.digest, tuple(choices), bucket_bytes, lanes, predicted_s=step_s)
 
     def _descend(self, picks: dict[str, tuple[str, str]]) -> tuple[float, list[Choice], int, int]:
@@ -128,7 +150,19 @@ class _Search:
         ]
 
     def _step(self, picks: Mapping[str, tuple[str, str]], carrier: _Carrier) -> float:
-        return self._predictor.predict(self._choices(picks, carrier[0]), carrier[1], carrier[2]).step_s
+        given = self._choices(picks, carrier[0]), carrier[1], carrier[2]
+        worth = 1 + _CUT_WORTH if self._cuts(picks) else 1.0
+        return self._predictor.predict(*given).step_s * worth * (1 + _OVER_WORTH * self._over(*given))
+
+    def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
+        """By how much a rank holds more than it may, as a part of the limit."""
+        if self._memory_limit is None:
+            return 0.0
+        held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
+        return max(0.0, held / self._memory_limit - 1)
+
+    def _cuts(self, picks: Mapping[str, tuple[str, str]]) -> bool:
+        return any(self._predictor.strategy(strategy).cuts for strategy, _ in picks.values())
 
     def _cheapest(self, name: str) -> tuple[str, str]:
         return min(self._options[name], key=lambda option: self._alone(name, option))
@@ -137,15 +171,15 @@ class _Search:
         strategy, own = option
         choice = Choice(name, strategy, own or self._start[0].get(strategy, ""))
         cost = self._predictor.cost(Site((name,), choice.strategy, choice.exchange))
-        return self._predictor.alone_s(choice)[1] + cost.backward_s
+        return self._predictor.alone_s(choice)[1] + cost.forward_s + cost.backward_s
 
 
 def _neighbours(
     layers: Sequence[LayerProfile], options: Mapping[str, Sequence[tuple[str, str]]]
 ) -> list[tuple[str, ...]]:
     """The layers by name, largest first; of more than `_MOST` those that follow one another, have the same options and
-    are small together come as one."""
-    limit = 0
+    are small together come as one, in so few groups that their number times that of layers stays what it is."""
+    limit, most = 0, min(_MOST, max(_FEWEST, _MOST**2 // max(len(layers), 1)))
     while True:
         groups: list[list[LayerProfile]] = []
         for layer in layers:
@@ -155,14 +189,14 @@ def _neighbours(
                 last.append(layer)
             else:
                 groups.append([layer])
-        if len(groups) <= _MOST or limit > sum(layer.nbytes for layer in layers):
+        if len(groups) <= most or limit > sum(layer.nbytes for layer in layers):
             groups.sort(key=lambda group: -sum(layer.nbytes for layer in group))
             return [tuple(layer.name for layer in group) for group in groups]
         limit = max(2 * limit, 1 << 10)
 
 
 def _options(
-    predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, tuple[str, str]]
+    predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, tuple[str, str]], every_cut: bool
 ) -> dict[str, list[tuple[str, str]]]:
     """What each layer may be served by, as (strategy, its own exchange or ''), the plainest first."""
     options: dict[str, list[tuple[str, str]]] = {}
@@ -173,6 +207,8 @@ def _options(
             options[layer.name] = [(strategy, exchange)]
             continue
         names = sorted((n for n in allowed if predictor.refusal(layer, n) is None), key=lambda n: n != _PLAIN)
+        if not every_cut:
+            names = _worth_trying(predictor, layer, names)
         if not names:
             reasons = "; ".join(f"{n}: {predictor.refusal(layer, n)}" for n in allowed)
             raise PlanError(
@@ -182,6 +218,24 @@ def _options(
             )
         options[layer.name] = [(name, "") for name in names]
     return options
+
+
+def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str]) -> list[str]:
+    """Of the ways to cut the layer no more than the cheapest, and that if it may be worth it.
+
+    They differ in what they send. All of it is waited for, and spares no more than what the layer costs otherwise.
+    """
+    whole = [name for name in names if not predictor.strategy(name).cuts]
+
+    def seconds(name: str) -> float:
+        cost = predictor.cost(Site((layer.name,), name, predictor.carriers(name)[0]))
+        alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
+        return alone_s + predictor.update_s(layer) * cost.held
+
+    cuts = sorted((name for name in names if name not in whole), key=seconds)
+    if whole and cuts and (layer.nbytes < _LEAST_CUT_BYTES or seconds(cuts[0]) >= min(map(seconds, whole))):
+        return whole
+    return [*whole, *cuts[:1]]
 
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:

@@ -14,6 +14,9 @@ half follow on its lane from the optimizer's step on, last site first, and the n
     forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's own: a steady state
     lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|
 
+The rows that go to and from a layer that is cut over ranks are sent by the main thread, which waits for them on the
+link that it shares with the lanes.
+
 Lanes share the link evenly, each at its exchange's pace (lanes.py). Where ranks have less than two cores each, what
 lanes compute, and the processor time of the exchange, is taken from the main thread (stolen). What hides costs nothing
 until link or processor is full. Equations: docs/planner.md.
@@ -137,45 +140,66 @@ class Predictor:
             self._costs[site] = self._strategies[site.strategy].estimate(layers, carrier, self.cluster)
         return self._costs[site]
 
+    def update_s(self, layer: LayerProfile) -> float:
+        """Seconds that the optimizer takes for one layer."""
+        return self.profile.optimizer_s * layer.nbytes / self._total_nbytes
+
     def alone_s(self, choice: Choice) -> tuple[float, float]:
         """Bytes, and seconds of link and lane, of one layer served by itself."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
         return cost.traffic.worst, cost.pace.wall.of(cost.traffic) + cost.lane_s
 
+    def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
+        """What the busiest rank holds between steps: parameters, optimizer state, gradients and buckets."""
+        plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
+        state_per_byte = self.profile.state_bytes / self._total_nbytes
+        held = 0.0
+        for site in plan.sites(self._nbytes, self._bucketed, self._owning):
+            cost = self.cost(site)
+            nbytes = sum(self._nbytes[name] for name in site.layers) / site.parts
+            held += nbytes * (cost.held + state_per_byte * (cost.owned or cost.held)) + cost.memory_bytes
+        return held
+
     def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> Timeline:
         """The timeline of a step under these choices."""
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
-        sites = list(plan.sites(self._nbytes, self._bucketed, self._owning))
+        every = list(plan.sites(self._nbytes, self._bucketed, self._owning))
+        sites = [site for site in every if self.cost(site).awaited is None]
+        cuts = {site.layers[0]: self.cost(site) for site in every if self.cost(site).awaited is not None}
         waiting: dict[str, list[int]] = {}
         for index, site in enumerate(sites):
             waiting.setdefault(site.layers[-1], []).append(index)
         changes: dict[str, float] = defaultdict(float)
-        for site in sites:
+        for site in every:
             changes[site.layers[-1]] += self.cost(site).backward_s
-        return self._run(sites, waiting, changes, Lanes(self.cluster, lanes))
+        return self._run(sites, waiting, changes, cuts, Lanes(self.cluster, lanes))
 
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan can beat: its compute, or its bytes that leave a host at the rate of the link.
 
         Compute is the main thread's, with what lanes compute and the processor time of the bytes where they share its
-        processor.
+        processor. For what a main thread waits for there is no more than its bytes.
         """
         costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed, self._owning)]
         lanes = Lanes(self.cluster, plan.lanes)
         lanes_s = sum(lanes.stolen_s(cost.pace, cost.traffic) + lanes.stolen * cost.lane_s for cost in costs)
-        owned = sum(
-            self._nbytes[choice.layer]
-            for choice in plan.choices
-            if self.cost(Site((choice.layer,), choice.strategy, choice.exchange)).owned
-        )
-        share = owned / self._total_nbytes
-        update_s = self.profile.optimizer_s * (1 - share + lanes.stolen * share / self.cluster.size)
-        changes_s = sum(cost.backward_s for cost in costs)
+        owned = cut = 0.0
+        for choice in plan.choices:
+            cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
+            owned += self._nbytes[choice.layer] / self._total_nbytes * bool(cost.owned)
+            cut += self._nbytes[choice.layer] / self._total_nbytes * (1 - cost.held)
+        update_s = self.profile.optimizer_s * (1 - owned - cut + lanes.stolen * owned / self.cluster.size)
+        changes_s = sum(cost.forward_s + cost.backward_s for cost in costs)
         compute_s = self.profile.forward_s + self.profile.backward_s + changes_s + update_s + lanes_s
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
     def _run(
-        self, sites: Sequence[Site], waiting: Mapping[str, list[int]], changes: Mapping[str, float], lanes: Lanes
+        self,
+        sites: Sequence[Site],
+        waiting: Mapping[str, list[int]],
+        changes: Mapping[str, float],
+        cuts: Mapping[str, Cost],
+        lanes: Lanes,
     ) -> Timeline:
         profile = self.profile
         clock = profiled = 0.0
@@ -185,6 +209,8 @@ class Predictor:
             clock += max(0.0, ready_s - profiled + changes.get(name, 0.0))
             profiled = max(profiled, ready_s)
             clock = lanes.pay(clock)
+            if name in cuts:
+                clock = _waited(cuts[name], 1, clock, lanes)
             for index in waiting.get(name, ()):
                 ready[index] = True
             while len(sent) < len(sites) and ready[len(sent)]:
@@ -200,15 +226,16 @@ class Predictor:
         for index, job in returned.items():
             for name in sites[index].layers:
                 back[name].append(job)
-        owned_bytes = sum(self._nbytes[name] for name in back)
-        optimizer_s = profile.optimizer_s * (1 - owned_bytes / self._total_nbytes)
-        forward_s, waited_s = self._forward(end_s + optimizer_s, back, lanes)
+        cut_bytes = sum(self._nbytes[name] * (1 - cost.held) for name, cost in cuts.items())
+        elsewhere_bytes = sum(self._nbytes[name] for name in back) + cut_bytes
+        optimizer_s = profile.optimizer_s * (1 - elsewhere_bytes / self._total_nbytes)
+        forward_s, waited_s = self._forward(end_s + optimizer_s, back, cuts, lanes)
         lanes.finish([*sent, *returned.values()])
         spans = [
             Span(site, job.ready_s, job.sent_s, job.end_s, returned[index].end_s if index in returned else 0.0)
             for index, (site, job) in enumerate(zip(sites, sent, strict=True))
         ]
-        traffics = tuple(self.cost(site).traffic for site in sites)
+        traffics = (*(self.cost(site).traffic for site in sites), *(cost.traffic for cost in cuts.values()))
         return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
 
     def _send(self, site: Site, index: int, now: float, lanes: Lanes) -> Job:
@@ -226,15 +253,26 @@ class Predictor:
         back = lanes.exchange(cost.pace, cost.traffic.half)
         return lanes.add(index, now, update, *back, lanes.compute(cost.lane_s))
 
-    def _forward(self, begin: float, back: Mapping[str, list[Job]], lanes: Lanes) -> tuple[float, float]:
-        """Seconds of the forward, and of its waiting for parameters."""
-        clock, passed, waited_s = begin, 0.0, 0.0
+    def _forward(
+        self, begin: float, back: Mapping[str, list[Job]], cuts: Mapping[str, Cost], lanes: Lanes
+    ) -> tuple[float, float]:
+        """Seconds of the forward, and of its waiting for parameters and for the rows that go to and from cut layers."""
+        clock, passed, waited_s, change_s = begin, 0.0, 0.0, 0.0
         for name, needed_s in self._needed_s:
-            clock = lanes.pay(clock + needed_s - passed)
-            passed = needed_s
+            clock = lanes.pay(clock + max(0.0, needed_s - passed + change_s))
+            passed, change_s = needed_s, 0.0
+            if name in cuts:
+                begin_s, clock = clock, _waited(cuts[name], 0, clock, lanes)
+                waited_s, change_s = waited_s + clock - begin_s, cuts[name].forward_s
             if name in back:
                 lanes.finish(back[name])
                 missing_s = max(0.0, *(job.end_s - clock for job in back[name]))
                 clock, waited_s = clock + missing_s, waited_s + missing_s
-        clock = lanes.pay(clock + max(0.0, self.profile.forward_s - passed))
+        clock = lanes.pay(clock + max(0.0, self.profile.forward_s - passed + change_s))
         return clock - begin - waited_s, waited_s
+
+
+def _waited(cost: Cost, way: int, clock: float, lanes: Lanes) -> float:
+    """When the main thread goes on that comes to a cut layer at its `clock`, in forward (0) or backward (1)."""
+    assert cost.awaited is not None
+    return lanes.wait(clock, cost.pace, cost.awaited[way])

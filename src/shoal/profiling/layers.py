@@ -22,8 +22,9 @@ from shoal.comm.agreement import agreed
 from shoal.core.contracts import Comm
 from shoal.core.errors import SampleError
 from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
+from shoal.profiling.ends import Ends
 from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
-from shoal.profiling.optimizer import optimizer_seconds
+from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import Product, ProductCost, measure_products
 from shoal.profiling.sample import LossFn, Sample
 from shoal.profiling.timeline import Clock, Step, Watched, usual, watch_step
@@ -64,13 +65,13 @@ def profile_model(
     clock = Clock(_device(layers))
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
-        borrowed, step = _measured_step(checked, layers, clock, comm)
+        borrowed, seen, step = _measured_step(checked, layers, clock, comm)
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
         costs = measure_products({name: product for name, product in products.items() if product}, comm.size)
         _meet(comm)
-        optimizer_s = optimizer_seconds(optimizers)
+        update = OptimizerCost.of(optimizers)
         outside = outside_use(model, layers, borrowed)
         together = whole_updates(model.parameters(), optimizers)
         mine = ModelProfile(
@@ -79,6 +80,8 @@ def profile_model(
                     _layer_profile(
                         layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name]
                     ),
+                    loss_rows=seen.loss_rows.get(layer.name, 0),
+                    distinct=seen.distinct.get(layer.name, 0),
                     whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
                     joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
                 )
@@ -86,7 +89,8 @@ def profile_model(
             ),
             forward_s=step.forward_s,
             backward_s=step.backward_s,
-            optimizer_s=optimizer_s,
+            optimizer_s=update.seconds,
+            state_bytes=update.state_bytes,
             digest=model_digest(model),
         )
         profiles = comm.gather_objects(mine)
@@ -99,8 +103,10 @@ def _meet(comm: Comm) -> None:
     comm.gather_objects(None)
 
 
-def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm) -> tuple[dict[str, str], Step]:
-    """Warm up, finding borrowed weights, then measure some steps in a row, as in training: the weights, a usual step.
+def _measured_step(
+    sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm
+) -> tuple[dict[str, str], Ends, Step]:
+    """Warm up, finding borrowed weights and what goes into the loss, then measure some steps in a row, as in training.
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the other way round: so
     each rank's times are medians. In training all wait in every step for whoever is slowest in it, which is more than
@@ -109,16 +115,16 @@ def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: 
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
 
-    def warm_up() -> tuple[dict[str, str], Step]:
+    def warm_up() -> tuple[dict[str, str], Ends, Step]:
         with Readers(sample.model, layers).watching() as readers:
             sample.loss()
-        return readers.borrowed, watch_step(sample, layers, clock)
+        return readers.borrowed, Ends.of(sample, layers), watch_step(sample, layers, clock)
 
     def measure() -> Step:
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
-    borrowed, first = agreed(comm, warm_up, SampleError)
+    borrowed, seen, first = agreed(comm, warm_up, SampleError)
     left_s = _BUDGET_S - (time.perf_counter() - start)
     affordable = min(max(_FEWEST, int(_ENOUGH_S / first.total_s)), int(left_s / first.total_s), _MOST)
     count = max(1, min(comm.gather_objects(affordable)))
@@ -127,7 +133,7 @@ def _measured_step(sample: Sample, layers: Sequence[Layer], clock: Clock, comm: 
     mine = usual(steps)
     ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])
     usual_s, *slowest_s = [max(same) for same in zip(*ranks, strict=True)]
-    return borrowed, mine.times(max(1.0, median(slowest_s) / usual_s))
+    return borrowed, seen, mine.times(max(1.0, median(slowest_s) / usual_s))
 
 
 def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, outside: str) -> LayerProfile:
@@ -154,6 +160,7 @@ def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, ou
         inputs=inputs,
         outputs=outputs,
         calls=watched.calls,
+        input_grad=watched.input_grad,
         needed_s=watched.needed_s,
         forward_s=watched.forward_s,
         backward_s=watched.backward_s,
@@ -193,6 +200,7 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
         forward_s=max(p.forward_s for p in profiles),
         backward_s=max(p.backward_s for p in profiles),
         optimizer_s=max(p.optimizer_s for p in profiles),
+        state_bytes=max(p.state_bytes for p in profiles),
         digest=profiles[0].digest,
     )
 
@@ -209,6 +217,9 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         outside_use=_first(layer.outside_use for layer in layers),
         rows=max(layer.rows for layer in layers),
         calls=max(layer.calls for layer in layers),
+        input_grad=any(layer.input_grad for layer in layers),
+        distinct=max(layer.distinct for layer in layers),
+        loss_rows=max(layer.loss_rows for layer in layers) if all(layer.loss_rows for layer in layers) else 0,
         needed_s=max(layer.needed_s for layer in layers),
         forward_s=max(layer.forward_s for layer in layers),
         backward_s=max(layer.backward_s for layer in layers),

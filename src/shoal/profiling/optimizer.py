@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,23 +21,33 @@ _MOST_ELEMENTS = 16_000_000  # 64 MB of float32: beyond every cache, and still s
 _PASSES = 5  # over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
 
 
-def optimizer_seconds(optimizers: Iterable[Optimizer]) -> float:
-    """Seconds that one step of all of them takes. All ranks call this at the same time."""
-    return sum(_seconds(optimizer) for optimizer in optimizers)
+@dataclass(frozen=True)
+class OptimizerCost:
+    """What a step of some optimizers takes, and what they keep."""
+
+    seconds: float
+    state_bytes: float
+
+    @classmethod
+    def of(cls, optimizers: Iterable[Optimizer]) -> OptimizerCost:
+        """Of all of them together. All ranks call this at the same time."""
+        costs = [_cost(optimizer) for optimizer in optimizers]
+        return cls(sum(cost.seconds for cost in costs), sum(cost.state_bytes for cost in costs))
 
 
-def _seconds(optimizer: Optimizer) -> float:
+def _cost(optimizer: Optimizer) -> OptimizerCost:
     groups, share = _scratch(optimizer)
     tensors = [parameter for group in groups for parameter in group["params"]]
     if not tensors:
-        return 0.0
+        return OptimizerCost(0.0, 0.0)
     clock = Clock(tensors[0].device)
     try:
         copy = type(optimizer)(groups, **_options(optimizer))
-        measured = clock.usual(copy.step)
+        measured, kept = clock.usual(copy.step), copy.state.values()
     except Exception:  # it needs a closure, other arguments, sparse gradients … : whatever it is, its cost is memory
-        measured = _PASSES * _copy_seconds(tensors, clock)
-    return measured / share
+        measured, kept = _PASSES * _copy_seconds(tensors, clock), optimizer.state.values()
+    state_bytes = sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
+    return OptimizerCost(measured / share, state_bytes / share)
 
 
 def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:

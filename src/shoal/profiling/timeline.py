@@ -71,6 +71,7 @@ class Watched:
     calls: int
     elements: int  # of its outputs, over all calls
     activation_bytes: int
+    input_grad: bool  # something it was called with takes a gradient
     needed_s: float  # from the start of forward until it is first called
     forward_s: float
     backward_s: float
@@ -128,6 +129,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
                 calls=watch.calls[layer.name],
                 elements=watch.elements[layer.name],
                 activation_bytes=watch.activation_bytes[layer.name],
+                input_grad=layer.name in watch.input_grad,
                 needed_s=clock.seconds(start, watch.entered[layer.name]) if layer.name in watch.entered else 0.0,
                 forward_s=forward_s[layer.name],
                 backward_s=backward_s[layer.name],
@@ -174,6 +176,7 @@ class _Watch:
         self.calls: dict[str, int] = defaultdict(int)
         self.elements: dict[str, int] = defaultdict(int)
         self.activation_bytes: dict[str, int] = defaultdict(int)
+        self.input_grad: set[str] = set()
 
     def attach(self, layer: Layer, hooks: ExitStack) -> None:
         def enter(module: nn.Module, args: Any) -> None:
@@ -182,6 +185,8 @@ class _Watch:
                 mark = self.clock.mark()
                 self.entered.setdefault(layer.name, mark)
                 self.forward_log.append((mark, layer.name))
+                if not args or any(tensor.requires_grad for tensor in tensors_in(args)):
+                    self.input_grad.add(layer.name)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             outputs = list(tensors_in(output))

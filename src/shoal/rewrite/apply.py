@@ -26,8 +26,17 @@ from shoal.core.registry import found, named
 from shoal.profiling.identity import Layer, model_digest, trainable_layers
 
 
-def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0, buckets: Buckets | None = None) -> list[Transfer]:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    comm: Comm,
+    servers: int = 0,
+    buckets: Buckets | None = None,
+    boundary: Comm | None = None,
+) -> list[Transfer]:
     """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
+
+    A plan that cuts layers over the ranks needs a channel for their `boundary`.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
@@ -36,7 +45,7 @@ def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0, buckets: B
     align(model, comm)
     before = _identity(model)
     transfers: list[Transfer] = []
-    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets)):
+    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets, boundary)):
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
         transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, label(number, site))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
@@ -44,30 +53,34 @@ def apply(model: nn.Module, plan: Plan, comm: Comm, servers: int = 0, buckets: B
 
 
 def places(
-    model: nn.Module, plan: Plan, rank: int, servers: int = 0, buckets: Buckets | None = None
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    servers: int = 0,
+    buckets: Buckets | None = None,
+    boundary: Comm | None = None,
 ) -> list[tuple[Site, Place]]:
     """The plan's sites, in order, and where in the model each is."""
     layers, buckets = {layer.name: layer for layer in trainable_layers(model)}, buckets or Buckets()
     owners = plan.owners({name: list(layer.parameters) for name, layer in layers.items()})
-    return [
-        (
-            site,
-            Place(
-                layers={name: layers[name].module for name in site.layers},
-                parameters={name: parameters[name] for name in spans or parameters},
-                spans=spans,
-                rank=rank,
-                ranks=plan.ranks,
-                servers=servers,
-                stale=plan.staleness != 0,
-                buckets=buckets,
-                owners=owners,
-            ),
+
+    def place(site: Site) -> Place:
+        parameters = {p: value for name in site.layers for p, value in layers[name].parameters.items()}
+        spans = _spans(site, parameters)
+        return Place(
+            layers={name: layers[name].module for name in site.layers},
+            parameters={name: parameters[name] for name in spans or parameters},
+            spans=spans,
+            rank=rank,
+            ranks=plan.ranks,
+            servers=servers,
+            stale=plan.staleness != 0,
+            buckets=buckets,
+            owners=owners,
+            comm=boundary,
         )
-        for site in sites(plan, layers)
-        for parameters in [{p: value for name in site.layers for p, value in layers[name].parameters.items()}]
-        for spans in [_spans(site, parameters)]
-    ]
+
+    return [(site, place(site)) for site in sites(plan, layers)]
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
@@ -151,6 +164,11 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
     kinds = found(strategies, Strategy)
     bucketed = {name for name, kind in kinds.items() if kind.bucketed}
     return list(plan.sites(nbytes, bucketed, {name for name in bucketed if kinds[name].owns}))
+
+
+def cuts(plan: Plan) -> bool:
+    """Whether any layer is cut over the ranks."""
+    return any(named(strategies, Strategy, choice.strategy).cuts for choice in plan.choices)
 
 
 def carriers(strategy: Strategy) -> list[str]:

@@ -11,17 +11,14 @@ Copies and pickles of either are plain parameters. Guarded by tests/equivalence/
 
 from __future__ import annotations
 
-import inspect
 import sys
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from shoal.core.pieces import local_gradient
+from shoal.core.pieces import is_clearing, local_gradient
 
 _KEEPER = "_shoal_keeper"
 _DATA: Any = vars(torch._C.TensorBase)["data"]
@@ -49,7 +46,7 @@ class GuardedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The mean gradient over the global batch: a collective, where the owners still have it to themselves."""
-        if _is_clearing(sys._getframe(1)):
+        if is_clearing(sys._getframe(1)):
             keeper(self).assign(self, None)
         else:
             keeper(self).fetch(self)
@@ -104,14 +101,6 @@ class ComingParameter(GuardedParameter):
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout")
 ) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride}
-
-
-# torch's own functions that look at a gradient only to set it to None: no reason to fetch it.
-_CLEARING = frozenset(inspect.unwrap(method).__code__ for method in (nn.Module.zero_grad, Optimizer.zero_grad))
-
-
-def _is_clearing(caller: FrameType) -> bool:
-    return caller.f_code in _CLEARING and bool(caller.f_locals["set_to_none"])
 
 
 def guard(parameter: nn.Parameter, its_keeper: Keeper) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.core.cut import cut_of, is_cut
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 from shoal.runtime.session import current
@@ -73,7 +74,8 @@ def memory(model: nn.Module) -> Memory:
     parameters = list(model.parameters())
     states = (each.state.get(p, {}) for each in session.optimizers[model] for p in parameters)
     kept = [tensor for transfer in attached.engine.transfers for tensor in transfer.kept()] if attached else []
-    gradients = [gradient for gradient in map(local_gradient, parameters) if gradient is not None]
+    buffers = [cut_of(parameter).buffer for parameter in parameters if is_cut(parameter)]
+    gradients = [tensor for tensor in (*map(local_gradient, parameters), *buffers) if tensor is not None]
     return Memory(
         parameters=_nbytes(parameters),
         gradients=_nbytes([*kept, *gradients]),
@@ -92,7 +94,8 @@ def give_back_freed() -> None:
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of what lies under some tensors, each storage once."""
-    storages = [tensor.detach().untyped_storage() for tensor in tensors]
+    with torch._C.DisableTorchFunctionSubclass():  # of a parameter that is cut, the part's
+        storages = [tensor.detach().untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

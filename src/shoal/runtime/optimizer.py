@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import partial
 from types import MethodType
 from typing import Any, final
 
@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.core.contracts import Comm, OwnedTransfer, Turn
+from shoal.core.cut import is_cut
 from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.profiling.updates import attributes, like, part_of, settings
 from shoal.runtime.engine import Engine
+from shoal.runtime.methods import serve
 from shoal.runtime.orders import OfRank
 from shoal.runtime.owners import Owners, norm
+from shoal.runtime.parts import CutOptimizer, cut_parameters, norms_of_parts
 
 _SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
@@ -59,21 +62,13 @@ def extend(
         return None
     served.append(_Served(engine, owners))
     optimizer.register_step_pre_hook(partial(_check_sent, engine))
+    if cut_parameters(optimizer):
+        serve(optimizer, CutOptimizer(optimizer))
     if owners is None:
         return None
     owned = OwnedOptimizer(optimizer, owners, number)
-    owned.take_state()
-    for name in ("step", "state_dict", "load_state_dict"):
-        _replace(optimizer, name, getattr(owned, name))
-    optimizer.__dict__["__getstate__"] = _refuse_copy
+    serve(optimizer, owned)
     return owned
-
-
-def _refuse_copy() -> None:
-    raise UsageError(
-        "this optimizer's state is with its owners, so a copy or pickle of it would lose it",
-        do="save optimizer.state_dict(), called on every rank, and load it into a new optimizer",
-    )
 
 
 def _check_sent(engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -91,17 +86,6 @@ def _accumulate(served: Sequence[_Served], optimizer: Optimizer) -> Iterator[Non
         for each in served:
             stack.enter_context(each.engine.accumulating())
         yield
-
-
-def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> None:
-    """Put `method(original, *args)` in a method's place: bound, as torch's schedulers expect."""
-    original = getattr(optimizer, name)
-
-    def replacement(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return method(original, *args, **kwargs)
-
-    update_wrapper(replacement, original)  # a scheduler's mark on `step` is taken along
-    optimizer.__dict__[name] = MethodType(replacement, optimizer)
 
 
 def _clip_grad_norm(
@@ -131,7 +115,9 @@ def _clip_grad_norm(
         each.engine.check_sent()
     all_owners = [each.owners for each in served if each.owners is not None]
     here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
-    norms = [norm([gradient], norm_type) for gradient in here]
+    whole = [p for p in parameters if not is_cut(p)]
+    norms = [norm([gradient], norm_type) for gradient in map(local_gradient, whole) if gradient is not None]
+    norms += norms_of_parts([p for p in parameters if is_cut(p)], norm_type)
     for owners in all_owners:
         norms += owners.norms(parameters, norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
@@ -156,25 +142,9 @@ class OwnedOptimizer:
         self._updates = {transfer: Update(like(optimizer), transfer) for transfer in owners.transfers}
         self._whole: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups from which owned ones are taken
 
-    def step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
-        """Capture, send off, and leave what nobody owns to the original."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def check_sent(self) -> None:
+        """Raise UsageError where gradients are only this rank's own."""
         self._owners.check_sent()
-        optimizer = self._optimizer
-        last = optimizer.register_step_pre_hook(lambda *_: self._send_off())  # hooks before it may clip, or edit groups
-        first = optimizer.register_step_post_hook(lambda *_: self._restore())
-        hooks = optimizer._optimizer_step_post_hooks
-        hooks.update({key: hooks.pop(key) for key in list(hooks) if key != first.id})  # behind it, in their order
-        try:
-            result = original()
-        finally:
-            self._restore()
-            first.remove()
-            last.remove()
-        return result if closure is None else loss
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form, on every rank."""
@@ -214,7 +184,7 @@ class OwnedOptimizer:
         self._owners.settle()
         return sum(update.state_bytes() for update in self._updates.values())
 
-    def _send_off(self) -> None:
+    def open(self) -> None:
         """Have the owned parameters updated, and take them out of the groups while the original updates the rest."""
         groups = self._optimizer.param_groups
         group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
@@ -235,7 +205,8 @@ class OwnedOptimizer:
         for group, parameters in self._whole:
             group["params"] = [p for p in parameters if p not in group_of]
 
-    def _restore(self) -> None:
+    def close(self) -> None:
+        """Put the owned parameters back into their groups."""
         for group, parameters in self._whole:
             group["params"] = parameters
         self._whole = []

@@ -38,7 +38,7 @@ from shoal.planner.search import LANES, repredicted, search
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_paces, probe_pack
-from shoal.rewrite.apply import apply, check_served, label, places
+from shoal.rewrite.apply import apply, check_served, cuts, label, places
 from shoal.runtime import feed
 from shoal.runtime.engine import Engine
 from shoal.runtime.memory import give_back_freed
@@ -67,6 +67,7 @@ def parallelize(
     staleness: int | None = 0,
     memory: str = "fast",
     placement: str | dict[str, int] = "balanced",
+    memory_limit: float | None = None,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all ranks as one.
 
@@ -93,6 +94,8 @@ def parallelize(
         placement: who owns what in layers that have owners: "balanced" (equal shares of bytes, parameters are cut),
             "round-robin" or "hash" (whole parameters, to the servers where there are any), or a rank by dotted layer or
             parameter name or glob, as {"head.*": 0}; those layers are then given to owners, the rest is balanced.
+        memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets and optimizer state;
+            layers are given to owners, or cut over the ranks, until they are kept. `shoal.memory` tells what is held.
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
@@ -104,7 +107,7 @@ def parallelize(
     """
     session = current()
     comm = session.comm
-    asked = Request(plan, pins, strategies, count, staleness, memory, placement)
+    asked = Request(plan, pins, strategies, count, staleness, memory, placement, memory_limit)
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
     optimizers = listed(optimizer)
@@ -122,7 +125,8 @@ def parallelize(
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
     buckets = Buckets(memory)
-    transfers = apply(model, chosen, comm, len(cluster.servers), buckets)
+    boundary = comm.channel(f"model{len(session.attached)}-boundary") if cuts(chosen) else None
+    transfers = apply(model, chosen, comm, len(cluster.servers), buckets, boundary)
     engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets)
     extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
@@ -187,11 +191,12 @@ def plan(
     pins: Mapping[str, str] | None = None,
     strategies: Iterable[str] | None = None,
     placement: str | dict[str, int] = "balanced",
+    memory_limit: float | None = None,
 ) -> Plan:
     """Plan without changing anything. With a `cluster` it needs no network; without, it measures the session's.
 
     Args:
-        model, loss_fn, optimizer, sample, pins, strategies, placement: as for `parallelize`.
+        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit: as for `parallelize`.
         cluster: the ranks and links to plan for.
 
     Raises:
@@ -200,7 +205,12 @@ def plan(
     comm = ranks() if cluster else current().comm
     profile = profile_model(model, loss_fn, listed(optimizer), sample, comm)
     where = cluster or measured_cluster(current())
-    return from_first(comm, lambda: search(profile, where, pins=pins, strategies=strategies, placement=placement))
+    return from_first(
+        comm,
+        lambda: search(
+            profile, where, pins=pins, strategies=strategies, placement=placement, memory_limit=memory_limit
+        ),
+    )
 
 
 def shard(loader: DataLoader[T]) -> DataLoader[T]:
@@ -270,6 +280,7 @@ def _chosen(
             placement=asked.placement,
             stale=stale,
             memory=asked.memory,
+            memory_limit=asked.memory_limit,
         )
         return replace(made, staleness=asked.staleness)
     check_served(given, profile, cluster)

@@ -36,6 +36,7 @@ class Request:
     staleness: int | None
     memory: str
     placement: Placement
+    memory_limit: float | None = None
 
 
 def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session) -> Plan | None:
@@ -47,6 +48,9 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
     if asked.memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))
         raise UsageError("there is no such way to use memory", got=repr(asked.memory), expected=expected)
+    limit = asked.memory_limit
+    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        raise UsageError("memory_limit is a number of bytes", got=repr(limit), do="give for instance 2e9, or None")
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
     servers = len(session.servers.hosts) if session.servers else 0
@@ -61,6 +65,8 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
         raise PlanError("there are both a plan and a staleness", do="write the staleness into the plan")
     if asked.placement != BALANCED:
         raise PlanError("there are both a plan and a placement", do="write the placement into the plan")
+    if asked.memory_limit is not None:
+        raise PlanError("there are both a plan and a memory_limit", do='let plan="auto" make one that keeps it')
     plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
     if not isinstance(plan, Plan):
         raise PlanError(
@@ -155,6 +161,7 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list
         "count": "none" if asked.count is None else "a function",
         "staleness": "unbounded" if asked.staleness is None else asked.staleness,
         "memory": asked.memory,
+        "memory_limit": asked.memory_limit,
         "placement": _in_order(asked.placement),
         **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
     }

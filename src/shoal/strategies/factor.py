@@ -16,7 +16,6 @@ Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broad
 
 from __future__ import annotations
 
-import copyreg
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, final
@@ -30,6 +29,7 @@ from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
+from shoal.strategies.copies import plain
 
 _HEADER_BYTES = 8  # the number of rows, to every peer
 _ID_BYTES = 8
@@ -298,12 +298,6 @@ def _accumulator(parameter: Tensor) -> Any:
     return function.next_functions[0][0]
 
 
-def _plain(module: nn.Module, kind: type[nn.Module]) -> tuple[Any, ...]:
-    """How to copy or pickle a served layer: as torch's own, so that whoever loads it needs no shoal."""
-    state = {name: value for name, value in vars(module).items() if name != _SLOT}
-    return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
-
-
 class _LinearFunction(torch.autograd.Function):
     """F.linear whose weight gradient is left to a transfer."""
 
@@ -353,7 +347,7 @@ class FactorLinear(nn.Linear):
         return "Linear"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _plain(self, nn.Linear)
+        return plain(self, nn.Linear, _SLOT)
 
 
 class FactorEmbedding(nn.Embedding):
@@ -372,4 +366,4 @@ class FactorEmbedding(nn.Embedding):
         return "Embedding"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _plain(self, nn.Embedding)
+        return plain(self, nn.Embedding, _SLOT)

@@ -1,0 +1,277 @@
+"""A parameter cut over the ranks: its memory is this rank's part, and whoever looks at it sees the whole.
+
+    the layer, and optimizer.step()   work on the part                                        (`opened`)
+    torch functions, printing, saving the whole, gathered: a collective, every rank calls it  (`Cut.whole`)
+    `.grad`                           the whole gradient, gathered; what is done to it in place counts
+    `clamp_`, `copy_` and their like  each rank does it to its part
+    anything else in place            an error
+
+Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged weights, clipping and
+penalties are what they are in one process; the price is that every rank takes part in them.
+Guarded by tests/equivalence/test_cut.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.core.contracts import Comm
+from shoal.core.errors import UsageError
+from shoal.core.pieces import is_clearing, local_gradient, set_local_gradient
+
+_CUT = "_shoal_cut"
+
+
+@final
+class Cut:
+    """How a parameter is cut: of dimension `dim` rank r has `sizes[r]`, in rank order."""
+
+    def __init__(self, name: str, whole: Tensor, dim: int, sizes: Sequence[int], comm: Comm) -> None:
+        self.name = name
+        self.comm = comm
+        self.like = torch.empty_like(whole, device="meta", memory_format=torch.contiguous_format)
+        self.buffer: Tensor | None = None  # a gradient's memory, kept from one backward to the next
+        self._dim, self._sizes = dim, list(sizes)
+        self._seen: Tensor | None = None  # the whole gradient as somebody saw it,
+        self._its_part: Tensor | None = None  # of which the local gradient is a view,
+        self._version = 0  # and when
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the whole's shape; a view."""
+        part: Tensor = whole.split(self._sizes, self._dim)[self.comm.rank]
+        return part
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Every rank's part, put together (a collective)."""
+        self.comm.numbers([part.numel()] * self.comm.size, f"whole of {self.name}")
+        pieces = []
+        for size in self._sizes:
+            shape = list(self.like.shape)
+            shape[self._dim] = size
+            pieces.append(part.new_empty(shape))
+        self.comm.all_to_all(pieces, [part.contiguous()] * len(pieces))
+        return torch.cat(pieces, self._dim)
+
+    def mean(self, wholes: Tensor) -> Tensor:
+        """This rank's part of the mean of every rank's tensor (a collective)."""
+        self.comm.numbers([wholes.numel()] * self.comm.size, f"mean of {self.name}")
+        outgoing = [piece.contiguous() for piece in wholes.split(self._sizes, self._dim)]
+        incoming = [torch.empty_like(self.part(wholes), memory_format=torch.contiguous_format) for _ in outgoing]
+        self.comm.all_to_all(incoming, outgoing)
+        return torch.stack(incoming).mean(0)
+
+    def gradient(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """The whole gradient (a collective, unless it was seen and has not changed); `.grad` here is a view of it."""
+        if self._seen is None or local is not self._its_part or self._seen._version != self._version:
+            self._show(parameter, self.whole(local))
+        assert self._seen is not None
+        return self._seen
+
+    def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
+        """From here on this is the gradient."""
+        if whole is None:
+            self._seen = self._its_part = None
+            set_local_gradient(parameter, None)
+        else:
+            self._show(parameter, whole)
+
+    def _show(self, parameter: Tensor, whole: Tensor) -> None:
+        self._seen, self._its_part = whole, self.part(whole)
+        set_local_gradient(parameter, self._its_part)
+        self._version = whole._version
+
+
+class CutParameter(nn.Parameter):
+    """A parameter of which this rank has a part."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The mean gradient over the global batch, of the whole parameter: a collective."""
+        local = local_gradient(self)
+        if local is None or is_clearing(sys._getframe(1)):
+            return local
+        return cut_of(self).gradient(self, local)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        cut_of(self).assign(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        cut_of(self).assign(self, None)
+
+    @property
+    def data(self) -> Tensor:
+        """Refused: what is done to it would be done to a copy."""
+        raise _refused(self, ".data")
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise _refused(self, ".data = …")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        subject = args[0] if args and isinstance(args[0], CutParameter) else None
+        if func in _OF_AUTOGRAD or (subject is not None and func in _OF_THE_PART):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if subject is not None and func in _OF_THE_SHAPE:
+            return func(cut_of(subject).like, *args[1:], **kwargs)
+        if subject is not None and name in _ELEMENTWISE:
+            return _on_parts(func, subject, args[1:], kwargs)
+        if _changes(name):
+            first = args[:1] or kwargs
+            written = next((leaf for leaf in pytree.tree_leaves(first) if isinstance(leaf, CutParameter)), None)
+            if written is not None:
+                raise _refused(written, name)
+        return func(*_wholes(args), **_wholes(kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        copy = memo[id(self)] = nn.Parameter(cut_of(self).whole(part_of(self)), self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(cut_of(self).whole(part_of(self)), self.requires_grad).__reduce_ex__(protocol)
+
+
+def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
+    """Leave this rank its part of a parameter, in place: the object stays, the memory of the rest is given back."""
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.data = its_cut.part(parameter.data).clone(memory_format=torch.contiguous_format)
+    if gradient is not None:
+        parameter.grad = its_cut.part(gradient).clone(memory_format=torch.contiguous_format)
+    parameter.__dict__[_CUT] = its_cut
+    parameter.__class__ = CutParameter
+
+
+def cut_of(parameter: Tensor) -> Cut:
+    """How a parameter is cut."""
+    its_cut: Cut = parameter.__dict__[_CUT]
+    return its_cut
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether it is one of those."""
+    return _CUT in vars(parameter)
+
+
+def part_of(parameter: Tensor) -> Tensor:
+    """This rank's part, outside of autograd."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach()
+
+
+@contextmanager
+def opened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, those that are cut are ordinary parameters: the parts."""
+    parts = [parameter for parameter in parameters if is_cut(parameter)]
+    for parameter in parts:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for parameter in parts:
+            parameter.__class__ = CutParameter
+
+
+class _Whole(torch.autograd.Function):
+    """The whole, from every rank's part; back goes the mean over ranks of what each has for this part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, its_cut: Cut) -> Tensor:
+        ctx.cut = its_cut
+        return its_cut.whole(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.mean(grad), None
+
+
+def _wholes(values: Any) -> Any:
+    """The values with the whole in place of every cut parameter."""
+
+    def whole(leaf: Any) -> Any:
+        if not isinstance(leaf, CutParameter):
+            return leaf
+        with torch._C.DisableTorchFunctionSubclass():
+            return _Whole.apply(leaf, cut_of(leaf))  # type: ignore[no-untyped-call]
+
+    return pytree.tree_map(whole, values)
+
+
+def _on_parts(func: Callable[..., Any], subject: CutParameter, others: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    """An element-wise function in place, of the part and the same part of every other tensor of the whole's shape."""
+    its_cut = cut_of(subject)
+
+    def part(leaf: Any) -> Any:
+        if isinstance(leaf, CutParameter):
+            return part_of(leaf) if leaf.shape == subject.shape else leaf
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return its_cut.part(leaf.expand(its_cut.like.shape))
+        return leaf
+
+    others, kwargs = pytree.tree_map(part, (tuple(others), dict(kwargs)))
+    with torch._C.DisableTorchFunctionSubclass():
+        func(subject, *others, **kwargs)
+    return subject
+
+
+def _changes(name: str) -> bool:
+    """Whether a function of that name may change its first argument, or hangs something on it."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or (name.startswith(("register_", "__i", "__set")) and name != "__int__")
+
+
+def _refused(parameter: Tensor, what: str) -> UsageError:
+    its_cut = cut_of(parameter)
+    return UsageError(
+        f"{what} on parameter {its_cut.name}, of which every rank has a part, would not reach the others",
+        where=f"rank {its_cut.comm.rank} of {its_cut.comm.size}",
+        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}; or pin the layer to replicate",
+    )
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+# What each rank may do to its part by itself.
+_ELEMENTWISE = frozenset(
+    ("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "lerp_")
+)
+# What looks for the accumulator, which is the part's.
+_OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
+# What the part knows as well as the whole.
+_OF_THE_PART = frozenset(
+    {
+        *map(_getter, ("dtype", "device", "requires_grad", "is_leaf", "layout", "is_cuda", "_version", "grad_fn")),
+        *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
+        *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "itemsize")),
+        Tensor.requires_grad_,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.element_size,
+    }
+)
+# What follows from the shape of the whole.
+_OF_THE_SHAPE = frozenset(
+    {
+        *map(_getter, ("shape", "ndim", "nbytes")),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.stride,
+        Tensor.is_contiguous,
+        Tensor.__len__,
+    }
+)

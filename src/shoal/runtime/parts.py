@@ -1,0 +1,98 @@
+"""What parallelize adds to an optimizer of parameters that are cut over the ranks: it updates this rank's parts.
+
+    optimizer.step()            the parameters are the parts for as long as the original runs, inside its hooks
+    optimizer.state_dict()      in one-process form: every rank's parts put together (a collective)
+    optimizer.load_state_dict() takes that form, and keeps this rank's parts
+
+A part's update is the same part of the whole's update, or the layer would not have been cut (profiling/updates.py).
+Guarded by tests/equivalence/test_cut.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.core.contracts import Comm
+from shoal.core.cut import Cut, cut_of, is_cut, opened, part_of
+from shoal.core.pieces import local_gradient
+from shoal.profiling.updates import part_of as state_of_part
+from shoal.runtime.owners import norm
+
+
+def cut_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Those of its parameters that are cut over the ranks."""
+    return [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
+
+
+def norms_of_parts(parameters: list[nn.Parameter], order: float) -> list[Tensor]:
+    """The norm of every rank's parts of those parameters' gradients, in rank order (a collective)."""
+    by_comm: dict[Comm, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = local_gradient(parameter)
+        here = by_comm.setdefault(cut_of(parameter).comm, [])
+        if gradient is not None and gradient.numel():
+            here.append(gradient)
+    norms: list[Tensor] = []
+    for comm, gradients in by_comm.items():
+        mine = norm(gradients, order)
+        everyone = [torch.empty_like(mine) for _ in range(comm.size)]
+        comm.all_gather(everyone, mine)
+        norms += everyone
+    return norms
+
+
+@final
+class CutOptimizer:
+    """The methods that take the place of the optimizer's own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._open = ExitStack()
+
+    def check_sent(self) -> None:
+        """Nothing of it is ever this rank's own."""
+
+    def open(self) -> None:
+        """Let cut parameters be the parts."""
+        self._open.enter_context(opened(cut_parameters(self._optimizer)))
+
+    def close(self) -> None:
+        """Let them be wholes again."""
+        self._open.close()
+
+    def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state in one-process form, on every rank."""
+        state = self._optimizer.state
+        parts: dict[Tensor, Any] = {p: state[p] for p in cut_parameters(self._optimizer) if p in state}
+        state.update({p: _whole(cut_of(p), part_of(p), its) for p, its in parts.items()})
+        try:
+            return original()
+        finally:
+            state.update(parts)
+
+    def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
+        """Take a state in one-process form."""
+        original(state_dict)
+        self.take_state()
+
+    def take_state(self) -> None:
+        """Keep the parts of what the optimizer holds for wholes."""
+        state = self._optimizer.state
+        for parameter in cut_parameters(self._optimizer):
+            if parameter in state:
+                its_cut = cut_of(parameter)
+                state[parameter] = state_of_part(state[parameter], its_cut.like, its_cut.part)
+
+
+def _whole(its_cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A part's state with the whole of every tensor of its shape."""
+    return {
+        name: its_cut.whole(value) if isinstance(value, Tensor) and value.shape == part.shape else value
+        for name, value in state.items()
+    }

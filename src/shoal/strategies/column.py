@@ -1,0 +1,45 @@
+"""Column: each rank has N/P of a linear layer's outputs, and computes them for the rows of all ranks.
+
+    forward     gather x: K·M·s·(P−1) sent          give the rows their columns: K·N·s·(P−1)/P
+    backward    get their columns' dy: as much      give dx back, summed where the rows are: K·M·s·(P−1)
+
+A rank sends 2·K·(M·(P−1) + N·(P−1)/P)·s in a step, on the critical path, instead of 2·M·N·s·(P−1)/P that may hide;
+weight, gradient, update and optimizer state are divided by P. dx is not computed where x takes no gradient.
+Reference: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, section 4; Shoeybi et
+al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from shoal.comm.boundary import Rows
+from shoal.core.cost import Traffic
+from shoal.core.facts import LayerProfile, Topology
+from shoal.strategies.cutting import CutStrategy, counts, move
+
+
+@final
+class Column(CutStrategy):
+    """Cuts a linear layer by its outputs."""
+
+    name = "column"
+    dim = 0
+
+    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
+        return rows.gathered(x, scale=len(widths))
+
+    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return rows.to_rows(product, widths, scale=1 / len(widths)).view(*shape)
+
+    def moved(
+        self, layer: LayerProfile, widths: Sequence[int], topology: Topology
+    ) -> tuple[list[Traffic], list[Traffic]]:
+        row_bytes = layer.rows * layer.parameters[0].itemsize
+        x = move(topology, lambda source, to: row_bytes * layer.inputs)
+        y = move(topology, lambda source, to: row_bytes * widths[source])
+        dy = move(topology, lambda source, to: row_bytes * widths[to])
+        return [counts(layer, topology), x, y], [dy, x] if layer.input_grad else [dy]

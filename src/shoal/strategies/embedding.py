@@ -1,0 +1,164 @@
+"""Embedding: each rank has V/P rows of a table, and gives the others those that they ask for.
+
+    forward     1  16 bytes tell each peer how many of its rows are wanted; each id once: 8 bytes to the row's rank
+                2  the rows come back: D·s each, to be spread over the ids
+    backward    3  each row's gradients, added up, go to its rank: D·s; they become the dense gradient of its part
+
+With U different ids a rank sends about U·(8 + 2·D·s)·(P−1)/P, a function of the ids, instead of 2·V·D·s·(P−1)/P;
+table, gradient, update and optimizer state are divided by P. The gradient is dense, as in one process: momentum moves
+rows that nobody looked up. It lies in a buffer of its own, of which a step writes the rows that it touches. Main
+threads wait for these messages: they hide under nothing.
+Reference: Naumov et al., "Deep Learning Recommendation Model", 2019, section 4 (tables over ranks, all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.boundary import call_of, dealt
+from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
+from shoal.core.cost import Cost, total
+from shoal.core.cut import Cut, cut, cut_of, part_of
+from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
+from shoal.strategies.copies import plain
+from shoal.strategies.cutting import counts, move, refused
+
+_ID_BYTES = 8
+_SLOT = "_cut_embedding"  # where a served layer keeps what runs it
+
+
+@final
+class EmbeddingRows(Strategy):
+    """Cuts an nn.Embedding by its rows."""
+
+    name = "embedding"
+    cuts = True
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        return refused(layer, "Embedding", layer.inputs, "rows", cluster)
+
+    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+        (layer,) = layers
+        sizes, topology = cut_sizes(layer.inputs, cluster.size), cluster.topology
+        row_bytes = layer.outputs * layer.parameters[0].itemsize
+        of_rank = [layer.distinct * size / layer.inputs for size in sizes]  # ids, taken to be anywhere in the table
+        ids = move(topology, lambda source, to: of_rank[to] * _ID_BYTES)
+        rows = move(topology, lambda source, to: of_rank[source] * row_bytes)
+        slopes = move(topology, lambda source, to: of_rank[to] * row_bytes)
+        forward = total([counts(layer, topology), ids, rows])
+        part = sizes[0] / layer.inputs
+        return Cost(
+            total([forward, slopes]),
+            cluster.pace("direct"),  # its messages are `direct`'s
+            backward_s=-min(layer.own_product_s, layer.backward_s) + layer.product_s_per_row * layer.rows,
+            memory_bytes=part * layer.nbytes,
+            awaited=(forward, slopes),
+            held=part,
+        )
+
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
+        ((name, module),) = place.layers.items()
+        if type(module) is not nn.Embedding:
+            raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
+        assert place.comm is not None and isinstance(module.weight, nn.Parameter)
+        sizes = cut_sizes(module.num_embeddings, place.ranks)
+        cut(module.weight, Cut(f"{name}.weight", module.weight, 0, sizes, place.comm))
+        module.__class__ = CutEmbedding
+        module.__dict__[_SLOT] = _Table(name, module, sizes, place.comm)
+        return []
+
+
+@final
+class _Table:
+    """Runs an embedding of whose table this rank has a part."""
+
+    def __init__(self, name: str, module: nn.Embedding, sizes: Sequence[int], comm: Comm) -> None:
+        self._name = name
+        self.weight, self._comm, self._rows = module.weight, comm, sum(sizes)
+        self._starts = list(accumulate(sizes, initial=0))
+        padding, mine = module.padding_idx, range(*self._starts[comm.rank : comm.rank + 2])
+        self._padding = mine.index(padding) if padding is not None and padding in mine else None
+        self._cut = cut_of(module.weight)  # whose buffer is the gradient,
+        self._touched: list[Tensor] = []  # with these rows that are not zero,
+        self._version = 0  # if it is as it was left then
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The rows of these ids."""
+        comm, starts = self._comm, self._starts
+        distinct, place = torch.unique(ids.long(), return_inverse=True)  # ascending: each rank's together
+        if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._rows:
+            raise IndexError(f"an id is not one of the table's {self._rows} rows")
+        ends = torch.searchsorted(distinct, torch.tensor(starts, device=ids.device))
+        wanted = ends.diff().tolist()
+        theirs = comm.numbers(wanted, call_of(self._name))
+        local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
+        with torch._C.DisableTorchFunctionSubclass():  # the part itself
+            found = _Found.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
+        return F.embedding(place, dealt(found, comm, theirs, wanted, scale=1 / comm.size))
+
+    def add(self, ids: Tensor, grad: Tensor) -> None:
+        """Add gradients of some of this rank's rows to its dense one."""
+        if self._padding is not None:
+            grad = grad.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
+        target = local_gradient(self.weight)
+        if target is None:
+            target = self._cleared()
+            set_local_gradient(self.weight, target)
+        target.index_add_(0, ids, grad.to(target.dtype))
+        if target is self._cut.buffer:
+            self._touched.append(ids)
+            self._version = target._version
+
+    def _cleared(self) -> Tensor:
+        """A dense gradient of zeros: the last one, if it is not in use, where only the rows it has are cleared."""
+        buffer = self._cut.buffer
+        if buffer is None:
+            buffer = self._cut.buffer = torch.zeros_like(part_of(self.weight))
+        elif buffer._version == self._version:
+            for ids in self._touched:
+                buffer.index_fill_(0, ids, 0.0)
+        else:  # somebody has changed it
+            buffer.zero_()
+        self._touched.clear()
+        return buffer
+
+
+class _Found(torch.autograd.Function):
+    """Rows of this rank's part, whose gradient is not made anew: most of it would be zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, part: Tensor, table: _Table) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table = table
+        return F.embedding(ids, part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.table.add(*ctx.saved_tensors, grad)
+        return None, None, None
+
+
+class CutEmbedding(nn.Embedding):
+    """An nn.Embedding that is cut over the ranks. Same parameters, names and repr; a copy of it is an ordinary one."""
+
+    _cut_embedding: _Table | None = None
+
+    @torch.compiler.disable
+    def forward(self, input: Tensor) -> Tensor:
+        table = self._cut_embedding
+        if table is None or self.weight is not table.weight:  # functional_call gives it others
+            return super().forward(input)
+        return table.look_up(input)
+
+    def _get_name(self) -> str:
+        return "Embedding"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return plain(self, nn.Embedding, _SLOT)

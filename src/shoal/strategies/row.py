@@ -1,0 +1,43 @@
+"""Row: each rank has the weights of M/P of a linear layer's inputs, and computes their part of all ranks' outputs.
+
+    forward     get x's columns of all rows: K·M·s·(P−1)/P     sum the products where the rows are: K·N·s·(P−1)
+    backward    gather dy: K·N·s·(P−1)                         give the rows their columns of dx: K·M·s·(P−1)/P
+
+What `column` is for layers of many inputs and few outputs. The bias is cut by outputs; each rank adds its own.
+Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from shoal.comm.boundary import Rows
+from shoal.core.cost import Traffic
+from shoal.core.facts import LayerProfile, Topology
+from shoal.strategies.cutting import CutStrategy, counts, move
+
+
+@final
+class Row(CutStrategy):
+    """Cuts a linear layer by its inputs."""
+
+    name = "row"
+    dim = 1
+
+    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
+        return rows.to_columns(x, widths, scale=len(widths))
+
+    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return rows.summed(product, scale=1 / len(widths)).view(*shape)
+
+    def moved(
+        self, layer: LayerProfile, widths: Sequence[int], topology: Topology
+    ) -> tuple[list[Traffic], list[Traffic]]:
+        row_bytes = layer.rows * layer.parameters[0].itemsize
+        x = move(topology, lambda source, to: row_bytes * widths[to])
+        y = move(topology, lambda source, to: row_bytes * layer.outputs)
+        dx = move(topology, lambda source, to: row_bytes * widths[source])
+        return [counts(layer, topology), x, y], [y, dx] if layer.input_grad else [y]

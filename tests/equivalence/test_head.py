@@ -1,0 +1,279 @@
+"""Heads whose logits stay cut: every use of them that needs no gathering, and every other one, as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from one_process import (
+    Training,
+    adamw,
+    assert_same,
+    built,
+    call,
+    cluster_of,
+    features,
+    integers,
+    numbers,
+    on_threads,
+    rows_of,
+    sgd,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.comm.boundary import Rows
+from shoal.comm.logits import CutLogits
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import PlanError, UsageError
+from shoal.runtime.session import using
+
+UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+CLASSES = 11
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+class Speaking(nn.Module):
+    """A language model's head: (rows, tokens, words)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(CLASSES, 6), nn.Linear(6, CLASSES, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(ids)))
+
+
+def spoken() -> list[tuple[Tensor, Tensor]]:
+    batches = []
+    for step in range(5):
+        ids = integers(CLASSES, 12, 5, seed=step)
+        batches.append((ids, ids.masked_fill(integers(3, 12, 5, seed=step + 20) == 0, -100)))
+    return batches
+
+
+WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": F.cross_entropy,
+    "module": nn.CrossEntropyLoss(),
+    "sum": lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y),
+    "none": lambda out, y: F.cross_entropy(out, y, reduction="none").square().mean(),
+    "smoothed": lambda out, y: F.cross_entropy(out, y, label_smoothing=0.2),
+    "weighted": lambda out, y: F.cross_entropy(out, y, WEIGHTS, reduction="none").mean(),
+    "weighted and smoothed": lambda out, y: F.cross_entropy(
+        out, y, WEIGHTS, reduction="none", label_smoothing=0.2
+    ).mean(),
+    "scaled and shifted": lambda out, y: F.cross_entropy((out - 1.5) / 0.7 * 1.1, y),
+    "capped": lambda out, y: F.cross_entropy(torch.tanh(out / 3) * 3, y),
+    "cast": lambda out, y: F.cross_entropy(out.float().to(torch.float64), y),
+    "twice": lambda out, y: F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out * 2, (y + 1) % CLASSES),
+}
+GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_softmax": lambda out, y: F.nll_loss(F.log_softmax(out, -1), y),
+    "squares": lambda out, y: out.square().mean(),
+    "probabilities": lambda out, y: F.cross_entropy(out, F.one_hot(y, CLASSES).to(out.dtype)),
+    "a penalty beside": lambda out, y: F.cross_entropy(out, y) + 1e-2 * torch.logsumexp(out, -1).square().mean(),
+    "other classes": lambda out, y: F.cross_entropy(out[:, 1:], y.clamp(max=CLASSES - 2)),
+}
+
+
+@UNEVEN
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses(loss, uneven):
+    training = Training(model=built(mlp), batches=features(7, CLASSES), loss_fn=LOSSES[loss])
+    assert_same(training, 3, "head", uneven=uneven, within=1e-6 if loss == "cast" else 1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks(ranks, optimizer):
+    assert_same(Training(model=built(mlp), batches=features(7, CLASSES), optimizer=optimizer), ranks, "head")
+
+
+@pytest.mark.parametrize("loss", GATHERED)
+def test_what_the_sample_does_not_show_is_gathered(loss):
+    """The planner saw a plain cross entropy; what comes later is right all the same."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            GATHERED[loss](model(x), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, CLASSES), loop=loop), 3, "head", uneven=True)
+
+
+@pytest.mark.parametrize("loss", [*GATHERED, "mse"])
+def test_a_sample_that_needs_the_logits_is_refused(loss):
+    losses = {**GATHERED, "mse": lambda out, y: F.mse_loss(out, torch.zeros_like(out))}
+
+    def work(comm: ThreadComm) -> None:
+        model = mlp().double()
+        sample = rows_of(features(7, CLASSES)[0], comm.rank, 2)
+        with using(comm, cluster_of(2)):
+            shoal.parallelize(model, losses[loss], sgd(model.parameters()), sample=sample, pins={"2": "head"})
+
+    with pytest.raises(PlanError, match="head cannot serve layer 2: its output does not go into a cross entropy"):
+        on_threads(2, work)
+
+
+SHIFTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flatten": lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+    "shifted": lambda out, y: F.cross_entropy(
+        out[:, :-1, :].contiguous().view(-1, CLASSES), y[:, 1:].contiguous().view(-1)
+    ),
+    "reshaped": lambda out, y: F.cross_entropy(out[..., :-1, :].reshape(-1, out.size(-1)), y[..., 1:].reshape(-1)),
+    "masked": lambda out, y: F.cross_entropy(out[y >= 0], y[y >= 0]),
+    "last token": lambda out, y: F.cross_entropy(out[:, -1], y[:, -1].clamp(min=0)),
+    "transposed": lambda out, y: F.cross_entropy(out.transpose(0, 1).reshape(-1, CLASSES), y.t().reshape(-1)),
+}
+
+
+@UNEVEN
+@pytest.mark.parametrize("loss", SHIFTS)
+def test_tokens(loss, uneven):
+    def count(output: Any, target: Tensor) -> Tensor:
+        kept = {"shifted": target[:, 1:], "reshaped": target[:, 1:], "last token": target[:, -1].clamp(min=0)}
+        return (kept.get(loss, target) != -100).sum()
+
+    training = Training(model=built(Speaking), batches=spoken(), loss_fn=SHIFTS[loss], count=count)
+    assert_same(training, 3, "head", uneven=uneven)
+
+
+class Own(nn.Module):
+    """Computes its loss itself, as language models of libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Speaking()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.inner(ids).float()
+        loss = F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, CLASSES), labels[..., 1:].reshape(-1))
+        return {"loss": loss, "logits": logits}
+
+
+@UNEVEN
+def test_a_loss_inside_the_model(uneven):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, _ in batches:
+            optimizer.zero_grad()
+            call(model, x)["loss"].backward()
+            optimizer.step()
+
+    batches = [({"ids": x, "labels": y}, None) for x, y in spoken()]
+    training = Training(
+        model=built(Own),
+        batches=batches,
+        loss_fn=None,
+        loop=loop,
+        count=lambda output, called_with: (called_with["labels"][..., 1:] != -100).sum(),
+    )
+    assert_same(training, 3, "head", uneven=uneven, within=1e-6)
+
+
+def logits_on(ranks: int, work: Callable[[CutLogits, Tensor], Any]) -> list[Any]:
+    """What `work` returns on each rank, of cut logits and the same logits whole."""
+    whole = numbers(2 * ranks, 3, CLASSES)
+
+    def on_rank(comm: ThreadComm) -> Any:
+        parts = whole.tensor_split(ranks, -1)
+        mine = whole[2 * comm.rank : 2 * comm.rank + 2]
+        rows = Rows(comm, (6,) * ranks)
+        widths = [part.shape[-1] for part in parts]
+        cut = CutLogits.of(parts[comm.rank].reshape(-1, widths[comm.rank]), rows, widths, torch.arange(6).view(2, 3))
+        return work(cut, mine)
+
+    return run(ranks, on_rank, timeout_s=10)
+
+
+PICKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all": lambda out: F.cross_entropy(out.flatten(0, 1), torch.arange(6)),
+    "some": lambda out: F.cross_entropy(out[:, 1], torch.arange(2)),
+    "out of order": lambda out: F.cross_entropy(out.permute(1, 0, 2).reshape(6, -1), torch.arange(6)),
+    "twice": lambda out: F.cross_entropy(out[0][torch.tensor([0, 2, 2])], torch.tensor([1, 2, 3])),
+    "ignored": lambda out: F.cross_entropy(out[1], torch.tensor([1, -7, 3]), WEIGHTS, ignore_index=-7),
+    "one": lambda out: F.cross_entropy(out[1, 2], torch.tensor(4)),
+    "smoothed": lambda out: F.cross_entropy(out[1], torch.tensor([1, -100, 3]), WEIGHTS, label_smoothing=0.3),
+}
+
+
+@pytest.mark.parametrize("loss", PICKS)
+def test_gradients_of_picked_rows(loss):
+    def work(cut: CutLogits, whole: Tensor) -> None:
+        part, rows = cut._part.requires_grad_(), cut._rows
+        whole.requires_grad_()
+        expected, got = PICKS[loss](whole), PICKS[loss](cut)
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+        (expected * (rows.comm.rank + 1)).backward()
+        (got * (rows.comm.rank + 1)).backward()
+        mean = rows.to_rows(part.grad, cut._widths, 1.0) * rows.comm.size
+        torch.testing.assert_close(mean, whole.grad.flatten(0, 1), rtol=1e-12, atol=1e-12)
+
+    logits_on(3, work)
+
+
+def test_the_best_classes_are_found_without_gathering():
+    def work(cut: CutLogits, whole: Tensor) -> None:
+        cut._tell = lambda rows: pytest.fail("gathered")
+        assert torch.equal(cut.argmax(-1), whole.argmax(-1))
+        assert torch.equal(cut[:, 1:].argmax(dim=-1, keepdim=True), whole[:, 1:].argmax(dim=-1, keepdim=True))
+        values, classes = cut.topk(5)
+        assert torch.equal(values, whole.topk(5).values)
+        assert torch.equal(classes, whole.topk(5).indices)
+        assert torch.equal(torch.topk(cut, 2, dim=-1)[1], whole.topk(2).indices)
+
+    logits_on(3, work)
+
+
+def test_everything_else_gathers():
+    def work(cut: CutLogits, whole: Tensor) -> None:
+        assert (cut.shape, cut.dtype, cut.device, len(cut)) == (whole.shape, whole.dtype, whole.device, 2)
+        assert torch.equal(cut.sum(-1), whole.sum(-1))
+        assert torch.equal(torch.softmax(cut, -1), whole.softmax(-1))
+        assert torch.equal(cut[..., 2], whole[..., 2])
+        assert torch.equal(cut.transpose(1, 2), whole.transpose(1, 2))
+        assert torch.equal(cut + whole, whole + whole)
+        assert torch.equal(whole @ cut.mT, whole @ whole.mT)
+        assert torch.equal(cut.argmax(0), whole.argmax(0))
+        assert torch.equal(cut.topk(2, 1).values, whole.topk(2, 1).values)
+        assert str(cut) == str(whole)
+
+    logits_on(3, work)
+
+
+def test_changes_in_place_are_refused():
+    def work(cut: CutLogits, whole: Tensor) -> None:
+        for change in (lambda: cut.mul_(2), lambda: cut.__itruediv__(2), lambda: cut.__setitem__(0, 1.0)):
+            with pytest.raises(UsageError, match="out of place"):
+                change()
+
+    logits_on(2, work)
+
+
+def test_a_target_out_of_range_is_refused():
+    def work(cut: CutLogits, whole: Tensor) -> None:
+        with pytest.raises(IndexError, match=f"not one of {CLASSES} classes"):
+            F.cross_entropy(cut.flatten(0, 1), torch.full((6,), CLASSES))
+
+    logits_on(2, work)
+
+
+def test_bfloat16():
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(model(x), y)
+            assert loss.dtype == torch.float32
+            loss.backward()
+            optimizer.step()
+
+    batches = [(x.float(), y) for x, y in features(7, CLASSES)]
+    assert_same(Training(model=built(mlp, torch.float32), batches=batches, loop=loop), 3, "head", within=2e-2)
