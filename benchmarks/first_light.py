@@ -19,7 +19,7 @@ HOSTS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe at one link rate; steps and rounds fit the time that a DDP step takes there."""
+    """One recipe, of examples/ or by its path from here, at one link rate; few steps where a DDP step is long."""
 
     recipe: str
     rate: str
@@ -30,12 +30,13 @@ class Case:
     @property
     def name(self) -> str:
         """What the result file is called."""
-        return f"{self.recipe}-{self.rate}"
+        return f"{Path(self.recipe).name}-{self.rate}"
 
     def command(self) -> list[str]:
         """The whole command line."""
         python = str(Path(sys.executable))
-        bench = ["bench", f"examples/{self.recipe}.py", "--against", self.against]
+        path = f"benchmarks/{self.recipe}.py" if "/" in self.recipe else f"examples/{self.recipe}.py"
+        bench = ["bench", path, "--against", self.against]
         bench += [
             "--rounds",
             str(self.rounds),
