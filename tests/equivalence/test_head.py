@@ -228,6 +228,7 @@ def test_the_best_classes_are_found_without_gathering():
         assert torch.equal(values, whole.topk(5).values)
         assert torch.equal(classes, whole.topk(5).indices)
         assert torch.equal(torch.topk(cut, 2, dim=-1)[1], whole.topk(2).indices)
+        assert torch.equal(torch.argmax(input=torch.mul(input=cut, other=-1), dim=2), whole.argmin(-1))
 
     logits_on(3, work)
 

@@ -73,7 +73,7 @@ class CutLogits(Tensor):
                     return func(*args, **kwargs)
             if func in _OF_THE_PART:
                 return func(first._part, *args[1:], **kwargs)
-            done = first._cut(func, args[1:], kwargs)
+            done = first._cut(func, args[1:], kwargs if args else {k: v for k, v in kwargs.items() if k != "input"})
             if done is not None:
                 return done
         return func(*_whole(args), **_whole(kwargs))
@@ -174,7 +174,6 @@ class CutLogits(Tensor):
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The best class of each row, or the k best."""
         arguments = dict(zip(("dim", "keepdim") if name == "argmax" else _TOPK, args, strict=False)) | kwargs
-        arguments.pop("input", None)
         dim, keepdim = arguments.pop("dim", None if name == "argmax" else -1), arguments.pop("keepdim", False)
         k = arguments.pop("k", 1)
         if arguments.pop("sorted", True) is not True or arguments.pop("largest", True) is not True or arguments:
