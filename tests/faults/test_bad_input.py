@@ -114,7 +114,7 @@ PLANS = {
     "a placement that is none": Case(PlanError, ("'robin'", "round-robin", "hash"), options=option(placement="robin")),
     "no memory": Case(UsageError, ("memory_limit", "-1", "2e9"), options=option(memory_limit=-1)),
     "too little memory": Case(
-        PlanError, ("limit of memory", "MB a rank at least", "more ranks"), options=option(memory_limit=10)
+        PlanError, ("limit of memory", "memory_limit=10", "bytes a rank", "more ranks"), options=option(memory_limit=10)
     ),
     "a plan beside a limit": Case(PlanError, ("plan and a memory_limit",), options=option(plan=PLAN, memory_limit=1e9)),
     "a placement of nothing": Case(

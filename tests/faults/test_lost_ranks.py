@@ -132,7 +132,7 @@ def launched(case: Case) -> tuple[int, ...]:
         "WHO": str(case.who),
         "AT": case.at,
         "TIMEOUT_S": str(case.timeout_s),
-        "SHOAL_TEST": "1",
+        "SHOAL_TEST": str(os.getpid()),
     }
     job = Job((sys.executable, "-c", TRAIN), len(case.exit_codes), variables, grace_s=15.0 if case.ends else 0.5)
     if case.launcher == "by hand":
@@ -159,7 +159,7 @@ def left_running() -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if b"SHOAL_TEST=1" in path.read_bytes().split(b"\0"):
+            if f"SHOAL_TEST={os.getpid()}".encode() in path.read_bytes().split(b"\0"):
                 found.append(path.parent.name)
         except OSError:
             continue

@@ -10,7 +10,7 @@ A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r
 
 `scale` multiplies what goes back. A parameter's gradient is a mean over ranks, so a cut layer divides by P what comes
 back into it and multiplies by P what leaves it again, instead of a pass over its weights. Each costs at most one
-message to and from every peer, and the counts of rows (`rows_of_all`) 16 bytes each.
+message to and from every peer, and the counts of rows (`rows_of_all`) 80 bytes each.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def rows_of_all(comm: Comm, rows: int, what: str) -> Rows:
 
 def call_of(layer: str) -> str:
     """What messages name a call of a layer: a rank that evaluates alone must not meet others that train."""
-    return f"call of layer {layer} {'with' if torch.is_grad_enabled() else 'without'} gradients"
+    return f"{'training' if torch.is_grad_enabled() else 'evaluation (no_grad)'}, call of layer {layer}"
 
 
 def dealt(x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], scale: float = 1.0) -> Tensor:

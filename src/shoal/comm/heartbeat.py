@@ -55,6 +55,8 @@ class Verdict:
             do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
         do = "see what that rank printed last; start the job again"
+        if "has ended its program" in self.what:
+            do += "; if it was through, this rank does what takes all (cut layers: state_dict() and evaluation, too)"
         return PeerLost(f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank)
 
 

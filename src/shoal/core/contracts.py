@@ -27,6 +27,8 @@ from shoal.core.job import Job, Result
 from shoal.core.pieces import Piece, cut, cut_sizes
 from shoal.core.placement import Owner
 
+_WORDS = 64  # bytes of what ranks tell each other that they do
+
 
 class Pending(Protocol):
     """A send or receive under way."""
@@ -100,23 +102,26 @@ class Comm(ABC):
         _both(*pending)
 
     def numbers(self, mine: Sequence[int], what: str) -> list[int]:
-        """Tell rank r the number `mine[r]`; what every rank told this one. 16 bytes to every other rank.
+        """Tell rank r the number `mine[r]`; what every rank told this one. 80 bytes to every other rank.
 
         Raises:
             RanksDiffer: another rank is about something else than `what`.
         """
-        mark = int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "big", signed=True)
-        told = [torch.empty(2, dtype=torch.int64) for _ in mine]
-        self.all_to_all(told, [torch.tensor([number, mark]) for number in mine])
-        for rank, (_, theirs) in enumerate(told):
-            if theirs != mark:
+        label = hashlib.blake2b(what.encode(), digest_size=8).digest() + what.encode()[:_WORDS].ljust(_WORDS)
+        words = torch.frombuffer(bytearray(label), dtype=torch.int64)
+        told = [torch.empty(1 + len(words), dtype=torch.int64) for _ in mine]
+        self.all_to_all(told, [torch.cat([torch.tensor([number]), words]) for number in mine])
+        for rank, theirs in enumerate(told):
+            if not torch.equal(theirs[1:], words):
+                text = theirs[2:].numpy().tobytes().decode(errors="replace").strip()
                 raise RanksDiffer(
-                    f"rank {rank} does something else than rank {self.rank}, which is at the {what}",
-                    do="on every rank alike, as often: call the model, with or without gradients, read a cut "
-                    "parameter or its gradient, and call state_dict()",
+                    f"rank {rank} does something else than rank {self.rank}",
+                    got=f"rank {rank}: {text}; rank {self.rank}: {what}",
+                    do="where layers are cut, on every rank alike: call the model (also to evaluate) and its "
+                    "state_dict(), read cut parameters and their gradients",
                     rank=rank,
                 )
-        return [int(number) for number, _ in told]
+        return [int(theirs[0]) for theirs in told]
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Give every rank r `inputs[r]`, and get its tensor into `outputs[r]`; empty ones are sent by nobody."""

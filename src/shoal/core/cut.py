@@ -50,7 +50,7 @@ class Cut:
 
     def whole(self, part: Tensor) -> Tensor:
         """Every rank's part, put together (a collective)."""
-        self.comm.numbers([part.numel()] * self.comm.size, f"whole of {self.name}")
+        self.comm.numbers([part.numel()] * self.comm.size, f"reading of {self.name} (state_dict, print, grad)")
         pieces = []
         for size in self._sizes:
             shape = list(self.like.shape)
@@ -61,7 +61,7 @@ class Cut:
 
     def mean(self, wholes: Tensor) -> Tensor:
         """This rank's part of the mean of every rank's tensor (a collective)."""
-        self.comm.numbers([wholes.numel()] * self.comm.size, f"mean of {self.name}")
+        self.comm.numbers([wholes.numel()] * self.comm.size, f"penalty on {self.name}")
         outgoing = [piece.contiguous() for piece in wholes.split(self._sizes, self._dim)]
         incoming = [torch.empty_like(self.part(wholes), memory_format=torch.contiguous_format) for _ in outgoing]
         self.comm.all_to_all(incoming, outgoing)

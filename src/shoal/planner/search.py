@@ -112,9 +112,9 @@ class _Search:
             held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
             raise PlanError(
                 "no plan was found that keeps the limit of memory",
-                got=f"{held / 1e6:.1f} MB a rank at least",
-                expected=f"memory_limit={self._memory_limit / 1e6:.1f} MB" if self._memory_limit else "",
-                do="take more ranks, or an optimizer with less state, or allow strategies that cut layers",
+                got=f"memory_limit={self._memory_limit:g}",
+                expected=f"{held:.4g} bytes a rank, or more",
+                do="take more ranks or an optimizer with less state; allow strategies that cut layers, and pin fewer",
             )
         step_s = self._predictor.predict(choices, bucket_bytes, lanes).step_s
         return Plan(cluster.size, profile.digest, tuple(choices), bucket_bytes, lanes, predicted_s=step_s)

@@ -1,6 +1,6 @@
 """Linear layers cut over the ranks: what `column` and `row` share.
 
-    1  forward    16 bytes tell each peer the number of rows; rows (or columns of them) come from all ranks
+    1  forward    80 bytes tell each peer the number of rows; rows (or columns of them) come from all ranks
     2             F.linear on this rank's part of the weight, for the rows of all ranks
     3             what came out goes to the ranks whose rows they are
     4  backward   the same way back; the weight's gradient stays where the weight is, and is the global mean at once
@@ -29,7 +29,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.strategies.copies import plain
 
-COUNT_BYTES = 16  # the number of rows, and what for, to every peer
+COUNT_BYTES = 80  # the number of rows, and what for, to every peer
 _SLOT = "_cut_linear"  # where a served layer keeps what runs it
 
 

@@ -1,6 +1,6 @@
 """Embedding: each rank has V/P rows of a table, and gives the others those that they ask for.
 
-    forward     1  16 bytes tell each peer how many of its rows are wanted; each id once: 8 bytes to the row's rank
+    forward     1  80 bytes tell each peer how many of its rows are wanted; each id once: 8 bytes to the row's rank
                 2  the rows come back: D·s each, to be spread over the ids
     backward    3  each row's gradients, added up, go to its rank: D·s; they become the dense gradient of its part
 
