@@ -29,7 +29,7 @@ from shoal.planner.timeline import Predictor
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 LANES = 3  # in flight at once: with one, the link idles between buckets
 _LOW = 0.2  # of the model: what buckets that have memory at one time may be together, where memory is to be low
-_MOST = 128  # layers that are decided about one by one
+_MOST = 96  # layers that are decided about one by one
 _FEWEST = 16  # groups of many
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
 _CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
@@ -124,7 +124,7 @@ class _Search:
         best_s = self._step(picks, carrier)
         for _ in range(2):
             for names in self._together:
-                for option in self._options[names[0]]:
+                for option in _common(names, self._options):
                     changed = {**picks, **dict.fromkeys(names, option)}
                     if changed != picks:
                         step_s = self._step(changed, carrier)
@@ -177,7 +177,7 @@ class _Search:
 def _neighbours(
     layers: Sequence[LayerProfile], options: Mapping[str, Sequence[tuple[str, str]]]
 ) -> list[tuple[str, ...]]:
-    """The layers by name, largest first; of more than `_MOST` those that follow one another, have the same options and
+    """The layers by name, largest first; of more than `_MOST` those that follow one another, have options in common and
     are small together come as one, in so few groups that their number times that of layers stays what it is."""
     limit, most = 0, min(_MOST, max(_FEWEST, _MOST**2 // max(len(layers), 1)))
     while True:
@@ -185,7 +185,7 @@ def _neighbours(
         for layer in layers:
             last = groups[-1] if groups else []
             small = sum(other.nbytes for other in last) + layer.nbytes <= limit
-            if last and small and options[layer.name] == options[last[0].name]:
+            if last and small and _common([*(other.name for other in last), layer.name], options):
                 last.append(layer)
             else:
                 groups.append([layer])
@@ -193,6 +193,11 @@ def _neighbours(
             groups.sort(key=lambda group: -sum(layer.nbytes for layer in group))
             return [tuple(layer.name for layer in group) for group in groups]
         limit = max(2 * limit, 1 << 10)
+
+
+def _common(names: Sequence[str], options: Mapping[str, Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+    """What each of these layers may be served by."""
+    return [option for option in options[names[0]] if all(option in options[name] for name in names)]
 
 
 def _options(
