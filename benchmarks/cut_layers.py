@@ -7,11 +7,7 @@ Each line is one `shoal bench` under `shoal lab`, as in first_light.py. DDP's st
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
-from first_light import HERE, Case, row
+from first_light import Case, main
 
 CASES = [
     Case("alexnet", "1gbit", rounds=4, steps=3, against="ddp,plain"),
@@ -23,18 +19,5 @@ CASES = [
 ]
 
 
-def main() -> None:
-    """Run the named cases, or all, and print a table."""
-    wanted = sys.argv[1:] or [case.name for case in CASES]
-    for case in CASES:
-        if case.name in wanted:
-            subprocess.run(case.command(), cwd=HERE.parent, check=True)
-    print("| recipe, link | Shoal | DDP | DDP ÷ Shoal (95 %) | predicted ÷ measured |\n|---|---|---|---|---|")
-    for case in CASES:
-        path = HERE / "results" / f"{case.name}.json"
-        if path.exists():
-            print(row(case, json.loads(path.read_text())))
-
-
 if __name__ == "__main__":
-    main()
+    main(CASES)

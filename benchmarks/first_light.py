@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,15 +61,15 @@ CASES = [
 ]
 
 
-def main() -> None:
-    """Run the named cases, or all, and print a table."""
-    wanted = sys.argv[1:] or [case.name for case in CASES]
+def main(cases: Sequence[Case]) -> None:
+    """Run those of the cases that the command line names, or all, and print a table."""
+    wanted = sys.argv[1:] or [case.name for case in cases]
     (HERE / "results").mkdir(exist_ok=True)
-    for case in CASES:
+    for case in cases:
         if case.name in wanted:
             subprocess.run(case.command(), cwd=HERE.parent, check=True)
     print("| recipe, link | Shoal | DDP | DDP ÷ Shoal (95 %) | predicted ÷ measured |\n|---|---|---|---|---|")
-    for case in CASES:
+    for case in cases:
         path = HERE / "results" / f"{case.name}.json"
         if path.exists():
             print(row(case, json.loads(path.read_text())))
@@ -85,4 +86,4 @@ def row(case: Case, figures: dict) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(CASES)

@@ -266,6 +266,19 @@ def test_a_target_out_of_range_is_refused():
     logits_on(2, work)
 
 
+def test_a_second_derivative_is_refused():
+    """Also where the head is all there is, so that nothing goes back beyond it."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        loss_fn(model(batches[0][0]), batches[0][1]).backward(create_graph=True)
+
+    training = Training(
+        model=built(lambda: nn.Sequential(nn.Linear(7, CLASSES))), batches=features(7, CLASSES), loop=loop
+    )
+    with pytest.raises(UsageError, match="cannot be differentiated twice"):
+        training.on_ranks(2, "head")
+
+
 def test_bfloat16():
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:

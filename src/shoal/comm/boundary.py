@@ -84,6 +84,15 @@ def call_of(layer: str) -> str:
     return f"{'training' if torch.is_grad_enabled() else 'evaluation (no_grad)'}, call of layer {layer}"
 
 
+def refuse_second_derivative() -> None:
+    """Raise UsageError in a backward that is to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "a layer that is cut over the ranks cannot be differentiated twice (create_graph=True)",
+            do='pin the layer to "replicate"',
+        )
+
+
 def dealt(x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], scale: float = 1.0) -> Tensor:
     """Deal rows to the ranks, `sent[r]` in a row to rank r, and put together what comes; back it is dealt back."""
 
@@ -108,10 +117,6 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if torch.is_grad_enabled():
-            raise UsageError(
-                "a layer that is cut over the ranks cannot be differentiated twice (create_graph=True)",
-                do='pin the layer to "replicate"',
-            )
+        refuse_second_derivative()
         back = ctx.back(grad)
         return back if ctx.scale == 1.0 else back.mul_(ctx.scale), None, None, None

@@ -48,6 +48,7 @@ class Verdict:
     rank: int | None  # the rank that failed first, where one did
     got: str = ""
     deadline: bool = False
+    left: bool = False  # that rank's program ended by itself
 
     def error(self, where: str) -> WorldError:
         """The verdict as the error that a rank raises, saying where that rank was."""
@@ -55,7 +56,7 @@ class Verdict:
             do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
         do = "see what that rank printed last; start the job again"
-        if "has ended its program" in self.what:
+        if self.left:
             do += "; if it was through, this rank does what takes all (cut layers: state_dict() and evaluation, too)"
         return PeerLost(f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank)
 
@@ -256,7 +257,7 @@ class Heartbeat:
                 return Verdict(what, rank)
             if beat.state == LEFT and or_left:
                 what = f"rank {rank} (host {beat.host}) has ended its program, last at: {beat.at}"
-                return Verdict(what, rank)
+                return Verdict(what, rank, left=True)
         return None
 
     def _overdue(self, timeout_s: float) -> Verdict:
@@ -281,8 +282,9 @@ class Heartbeat:
         if self._holder is None:
             return Verdict(f"the launcher, which holds the store where ranks meet, {how}", None)
         beat = self._beats.get(self._holder, _Beat())
-        how = "has ended its program" if beat.state == LEFT else how
-        return Verdict(f"rank {self._holder} (host {beat.host}), which held the store, {how}", self._holder)
+        left = beat.state == LEFT
+        how = "has ended its program" if left else how
+        return Verdict(f"rank {self._holder} (host {beat.host}), which held the store, {how}", self._holder, left=left)
 
     def _error(self, verdict: Verdict) -> WorldError:
         return verdict.error(f"rank {self._rank} at {self.at}")

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from shoal.comm.boundary import Rows, rows_of_all
+from shoal.comm.boundary import Rows, refuse_second_derivative, rows_of_all
 from shoal.core.errors import UsageError
 
 _After = Callable[[Tensor], Tensor]
@@ -236,6 +236,7 @@ class _RowTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         part, row, at, here, log_sum, of_class = ctx.saved_tensors
         comm = ctx.picked.comm
         mine = torch.stack([*(grad / comm.size for grad in grads), log_sum], 1)

@@ -52,6 +52,7 @@ class Attached:
     profile: ModelProfile
     cluster: Cluster
     owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
+    boundary: Comm | None  # what layers that are cut send over
 
 
 @dataclass
@@ -88,6 +89,8 @@ class Session:
         for attached in self.attached.values():
             attached.engine.close()
             attached.weigher.close()
+            if attached.boundary is not None:
+                attached.boundary.close()
         if self.servers is not None:
             self.servers.close()
 

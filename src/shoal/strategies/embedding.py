@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.boundary import call_of, dealt
+from shoal.comm.boundary import call_of, dealt, refuse_second_derivative
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, total
 from shoal.core.cut import Cut, cut, cut_of, part_of
@@ -141,6 +141,7 @@ class _Found(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        refuse_second_derivative()
         ctx.table.add(*ctx.saved_tensors, grad)
         return None, None, None
 
