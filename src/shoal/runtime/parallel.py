@@ -131,7 +131,7 @@ def parallelize(
     extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
     placed = profile.placed(chosen.owners(profile.names))
-    session.attached[model] = Attached(engine, weigher, chosen, placed, cluster, owned, boundary)
+    session.attached[model] = Attached(engine, weigher, chosen, placed, cluster, owned)
     return model, watch(model, loss_fn, count, engine, weigher, owners), optimizer
 
 

@@ -52,7 +52,6 @@ class Attached:
     profile: ModelProfile
     cluster: Cluster
     owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
-    boundary: Comm | None  # what layers that are cut send over
 
 
 @dataclass
@@ -85,12 +84,10 @@ class Session:
             lane.abandon()
 
     def close(self) -> None:
-        """End the threads of every parallelised model."""
+        """End every parallelised model's threads; what cut layers send over stays, as weights are read later."""
         for attached in self.attached.values():
             attached.engine.close()
             attached.weigher.close()
-            if attached.boundary is not None:
-                attached.boundary.close()
         if self.servers is not None:
             self.servers.close()
 
