@@ -31,7 +31,7 @@ from shoal.runtime.memory import Memory, memory
 from shoal.runtime.parallel import parallelize, shard
 from shoal.runtime.recipe import Recipe
 from shoal.runtime.session import Attached, current, init
-from shoal.worker import Request, pair
+from shoal.worker import PlanOptions, pair
 
 _BOOTSTRAPS = 10_000
 _SEED = 0
@@ -39,7 +39,7 @@ _SEED = 0
 
 def bench(
     recipe: Recipe,
-    request: Request,
+    options: PlanOptions,
     against: Sequence[str],
     *,
     rounds: int = 5,
@@ -51,7 +51,7 @@ def bench(
 
     Args:
         recipe: what to train, each rank on its own rows.
-        request: Shoal's plan.
+        options: Shoal's plan.
         against: names of peers: plain, ddp, fsdp2.
         rounds: turns that each contender takes.
         steps: timed steps in a turn, after one that is not.
@@ -73,7 +73,7 @@ def bench(
         raise UsageError("peers know no servers", do="leave out --servers: shoal lab --hosts 4 -- shoal bench …")
     batch = pair(next(iter(shard(recipe.data()[0]))))
     work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
-    shoal = _shoal(work, request)
+    shoal = _shoal(work, options)
     attached = current().attached[shoal.model]
     contenders = {"shoal": shoal} | {name: PEERS[name](_seeded(work)) for name in against}
     figures: dict[str, list[float]] = {name: [] for name in contenders}
@@ -124,18 +124,14 @@ def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, 
         path.write_text(chrome({**processes, "predicted, one step": predicted.events(plan.lanes)}))
 
 
-def _shoal(work: Workload, request: Request) -> Peer:
+def _shoal(work: Workload, options: PlanOptions) -> Peer:
     peer = Peer("shoal", _seeded(work).model(), work)
     peer.model, peer.loss, peer.optimizer = parallelize(
         peer.model,
         peer.loss,
         peer.optimizer,
         sample=work.batch,
-        plan=request.plan,
-        pins=request.pins,
-        strategies=request.strategies,
-        memory=request.memory,
-        placement=request.placement,
+        **vars(options),
     )
     return peer
 

@@ -6,9 +6,11 @@ or starts `--workers N` of them on this machine, each running the same command.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,13 @@ from shoal.core.job import Job
 from shoal.core.placement import BALANCED, POLICIES
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
-from shoal.runtime.recipe import load
+from shoal.runtime.recipe import Recipe, load
 from shoal.runtime.session import leave, world
+from shoal.worker import PlanOptions
 
 _PACKAGE = Path(__file__).parent
 _NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
-_MEMORY = click.option(
-    "--memory",
-    type=click.Choice(MEMORY),
-    default=MEMORY[0],
-    show_default=True,
-    help="With low, buckets that owners sum take memory only on their way.",
-)
+_PLAN = click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -95,9 +92,27 @@ def _in_a_folder(context: click.Context, option: click.Parameter, path: Path | N
     return path
 
 
-def _recipe_command(function: Any) -> Any:
-    """What every command on a recipe takes."""
-    options = [
+def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command on a recipe: called on every rank, with the recipe and what is said of its plan before its own."""
+
+    @functools.wraps(function)
+    def command(
+        recipe: Path,
+        workers: int | None,
+        pin: tuple[str, ...],
+        strategy: tuple[str, ...],
+        placement: str,
+        memory: str,
+        memory_limit: float | None,
+        plan: str = "auto",
+        **own: Any,
+    ) -> None:
+        loaded = load(recipe)
+        options = PlanOptions(plan, _pins(pin) or None, strategy or None, memory, placement, memory_limit)
+        _distributed(workers)
+        function(loaded, options, **own)
+
+    shared = [
         click.argument("recipe", type=click.Path(path_type=Path)),
         click.option("--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."),
         click.option("--pin", multiple=True, metavar="LAYER=STRATEGY", help="Fix a layer's strategy; globs work."),
@@ -109,10 +124,20 @@ def _recipe_command(function: Any) -> Any:
             show_default=True,
             help="How what owners update is dealt to them.",
         ),
+        click.option(
+            "--memory",
+            type=click.Choice(MEMORY),
+            default=MEMORY[0],
+            show_default=True,
+            help="With low, buckets that owners sum take memory only on their way.",
+        ),
+        click.option(
+            "--memory-limit", type=float, metavar="BYTES", help="What a rank may hold between steps; 2e9 is 2 GB."
+        ),
     ]
-    for option in reversed(options):
-        function = option(function)
-    return function
+    for option in reversed(shared):
+        command = option(command)
+    return command
 
 
 def _distributed(workers: int | None) -> None:
@@ -124,46 +149,25 @@ def _distributed(workers: int | None) -> None:
         sys.exit(Local().launch(Job(command, workers)).exit_code)
 
 
-def _request(
-    pin: tuple[str, ...],
-    strategy: tuple[str, ...],
-    placement: str,
-    plan: str = "auto",
-    save: Path | None = None,
-    memory: str = MEMORY[0],
-) -> Any:
+def _pins(texts: tuple[str, ...]) -> dict[str, str]:
     pins = {}
-    for text in pin:
+    for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError("a pin is LAYER=STRATEGY", got=text, do="write for instance --pin 'classifier.*=factor'")
         pins[name] = value
-    return worker.Request(plan, pins or None, strategy or None, save, memory, placement)
+    return pins
 
 
 @main.command()
 @_recipe_command
-@click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
-@_MEMORY
+@_PLAN
 @click.option("--save-plan", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 @click.option("--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default.")
 @click.option("--steps", type=click.IntRange(1), help="End after this many steps.")
-def train(
-    recipe: Path,
-    workers: int | None,
-    pin: tuple[str, ...],
-    strategy: tuple[str, ...],
-    placement: str,
-    plan: str,
-    memory: str,
-    save_plan: Path | None,
-    epochs: int | None,
-    steps: int | None,
-) -> None:
+def train(recipe: Recipe, options: PlanOptions, save_plan: Path | None, epochs: int | None, steps: int | None) -> None:
     """Train RECIPE, after showing its plan."""
-    loaded, request = load(recipe), _request(pin, strategy, placement, plan, save_plan, memory)
-    _distributed(workers)
-    worker.train(loaded, request, epochs=epochs, max_steps=steps)
+    worker.train(recipe, options, save=save_plan, epochs=epochs, max_steps=steps)
 
 
 @main.command()
@@ -176,11 +180,8 @@ def train(
 )
 @click.option("--save", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 def plan(
-    recipe: Path,
-    workers: int | None,
-    pin: tuple[str, ...],
-    strategy: tuple[str, ...],
-    placement: str,
+    recipe: Recipe,
+    options: PlanOptions,
     ranks: int | None,
     rate: str,
     latency_us: float,
@@ -188,36 +189,21 @@ def plan(
     save: Path | None,
 ) -> None:
     """Plan RECIPE and say why, for these ranks or imagined ones."""
-    loaded, request = load(recipe), _request(pin, strategy, placement, save=save)
-    _distributed(workers)
     cluster = None
     if ranks is not None:
         link = Link(latency_us / 1e6, _bytes_per_s(rate))
         cluster = Cluster(Topology(tuple(f"h{i}" for i in range(ranks))), link, cores_per_rank)
-    worker.plan(loaded, request, cluster)
+    worker.plan(recipe, options, cluster, save=save)
 
 
 @main.command()
 @_recipe_command
-@click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
-@_MEMORY
+@_PLAN
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to train.")
 @click.option("--float32", is_flag=True, help="In float32, which shows rounding; the criterion is float64's.")
-def check(
-    recipe: Path,
-    workers: int | None,
-    pin: tuple[str, ...],
-    strategy: tuple[str, ...],
-    placement: str,
-    plan: str,
-    memory: str,
-    steps: int,
-    float32: bool,
-) -> None:
+def check(recipe: Recipe, options: PlanOptions, steps: int, float32: bool) -> None:
     """Compare RECIPE on all ranks with one process on the global batch."""
-    loaded, request = load(recipe), _request(pin, strategy, placement, plan, memory=memory)
-    _distributed(workers)
-    worst = worker.check(loaded, request, steps=steps, dtype=torch.float32 if float32 else torch.float64)
+    worst = worker.check(recipe, options, steps=steps, dtype=torch.float32 if float32 else torch.float64)
     if not float32 and not worst <= worker.CRITERION:
         click.echo(f"shoal: not the same as one process: {worst:.1e} is over {worker.CRITERION:.0e}", err=True)
         sys.exit(1)
@@ -226,8 +212,7 @@ def check(
 @main.command()
 @_recipe_command
 @click.option("--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain.")
-@click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
-@_MEMORY
+@_PLAN
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns that each contender takes.")
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn.")
 @click.option("--json", "json_path", type=_NEW_FILE, callback=_in_a_folder, help="Write all figures there.")
@@ -235,24 +220,17 @@ def check(
     "--trace", "trace_path", type=_NEW_FILE, callback=_in_a_folder, help="Write a Chrome trace of steps there."
 )
 def bench(
-    recipe: Path,
-    workers: int | None,
-    pin: tuple[str, ...],
-    strategy: tuple[str, ...],
-    placement: str,
+    recipe: Recipe,
+    options: PlanOptions,
     against: str,
-    plan: str,
-    memory: str,
     rounds: int,
     steps: int,
     json_path: Path | None,
     trace_path: Path | None,
 ) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
-    loaded, request = load(recipe), _request(pin, strategy, placement, plan, memory=memory)
-    _distributed(workers)
     peers = against.split(",")
-    run_bench(loaded, request, peers, rounds=rounds, steps=steps, json_path=json_path, trace_path=trace_path)
+    run_bench(recipe, options, peers, rounds=rounds, steps=steps, json_path=json_path, trace_path=trace_path)
 
 
 @main.command()

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from shoal.core.buckets import MEMORY
 from shoal.core.facts import Cluster
+from shoal.core.placement import BALANCED
 from shoal.core.plan import Plan
 from shoal.planner.explain import explain
 from shoal.planner.search import search
@@ -41,19 +43,29 @@ _LOCAL = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line asks of the planner: a saved plan, or pins and strategies for a new one."""
+class PlanOptions:
+    """What the command line says of the plan: keyword arguments of `parallelize`, under their names there."""
 
-    plan: str = "auto"
+    plan: Plan | str = "auto"
     pins: Mapping[str, str] | None = None
     strategies: tuple[str, ...] | None = None
-    save: Path | None = None  # where to write the plan
-    memory: str = "fast"  # this, and the placement, as for `parallelize`
-    placement: str = "balanced"
+    memory: str = MEMORY[0]
+    placement: str = BALANCED
+    memory_limit: float | None = None
 
 
-def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_steps: int | None = None) -> None:
-    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times, memory and the test accuracy."""
+def train(
+    recipe: Recipe,
+    options: PlanOptions,
+    *,
+    save: Path | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+) -> None:
+    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times, memory and the test accuracy.
+
+    The plan is written to `save`, where that is given.
+    """
     init()
     console = text.console()
     torch.manual_seed(_SEED)
@@ -66,17 +78,13 @@ def train(recipe: Recipe, request: Request, *, epochs: int | None = None, max_st
         loss_fn,
         optimizer,
         sample=pair(next(iter(loader))),
-        plan=request.plan,
-        pins=request.pins,
-        strategies=request.strategies,
-        memory=request.memory,
-        placement=request.placement,
+        **vars(options),
     )
     first, attached = world().rank == 0, current().attached.get(model)
     if first and attached is not None:
         console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster)))
-        if request.save:
-            attached.plan.save(request.save)
+        if save:
+            attached.plan.save(save)
     steps: list[float] = []
     model.train()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -152,7 +160,7 @@ def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
     return sum(right for right, _ in counts) / sum(total for _, total in counts)
 
 
-def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtype = torch.float64) -> float:
+def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.dtype = torch.float64) -> float:
     """Train a few steps on all ranks, and on one process with the global batch; the largest relative difference.
 
     By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose (BatchNorm's statistics,
@@ -163,7 +171,6 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
     model, loss_fn = recipe.model(), recipe.loss()
-    plan = _retyped(request.plan, model, dtype)
     local = [module for module in model.modules() if isinstance(module, _LOCAL)]
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, dtype) for batch in _take(loader, steps)]
@@ -174,11 +181,7 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
         loss_fn,
         optimizer,
         sample=batches[0],
-        plan=plan,
-        pins=request.pins,
-        strategies=request.strategies,
-        memory=request.memory,
-        placement=request.placement,
+        **vars(replace(options, plan=_retyped(options.plan, model, dtype))),
     )
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
@@ -213,18 +216,18 @@ def check(recipe: Recipe, request: Request, *, steps: int = 5, dtype: torch.dtyp
     return max(differences)
 
 
-def _retyped(plan: str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
+def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
     """Convert the model; a saved plan that was made for it as it was is then one for the model as it is."""
     before = model_digest(model)
     model.to(dtype)
     if plan == "auto":
         return plan
-    given = Plan.load(plan)
+    given = Plan.load(plan) if isinstance(plan, str) else plan
     return replace(given, model=model_digest(model)) if given.model == before else given
 
 
-def plan(recipe: Recipe, request: Request, cluster: Cluster | None) -> Plan:
-    """Plan the recipe for a cluster, or for the ranks that call this, and print why."""
+def plan(recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save: Path | None = None) -> Plan:
+    """Plan the recipe for a cluster, or for the ranks that call this, and print why; write it to `save`."""
     init()
     session = current()
     torch.manual_seed(_SEED)
@@ -233,11 +236,12 @@ def plan(recipe: Recipe, request: Request, cluster: Cluster | None) -> Plan:
     optimizer = recipe.optimizer(model.parameters())
     profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm)
     where = cluster or measured_cluster(session)
-    made = search(profile, where, pins=request.pins, strategies=request.strategies, placement=request.placement)
+    asked = {name: value for name, value in vars(options).items() if name != "plan"}
+    made = search(profile, where, **asked)
     if session.comm.rank == 0:
         text.console().print(text.explained(explain(made, profile, where)))
-        if request.save:
-            made.save(request.save)
+        if save:
+            made.save(save)
     return made
 
 

@@ -43,7 +43,7 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
-ALL_CUTS = [name for name, kind in found(strategies, Strategy).items() if kind.cuts]
+ALL_CUTS = [name for name, kind in found(strategies, Strategy).items() if kind.cuts and name != "row_pair"]
 CUTS = [name for name in ALL_CUTS if name in ("column", "row")]  # those that serve linear layers anywhere
 OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed and not kind.cuts]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
@@ -129,15 +129,18 @@ class Training:
         if strategy in BUCKETED:
             return {"*": way}
         rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
-        served = served_by(strategy, self.model, self.loss_fn, self.batches[0], cluster_of(ranks))
-        return {"*": rest} | dict.fromkeys(served, strategy)
+        return {"*": rest} | served_by(strategy, self.model, self.loss_fn, self.batches[0], cluster_of(ranks))
 
 
-def served_by(strategy: str, model: nn.Module, loss_fn: Any, sample: Batch, cluster: Cluster) -> list[str]:
-    """The layers that a strategy serves, of which there must be one."""
+def served_by(strategy: str, model: nn.Module, loss_fn: Any, sample: Batch, cluster: Cluster) -> dict[str, str]:
+    """Pins of the layers that a strategy serves, of which there must be one, and of those that it needs beside them."""
     kind = found(strategies, Strategy)[strategy]()
     profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm())
-    served = [layer.name for layer in profile.layers if kind.refuses(layer, cluster) is None]
+    served: dict[str, str] = {}
+    for layer in profile.layers:
+        together = {layer.name: strategy, **kind.needs(layer)}
+        if kind.refuses(layer, cluster) is None and not together.keys() & served.keys():
+            served |= together
     assert served, f"{strategy} serves no layer of this model, so the test would show nothing"
     return served
 

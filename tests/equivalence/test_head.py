@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.boundary import Rows
-from shoal.comm.logits import CutLogits
+from shoal.comm.cut_output import CutOutput
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
 from shoal.runtime.session import using
@@ -178,7 +178,7 @@ def test_a_loss_inside_the_model(uneven):
     assert_same(training, 3, "head", uneven=uneven, within=1e-6)
 
 
-def logits_on(ranks: int, work: Callable[[CutLogits, Tensor], Any]) -> list[Any]:
+def logits_on(ranks: int, work: Callable[[CutOutput, Tensor], Any]) -> list[Any]:
     """What `work` returns on each rank, of cut logits and the same logits whole."""
     whole = numbers(2 * ranks, 3, CLASSES)
 
@@ -187,7 +187,7 @@ def logits_on(ranks: int, work: Callable[[CutLogits, Tensor], Any]) -> list[Any]
         mine = whole[2 * comm.rank : 2 * comm.rank + 2]
         rows = Rows(comm, (6,) * ranks)
         widths = [part.shape[-1] for part in parts]
-        cut = CutLogits.of(parts[comm.rank].reshape(-1, widths[comm.rank]), rows, widths, torch.arange(6).view(2, 3))
+        cut = CutOutput.of(parts[comm.rank].reshape(-1, widths[comm.rank]), rows, widths, torch.arange(6).view(2, 3))
         return work(cut, mine)
 
     return run(ranks, on_rank, timeout_s=10)
@@ -206,7 +206,7 @@ PICKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("loss", PICKS)
 def test_gradients_of_picked_rows(loss):
-    def work(cut: CutLogits, whole: Tensor) -> None:
+    def work(cut: CutOutput, whole: Tensor) -> None:
         part, rows = cut._part.requires_grad_(), cut._rows
         whole.requires_grad_()
         expected, got = PICKS[loss](whole), PICKS[loss](cut)
@@ -220,7 +220,7 @@ def test_gradients_of_picked_rows(loss):
 
 
 def test_the_best_classes_are_found_without_gathering():
-    def work(cut: CutLogits, whole: Tensor) -> None:
+    def work(cut: CutOutput, whole: Tensor) -> None:
         cut._tell = lambda rows: pytest.fail("gathered")
         assert torch.equal(cut.argmax(-1), whole.argmax(-1))
         assert torch.equal(cut[:, 1:].argmax(dim=-1, keepdim=True), whole[:, 1:].argmax(dim=-1, keepdim=True))
@@ -234,7 +234,7 @@ def test_the_best_classes_are_found_without_gathering():
 
 
 def test_everything_else_gathers():
-    def work(cut: CutLogits, whole: Tensor) -> None:
+    def work(cut: CutOutput, whole: Tensor) -> None:
         assert (cut.shape, cut.dtype, cut.device, len(cut)) == (whole.shape, whole.dtype, whole.device, 2)
         assert torch.equal(cut.sum(-1), whole.sum(-1))
         assert torch.equal(torch.softmax(cut, -1), whole.softmax(-1))
@@ -250,7 +250,7 @@ def test_everything_else_gathers():
 
 
 def test_changes_in_place_are_refused():
-    def work(cut: CutLogits, whole: Tensor) -> None:
+    def work(cut: CutOutput, whole: Tensor) -> None:
         for change in (lambda: cut.mul_(2), lambda: cut.__itruediv__(2), lambda: cut.__setitem__(0, 1.0)):
             with pytest.raises(UsageError, match="out of place"):
                 change()
@@ -259,7 +259,7 @@ def test_changes_in_place_are_refused():
 
 
 def test_a_target_out_of_range_is_refused():
-    def work(cut: CutLogits, whole: Tensor) -> None:
+    def work(cut: CutOutput, whole: Tensor) -> None:
         with pytest.raises(IndexError, match=f"not one of {CLASSES} classes"):
             F.cross_entropy(cut.flatten(0, 1), torch.full((6,), CLASSES))
 

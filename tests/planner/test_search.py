@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from made_up import cluster, layer, linear, model
@@ -122,10 +123,17 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
     sizes = (1 << 20, 25 << 20)
     monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", sizes)
     monkeypatch.setattr("shoal.planner.search._START_BYTES", sizes[0])
-    draw, whole, cuts = random.Random(seed), ["replicate", "factor"], ["column", "row"]
+    draw, whole, cuts = random.Random(seed), ["replicate", "factor"], ["column", "row", "column_pair", "row_pair"]
     times = sorted(draw.uniform(0, 0.5) for _ in range(4))
-    shapes = [(2 ** draw.randint(9, 13), 2 ** draw.randint(9, 13), draw.choice([4, 64, 1024])) for _ in times]
-    layers = [linear(f"fc{i}", t, *shape, 0.01) for i, (t, shape) in enumerate(zip(times, shapes, strict=True))]
+    widths, rows = [2 ** draw.randint(9, 13) for _ in range(5)], draw.choice([4, 64, 1024])
+    layers = [
+        replace(
+            linear(f"fc{i}", t, widths[i + 1], widths[i], rows, 0.01),
+            feeds=f"fc{i - 1}" if i else "",
+            fed_by=f"fc{i + 1}" if i < 3 else "",
+        )
+        for i, t in enumerate(times)
+    ]
     net = model(*layers)
     where = cluster(draw.choice([2, 4, 8]), 10 ** draw.uniform(6.5, 9), 1e-4, draw.choice([0.5, 2]))
     predictor = Predictor(net, where)
@@ -137,10 +145,18 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
         ]
         return predictor.predict(choices, nbytes, LANES).step_s * (1 + _CUT_WORTH * any(p in cuts for p in picks))
 
+    def allowed(picks: tuple[str, ...]) -> bool:
+        of = dict(zip(names, picks, strict=True))
+        served = all(predictor.refusal(each, of[each.name]) is None for each in layers)
+        return served and all(
+            of[other] == needed for name in names for other, needed in predictor.needs(name, of[name]).items()
+        )
+
+    names = [each.name for each in layers]
     ways = [[*whole, *(cuts if each.nbytes >= _LEAST_CUT_BYTES else [])] for each in layers]
     best = min(
         worth(picks, carrier, nbytes)
-        for picks in itertools.product(*ways)
+        for picks in filter(allowed, itertools.product(*ways))
         for carrier in predictor.carriers("replicate")
         for nbytes in sizes
     )

@@ -358,6 +358,10 @@ class Strategy(ABC):
                 return f"it has no owners, but the placement gives {parameter.name} to rank {parameter.owner.number}"
         return self.refuses(layer, cluster)
 
+    def needs(self, layer: LayerProfile) -> dict[str, str]:
+        """Other layers, each with the strategy that it must have where this one serves `layer`."""
+        return {}
+
     @abstractmethod
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         """What serving these layers as one site costs one rank in one step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 
 
@@ -19,12 +20,12 @@ class Traffic:
     rounds: int
     leaving: tuple[float, ...] | None = None
 
-    @property
+    @cached_property
     def worst(self) -> float:
         """Bytes through the busiest direction of the busiest rank: the link's work."""
         return max(*self.sent, *self.received)
 
-    @property
+    @cached_property
     def half(self) -> Traffic:
         """What one of two equal halves moves."""
         leaving = None if self.leaving is None else tuple(n / 2 for n in self.leaving)

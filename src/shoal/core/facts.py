@@ -143,6 +143,8 @@ class LayerProfile:
     calls: int = 1
     input_grad: bool = True  # something it is called with takes a gradient
     loss_rows: int = 0  # rows of its output that go into a cross entropy and nowhere else; 0 where some go elsewhere
+    feeds: str = ""  # the linear layer that takes all of its output and nothing else, with element-wise work between
+    fed_by: str = ""  # the layer that feeds this one so
     distinct: int = 0  # different ids that an embedding looks up, each call's by themselves
     needed_s: float = 0.0  # seconds from the start of forward until the layer is first called
     forward_s: float = 0.0

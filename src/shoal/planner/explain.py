@@ -74,7 +74,10 @@ def _choices(name: str, predictor: Predictor) -> list[Choice]:
 def _alternative(plan: Plan, choice: Choice, predictor: Predictor, step_s: float | None) -> Alternative:
     sent, alone_s = predictor.alone_s(choice)
     if step_s is None:
-        step_s = predictor.predict(plan.with_choice(choice).choices, plan.bucket_bytes, plan.lanes).step_s
+        plan = plan.with_choice(choice)
+        for other, needed in predictor.needs(choice.layer, choice.strategy).items():
+            plan = plan.with_choice(Choice(other, needed))
+        step_s = predictor.predict(plan.choices, plan.bucket_bytes, plan.lanes).step_s
     return Alternative(choice, sent, alone_s, step_s)
 
 

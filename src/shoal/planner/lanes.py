@@ -61,6 +61,7 @@ class Lanes:
         self._cores = min(1.0, cluster.cores_per_rank)
         self._lanes: list[deque[Job]] = [deque() for _ in range(number)]
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
+        self._every = (*self._lanes, self._main)
         self._now_s = self._owed_s = 0.0
 
     def add(self, index: int, ready_s: float, *parts: Part) -> Job:
@@ -106,16 +107,18 @@ class Lanes:
 
     def _ended_by(self, limit_s: float) -> bool:
         """Run until the next part ends, but not beyond the limit; whether one has ended."""
-        busy = [lane for lane in (*self._lanes, self._main) if lane]
+        busy = [(lane[0], lane) for lane in self._every if lane]
+        if not busy:
+            self._now_s = limit_s
+            return False
         sharing = [0, 0, 0]
-        for lane in busy:
-            sharing[lane[0].takes] += 1
+        for job, _ in busy:
+            sharing[job.takes] += 1
         slower = (sharing[Takes.LINK], sharing[Takes.PROCESSOR] if self.stolen else 1, 1)
-        end_s = min([self._now_s + lane[0].left_s * slower[lane[0].takes] for lane in busy], default=inf)
+        end_s = self._now_s + min([job.left_s * slower[job.takes] for job, _ in busy])
         until_s = min(end_s, limit_s)
         passed_s, self._now_s = until_s - self._now_s, until_s
-        for lane in busy:
-            job = lane[0]
+        for job, lane in busy:
             job.left_s -= passed_s / slower[job.takes]
             if job.left_s <= _OVER_S:
                 self._end_part(lane)

@@ -4,15 +4,15 @@ Coordinate descent on the predicted step. It starts from all layers in one strat
 from each layer's cheapest choice alone; takes the layers one at a time, largest first, and keeps a change that makes
 the step shorter; then the ways to carry the buckets; then the layers once more. A change must gain more than `_WORTH`
 of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which takes every rank to save
-or evaluate, must gain `_CUT_WORTH`. In a model of many layers, small neighbours change together. Costs about layers ×
-strategies × 6 predictions of some milliseconds.
+or evaluate, must gain `_CUT_WORTH`. Pairs of layers change together, and in a model of many layers small neighbours do.
+Costs about layers × strategies × 3 predictions of some milliseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 from shoal import exchange as exchanges
 from shoal import strategies as all_strategies
@@ -37,7 +37,10 @@ _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, tim
 _LEAST_CUT_BYTES = 1 << 20  # of a layer that is cut unasked
 _PLAIN = "replicate"
 _START_BYTES = 4 << 20
+_Option = tuple[str, str]  # a strategy, and its own exchange or ''
+_LARGEST = 4  # layers, of which two change together
 _Carrier = tuple[dict[str, str], int, int]  # each bucketed strategy's exchange, bucket bytes, lanes
+_End = tuple[float, dict[str, _Option], _Carrier]  # a plan, with its step
 
 
 def search(
@@ -72,10 +75,12 @@ def search(
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     pinned = resolve(pins or {}, [layer.name for layer in profile.layers])
+    pinned |= _needed(predictor, pinned)
     options = _options(predictor, allowed, pinned, every_cut=memory_limit is not None)
+    pairs = _pairs(predictor, options, allowed, pinned, every=memory_limit is not None)
     limit = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]
     sizes = [nbytes for nbytes in BUCKET_BYTES if nbytes <= limit] or [BUCKET_BYTES[0]]
-    return replace(_Search(predictor, options, sizes, memory_limit).best(), placement=placement)
+    return replace(_Search(predictor, options, sizes, memory_limit, pairs).best(), placement=placement)
 
 
 class _Search:
@@ -84,9 +89,10 @@ class _Search:
     def __init__(
         self,
         predictor: Predictor,
-        options: dict[str, list[tuple[str, str]]],
+        options: dict[str, list[_Option]],
         bucket_bytes: Sequence[int],
         memory_limit: float | None = None,
+        pairs: Sequence[dict[str, _Option]] = (),
     ) -> None:
         self._predictor = predictor
         self._options = options
@@ -94,10 +100,12 @@ class _Search:
         self._memory_limit = memory_limit
         self._order = [layer.name for layer in predictor.profile.layers]
         self._together = _neighbours(predictor.profile.layers, options)
+        self._pairs = pairs
         used = {strategy for own in options.values() for strategy, _ in own if predictor.bucketed(strategy)}
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: each[0] for name, each in self._exchanges.items()}
         self._start: _Carrier = (first, min(_START_BYTES, bucket_bytes[-1]), LANES)
+        self._steps: dict[tuple[tuple[Choice, ...], int, int], float] = {}  # starts meet, and come to the same plans
 
     def best(self) -> Plan:
         """Descend from every start and keep the best end."""
@@ -105,8 +113,12 @@ class _Search:
         for strategy in reversed(self._exchanges):  # as much of one strategy as there can be
             kinds = {n: [o for o in options if o[0] == strategy] or options for n, options in self._options.items()}
             starts.insert(0, {name: options[0] for name, options in kinds.items()})
-        ends = [self._descend(start) for i, start in enumerate(starts) if start not in starts[:i]]
-        _, choices, bucket_bytes, lanes = min(ends, key=lambda end: end[0])
+        different = [start for i, start in enumerate(starts) if start not in starts[:i]]
+        sizes = sorted({self._start[1], self._bucket_bytes[-1]}, reverse=True)
+        ends = [self._descend(start, nbytes) for start in different for nbytes in sizes]
+        best = min(ends, key=lambda end: (end[0], [option[0] != _PLAIN for option in end[1].values()].count(True)))
+        _, picks, (exchange_of, bucket_bytes, lanes) = self._changed(best, self._changes_of_two())
+        choices = self._choices(picks, exchange_of)
         cluster, profile = self._predictor.cluster, self._predictor.profile
         if self._over(choices, bucket_bytes, lanes):
             held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
@@ -119,40 +131,80 @@ class _Search:
         step_s = self._predictor.predict(choices, bucket_bytes, lanes).step_s
         return Plan(cluster.size, profile.digest, tuple(choices), bucket_bytes, lanes, predicted_s=step_s)
 
-    def _descend(self, picks: dict[str, tuple[str, str]]) -> tuple[float, list[Choice], int, int]:
-        carrier = self._start
-        best_s = self._step(picks, carrier)
+    def _descend(self, picks: dict[str, _Option], bucket_bytes: int) -> _End:
+        carrier = self._start[0], bucket_bytes, LANES
+        end = self._step(picks, carrier), picks, carrier
         for _ in range(2):
-            for names in self._together:
-                for option in _common(names, self._options):
-                    changed = {**picks, **dict.fromkeys(names, option)}
-                    if changed != picks:
-                        step_s = self._step(changed, carrier)
-                        # a plainer choice may cost nothing; any other must be worth it
-                        bar = best_s if option[0] == _PLAIN else best_s * (1 - _WORTH)
-                        if step_s <= bar:
-                            picks, best_s = changed, step_s
-            for other in self._carriers():
-                step_s = self._step(picks, other)
-                if step_s < best_s * (1 - _WORTH):
-                    carrier, best_s = other, step_s
-        return best_s, self._choices(picks, carrier[0]), carrier[1], carrier[2]
+            end = self._changed(end, self._changes())
+        return end
 
-    def _carriers(self) -> list[_Carrier]:
-        combinations = [dict(zip(self._exchanges, each, strict=True)) for each in product(*self._exchanges.values())]
-        return [(exchange, nbytes, LANES) for exchange in combinations for nbytes in self._bucket_bytes]
+    def _changed(self, end: _End, changes: Iterable[dict[str, _Option]]) -> _End:
+        """What comes of trying these changes one by one, and then other ways to carry buckets."""
+        best_s, picks, carrier = end
+        for change in changes:
+            changed = self._mended({**picks, **change})
+            if changed != picks:
+                step_s = self._step(changed, carrier)
+                # a plainer choice may cost nothing; any other must be worth it
+                plainer = all(strategy == _PLAIN for strategy, _ in change.values())
+                if step_s <= (best_s if plainer else best_s * (1 - _WORTH)):
+                    picks, best_s = changed, step_s
+        best_s, carrier = self._carried(picks, carrier, best_s)
+        return best_s, picks, carrier
 
-    def _choices(self, picks: Mapping[str, tuple[str, str]], carried: Mapping[str, str]) -> list[Choice]:
+    def _carried(self, picks: dict[str, _Option], carrier: _Carrier, best_s: float) -> tuple[float, _Carrier]:
+        """The best step and the way to carry buckets that has it: bucket sizes, then each strategy's exchanges."""
+
+        def others() -> Iterator[_Carrier]:
+            for nbytes in self._bucket_bytes:
+                yield carrier[0], nbytes, LANES
+            for strategy, exchanges_of in self._exchanges.items():
+                for exchange in exchanges_of:
+                    yield {**carrier[0], strategy: exchange}, carrier[1], LANES
+
+        for other in others():
+            step_s = self._step(picks, other)
+            if step_s < best_s * (1 - _WORTH):
+                carrier, best_s = other, step_s
+        return best_s, carrier
+
+    def _changes(self) -> Iterator[dict[str, _Option]]:
+        """What may be changed at once, in the order in which it is tried."""
+        for names in self._together:
+            for option in _common(names, self._options):
+                yield dict.fromkeys(names, option)
+        yield from self._pairs
+
+    def _changes_of_two(self) -> Iterator[dict[str, _Option]]:
+        """Two of the largest at once: what one leaves on the link may hide the other, or not."""
+        for one, other in combinations(self._together[:_LARGEST], 2):
+            for options in product(_common(one, self._options), _common(other, self._options)):
+                yield dict.fromkeys(one, options[0]) | dict.fromkeys(other, options[1])
+
+    def _mended(self, picks: dict[str, _Option]) -> dict[str, _Option]:
+        """The same, but what has lost the layer that it needs is served as is cheapest."""
+        lone = [
+            name
+            for name, (strategy, _) in picks.items()
+            for other, needed in self._predictor.needs(name, strategy).items()
+            if picks[other][0] != needed
+        ]
+        return {**picks, **{name: self._cheapest(name) for name in lone}}
+
+    def _choices(self, picks: Mapping[str, _Option], carried: Mapping[str, str]) -> list[Choice]:
         return [
             Choice(name, strategy, own or carried.get(strategy, ""))
             for name in self._order
             for strategy, own in [picks[name]]
         ]
 
-    def _step(self, picks: Mapping[str, tuple[str, str]], carrier: _Carrier) -> float:
-        given = self._choices(picks, carrier[0]), carrier[1], carrier[2]
-        worth = 1 + _CUT_WORTH if self._cuts(picks) else 1.0
-        return self._predictor.predict(*given).step_s * worth * (1 + _OVER_WORTH * self._over(*given))
+    def _step(self, picks: Mapping[str, _Option], carrier: _Carrier) -> float:
+        given = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
+        if given not in self._steps:
+            worth = 1 + _CUT_WORTH if self._cuts(picks) else 1.0
+            step_s = self._predictor.predict(*given).step_s
+            self._steps[given] = step_s * worth * (1 + _OVER_WORTH * self._over(*given))
+        return self._steps[given]
 
     def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """By how much a rank holds more than it may, as a part of the limit."""
@@ -161,22 +213,20 @@ class _Search:
         held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
         return max(0.0, held / self._memory_limit - 1)
 
-    def _cuts(self, picks: Mapping[str, tuple[str, str]]) -> bool:
+    def _cuts(self, picks: Mapping[str, _Option]) -> bool:
         return any(self._predictor.strategy(strategy).cuts for strategy, _ in picks.values())
 
-    def _cheapest(self, name: str) -> tuple[str, str]:
+    def _cheapest(self, name: str) -> _Option:
         return min(self._options[name], key=lambda option: self._alone(name, option))
 
-    def _alone(self, name: str, option: tuple[str, str]) -> float:
+    def _alone(self, name: str, option: _Option) -> float:
         strategy, own = option
         choice = Choice(name, strategy, own or self._start[0].get(strategy, ""))
         cost = self._predictor.cost(Site((name,), choice.strategy, choice.exchange))
         return self._predictor.alone_s(choice)[1] + cost.forward_s + cost.backward_s
 
 
-def _neighbours(
-    layers: Sequence[LayerProfile], options: Mapping[str, Sequence[tuple[str, str]]]
-) -> list[tuple[str, ...]]:
+def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[_Option]]) -> list[tuple[str, ...]]:
     """The layers by name, largest first; of more than `_MOST` those that follow one another, have options in common and
     are small together come as one, in so few groups that their number times that of layers stays what it is."""
     limit, most = 0, min(_MOST, max(_FEWEST, _MOST**2 // max(len(layers), 1)))
@@ -195,23 +245,22 @@ def _neighbours(
         limit = max(2 * limit, 1 << 10)
 
 
-def _common(names: Sequence[str], options: Mapping[str, Sequence[tuple[str, str]]]) -> list[tuple[str, str]]:
+def _common(names: Sequence[str], options: Mapping[str, Sequence[_Option]]) -> list[_Option]:
     """What each of these layers may be served by."""
     return [option for option in options[names[0]] if all(option in options[name] for name in names)]
 
 
 def _options(
-    predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, tuple[str, str]], every_cut: bool
-) -> dict[str, list[tuple[str, str]]]:
+    predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, _Option], every_cut: bool
+) -> dict[str, list[_Option]]:
     """What each layer may be served by, as (strategy, its own exchange or ''), the plainest first."""
-    options: dict[str, list[tuple[str, str]]] = {}
+    options: dict[str, list[_Option]] = {}
     for layer in predictor.profile.layers:
         if layer.name in pinned:
-            strategy, exchange = pinned[layer.name]
-            _check_pin(predictor, layer, strategy, exchange)
-            options[layer.name] = [(strategy, exchange)]
+            options[layer.name] = [pinned[layer.name]]
             continue
         names = sorted((n for n in allowed if predictor.refusal(layer, n) is None), key=lambda n: n != _PLAIN)
+        names = [name for name in names if not predictor.needs(layer.name, name)]  # those come in pairs
         if not every_cut:
             names = _worth_trying(predictor, layer, names)
         if not names:
@@ -231,16 +280,67 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
     They differ in what they send. All of it is waited for, and spares no more than what the layer costs otherwise.
     """
     whole = [name for name in names if not predictor.strategy(name).cuts]
-
-    def seconds(name: str) -> float:
-        cost = predictor.cost(Site((layer.name,), name, predictor.carriers(name)[0]))
-        alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
-        return alone_s + predictor.update_s(layer) * cost.held
-
-    cuts = sorted((name for name in names if name not in whole), key=seconds)
-    if whole and cuts and (layer.nbytes < _LEAST_CUT_BYTES or seconds(cuts[0]) >= min(map(seconds, whole))):
-        return whole
+    cuts = sorted((n for n in names if n not in whole), key=lambda name: _seconds(predictor, layer, name))
+    if whole and cuts:
+        least_s = min(_seconds(predictor, layer, name) for name in whole)
+        if layer.nbytes < _LEAST_CUT_BYTES or _seconds(predictor, layer, cuts[0]) >= least_s:
+            return whole
     return [*whole, *cuts[:1]]
+
+
+def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
+    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden."""
+    cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
+    alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
+    return alone_s + predictor.update_s(layer) * cost.held
+
+
+def _pairs(
+    predictor: Predictor,
+    options: Mapping[str, Sequence[_Option]],
+    allowed: Sequence[str],
+    pinned: Mapping[str, _Option],
+    every: bool,
+) -> list[dict[str, _Option]]:
+    """Layers that may be served together in a way in which neither is alone, where that may be worth it."""
+    pairs = []
+    for layer in predictor.profile.layers:
+        for name in allowed:
+            if predictor.refusal(layer, name) is not None:
+                continue
+            served = {layer.name: name, **predictor.needs(layer.name, name)}
+            layers = [predictor.layer(each) for each in served]
+            pair = {each: (strategy, "") for each, strategy in served.items()}
+            if len(pair) == 1 or pair in pairs or any(each in pinned for each in pair):
+                continue
+            if any(
+                n not in allowed or predictor.refusal(each, n) for each, n in zip(layers, served.values(), strict=True)
+            ):
+                continue
+            together_s = sum(_seconds(predictor, each, served[each.name]) for each in layers)
+            apart_s = sum(min(_seconds(predictor, each, own) for own, _ in options[each.name]) for each in layers)
+            large = all(each.nbytes >= _LEAST_CUT_BYTES for each in layers)
+            if every or (large and together_s < apart_s):
+                pairs.append(pair)
+    return pairs
+
+
+def _needed(predictor: Predictor, pinned: Mapping[str, _Option]) -> dict[str, _Option]:
+    """What a pin of one layer says of others (PlanError where other pins say otherwise)."""
+    needed: dict[str, _Option] = {}
+    for name, (strategy, exchange) in pinned.items():
+        _check_pin(predictor, predictor.layer(name), strategy, exchange)
+        for other, its in predictor.needs(name, strategy).items():
+            if other in pinned and pinned[other][0] != its:
+                raise PlanError(
+                    f"{strategy} serves layer {name} only beside {its} for layer {other}",
+                    got=f"{pinned[other][0]} for layer {other}",
+                    where=f"pins of {name} and {other}",
+                    do="pin both layers to those two, or neither",
+                )
+            _check_pin(predictor, predictor.layer(other), its, "")
+            needed[other] = (its, "")
+    return needed
 
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
@@ -267,9 +367,9 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
     return tuple(named(all_strategies, Strategy, name).name for name in listed)
 
 
-def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, tuple[str, str]]:
+def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, _Option]:
     """Pins by layer name, of which there are `names`; a later pin wins over an earlier one."""
-    resolved: dict[str, tuple[str, str]] = {}
+    resolved: dict[str, _Option] = {}
     for pattern, value in pins.items():
         if not isinstance(value, str):
             raise PlanError(f"the pin of {pattern!r} is not a strategy's name", got=repr(value), do='write "factor"')

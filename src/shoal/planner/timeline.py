@@ -114,9 +114,17 @@ class Predictor:
         """Why a strategy cannot serve a layer, or None."""
         return self._strategies[strategy].refusal(layer, self.cluster)
 
+    def layer(self, name: str) -> LayerProfile:
+        """A layer by its name."""
+        return self._layers[name]
+
     def strategy(self, name: str) -> Strategy:
         """A strategy by its name."""
         return self._strategies[name]
+
+    def needs(self, layer: str, strategy: str) -> dict[str, str]:
+        """Other layers, each with the strategy that it must have where this one serves the layer."""
+        return self._strategies[strategy].needs(self._layers[layer])
 
     def bucketed(self, strategy: str) -> bool:
         """Whether the strategy takes several layers and an exchange."""
@@ -163,16 +171,13 @@ class Predictor:
     def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> Timeline:
         """The timeline of a step under these choices."""
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
-        every = list(plan.sites(self._nbytes, self._bucketed, self._owning))
-        sites = [site for site in every if self.cost(site).awaited is None]
-        cuts = {site.layers[0]: self.cost(site) for site in every if self.cost(site).awaited is not None}
-        waiting: dict[str, list[int]] = {}
-        for index, site in enumerate(sites):
-            waiting.setdefault(site.layers[-1], []).append(index)
+        served = [(site, self.cost(site)) for site in plan.sites(self._nbytes, self._bucketed, self._owning)]
+        sent = [(site, cost) for site, cost in served if cost.awaited is None]
+        cuts = {site.layers[0]: cost for site, cost in served if cost.awaited is not None}
         changes: dict[str, float] = defaultdict(float)
-        for site in every:
-            changes[site.layers[-1]] += self.cost(site).backward_s
-        return self._run(sites, waiting, changes, cuts, Lanes(self.cluster, lanes))
+        for site, cost in served:
+            changes[site.layers[-1]] += cost.backward_s
+        return self._run(sent, changes, cuts, Lanes(self.cluster, lanes))
 
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan can beat: its compute, or its bytes that leave a host at the rate of the link.
@@ -195,36 +200,39 @@ class Predictor:
 
     def _run(
         self,
-        sites: Sequence[Site],
-        waiting: Mapping[str, list[int]],
+        served: Sequence[tuple[Site, Cost]],
         changes: Mapping[str, float],
         cuts: Mapping[str, Cost],
         lanes: Lanes,
     ) -> Timeline:
         profile = self.profile
         clock = profiled = 0.0
-        ready = [False] * len(sites)
+        waiting: dict[str, list[int]] = {}
+        for index, (site, _) in enumerate(served):
+            waiting.setdefault(site.layers[-1], []).append(index)
+        ready = [False] * len(served)
         sent: list[Job] = []
         for name, ready_s in self._ready_s.items():
             clock += max(0.0, ready_s - profiled + changes.get(name, 0.0))
             profiled = max(profiled, ready_s)
+            if name not in waiting and name not in cuts:
+                continue
             clock = lanes.pay(clock)
             if name in cuts:
                 clock = _waited(cuts[name], 1, clock, lanes)
             for index in waiting.get(name, ()):
                 ready[index] = True
-            while len(sent) < len(sites) and ready[len(sent)]:
-                sent.append(self._send(sites[len(sent)], len(sent), clock, lanes))
+            while len(sent) < len(served) and ready[len(sent)]:
+                sent.append(_send(served[len(sent)][1], len(sent), clock, lanes))
         backward_s = lanes.pay(clock + max(0.0, profile.backward_s - profiled))
-        owned = [self.cost(site).owned > 0.0 for site in sites]
-        waited_for = [job for job, at_owners in zip(sent, owned, strict=True) if not at_owners]
+        updated = [index for index, (_, cost) in enumerate(served) if cost.owned]
+        waited_for = [job for job, (_, cost) in zip(sent, served, strict=True) if not cost.owned]
         lanes.finish(waited_for)
         end_s = max([backward_s, *(job.end_s for job in waited_for)])
-        updated = [index for index, at_owners in enumerate(owned) if at_owners]
-        returned = {index: self._return(sites[index], index, end_s, lanes) for index in reversed(updated)}
+        returned = {index: self._return(*served[index], index, end_s, lanes) for index in reversed(updated)}
         back: dict[str, list[Job]] = defaultdict(list)
         for index, job in returned.items():
-            for name in sites[index].layers:
+            for name in served[index][0].layers:
                 back[name].append(job)
         cut_bytes = sum(self._nbytes[name] * (1 - cost.held) for name, cost in cuts.items())
         elsewhere_bytes = sum(self._nbytes[name] for name in back) + cut_bytes
@@ -233,21 +241,13 @@ class Predictor:
         lanes.finish([*sent, *returned.values()])
         spans = [
             Span(site, job.ready_s, job.sent_s, job.end_s, returned[index].end_s if index in returned else 0.0)
-            for index, (site, job) in enumerate(zip(sites, sent, strict=True))
+            for index, ((site, _), job) in enumerate(zip(served, sent, strict=True))
         ]
-        traffics = (*(self.cost(site).traffic for site in sites), *(cost.traffic for cost in cuts.values()))
+        traffics = (*(cost.traffic for _, cost in served), *(cost.traffic for cost in cuts.values()))
         return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
 
-    def _send(self, site: Site, index: int, now: float, lanes: Lanes) -> Job:
-        """A site's gradients, whole or to their owners."""
-        cost = self.cost(site)
-        if cost.owned:
-            return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic.half))
-        return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic), lanes.compute(cost.lane_s))
-
-    def _return(self, site: Site, index: int, now: float, lanes: Lanes) -> Job:
+    def _return(self, site: Site, cost: Cost, index: int, now: float, lanes: Lanes) -> Job:
         """A site's parameters, updated by their owners and sent back."""
-        cost = self.cost(site)
         share = sum(self._nbytes[name] for name in site.layers) / site.parts / self._total_nbytes
         update = lanes.compute(self.profile.optimizer_s * share * cost.owned)
         back = lanes.exchange(cost.pace, cost.traffic.half)
@@ -259,8 +259,11 @@ class Predictor:
         """Seconds of the forward, and of its waiting for parameters and for the rows that go to and from cut layers."""
         clock, passed, waited_s, change_s = begin, 0.0, 0.0, 0.0
         for name, needed_s in self._needed_s:
-            clock = lanes.pay(clock + max(0.0, needed_s - passed + change_s))
+            clock += max(0.0, needed_s - passed + change_s)
             passed, change_s = needed_s, 0.0
+            if name not in back and name not in cuts:
+                continue
+            clock = lanes.pay(clock)
             if name in cuts:
                 begin_s, clock = clock, _waited(cuts[name], 0, clock, lanes)
                 waited_s, change_s = waited_s + clock - begin_s, cuts[name].forward_s
@@ -270,6 +273,13 @@ class Predictor:
                 clock, waited_s = clock + missing_s, waited_s + missing_s
         clock = lanes.pay(clock + max(0.0, self.profile.forward_s - passed + change_s))
         return clock - begin - waited_s, waited_s
+
+
+def _send(cost: Cost, index: int, now: float, lanes: Lanes) -> Job:
+    """A site's gradients, whole or to their owners."""
+    if cost.owned:
+        return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic.half))
+    return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic), lanes.compute(cost.lane_s))
 
 
 def _waited(cost: Cost, way: int, clock: float, lanes: Lanes) -> float:

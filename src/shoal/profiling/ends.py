@@ -1,8 +1,9 @@
-"""What comes to the first layers and becomes of the last: different ids that embeddings look up, and rows in a loss.
+"""What is done with what: different ids that embeddings look up; outputs that go into a loss, or to one other layer.
 
-A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed cut. Found by trying:
-one forward in which every linear layer's output is what a cut layer would give (comm/logits.py), on a lone rank; logits
-tell what is done with them.
+A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed cut; one whose output
+goes to one other linear layer, with element-wise work between, can leave it cut for that. Found by trying, whatever the
+modules between: one forward in which every linear layer's output is what a cut layer would give (comm/cut_output.py),
+on a lone rank; outputs tell what is done with them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.boundary import Rows
-from shoal.comm.logits import CutLogits
+from shoal.comm.cut_output import CutOutput, Use
 from shoal.comm.threads import ThreadComm
 from shoal.profiling.identity import Layer
 from shoal.profiling.sample import Sample, tensors_in
@@ -28,12 +29,14 @@ class Ends:
 
     distinct: dict[str, int]  # of each call of an embedding the different ids, added up
     loss_rows: dict[str, int]  # of linear layers none of whose output would have to be gathered
+    feeds: dict[str, str]  # of linear layers: the one that takes all of their output, and takes nothing else
 
     @classmethod
     def of(cls, sample: Sample, layers: Sequence[Layer]) -> Ends:
         """Run the sample forward."""
         distinct: dict[str, int] = {}
-        told: dict[str, list[int]] = {}
+        uses: dict[str, list[Use]] = {}
+        taken: dict[str, list[str]] = {}  # by linear layer, whose output it was called with
 
         def count(name: str) -> Any:
             def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -42,12 +45,29 @@ class Ends:
 
             return enter
 
+        def take(name: str) -> Any:
+            def enter(module: nn.Linear, args: Any) -> Any:
+                given = args[0] if args else None
+                if isinstance(given, CutOutput):
+                    found = given.taken_by(name, (module.in_features,))
+                    if found is not None:
+                        return (found[1].view(given.shape), *args[1:])
+                taken.setdefault(name, []).append("")
+                return None
+
+            return enter
+
         def cut(name: str) -> Any:
+            def tell(use: Use) -> None:
+                uses.setdefault(name, []).append(use)
+                if isinstance(use, str):
+                    taken.setdefault(use, []).append(name)
+
             def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
                 part = output.reshape(-1, output.shape[-1])
                 numbers = torch.arange(len(part), device=part.device).view(output.shape[:-1])
                 rows = Rows(ThreadComm(), (len(part),))
-                return CutLogits.of(part, rows, (part.shape[1],), numbers, tell=told.setdefault(name, []).append)
+                return CutOutput.of(part, rows, (part.shape[1],), numbers, tell=tell)
 
             return leave
 
@@ -57,9 +77,17 @@ class Ends:
                     hook = layer.module.register_forward_pre_hook(count(layer.name), with_kwargs=True)
                     hooks.callback(hook.remove)
                 elif type(layer.module) is nn.Linear:
+                    hooks.callback(layer.module.register_forward_pre_hook(take(layer.name)).remove)
                     hooks.callback(layer.module.register_forward_hook(cut(layer.name)).remove)
             try:
                 sample.loss()
             except Exception:  # the model or the loss looks deeper into tensors than these go
-                told.clear()
-        return cls(distinct, {name: sum(rows) for name, rows in told.items() if rows and all(rows)})
+                uses.clear()
+        in_loss = {name: [use for use in own if isinstance(use, int)] for name, own in uses.items()}
+        loss_rows = {name: sum(rows) for name, rows in in_loss.items() if len(rows) == len(uses[name]) and all(rows)}
+        feeds = {
+            name: own[0]
+            for name, own in uses.items()
+            if isinstance(own[0], str) and set(own) == {own[0]} and set(taken[own[0]]) == {name}
+        }
+        return cls(distinct, loss_rows, feeds)

@@ -74,6 +74,7 @@ def profile_model(
         update = OptimizerCost.of(optimizers)
         outside = outside_use(model, layers, borrowed)
         together = whole_updates(model.parameters(), optimizers)
+        fed_by = {taker: feeder for feeder, taker in seen.feeds.items()}
         mine = ModelProfile(
             layers=tuple(
                 replace(
@@ -81,6 +82,8 @@ def profile_model(
                         layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name]
                     ),
                     loss_rows=seen.loss_rows.get(layer.name, 0),
+                    feeds=seen.feeds.get(layer.name, ""),
+                    fed_by=fed_by.get(layer.name, ""),
                     distinct=seen.distinct.get(layer.name, 0),
                     whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
                     joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
@@ -220,6 +223,8 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         input_grad=any(layer.input_grad for layer in layers),
         distinct=max(layer.distinct for layer in layers),
         loss_rows=max(layer.loss_rows for layer in layers) if all(layer.loss_rows for layer in layers) else 0,
+        feeds=_same(layer.feeds for layer in layers),
+        fed_by=_same(layer.fed_by for layer in layers),
         needed_s=max(layer.needed_s for layer in layers),
         forward_s=max(layer.forward_s for layer in layers),
         backward_s=max(layer.backward_s for layer in layers),
@@ -233,6 +238,12 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
 def _first(reasons: Iterable[str]) -> str:
     """The first reason that there is, or ''."""
     return next(filter(None, reasons), "")
+
+
+def _same(names: Iterable[str]) -> str:
+    """The name that every rank has, or ''."""
+    every = set(names)
+    return every.pop() if len(every) == 1 else ""
 
 
 def _in_backward_order(profile: ModelProfile) -> ModelProfile:

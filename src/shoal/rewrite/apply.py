@@ -154,6 +154,13 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                 f"{choice.strategy} cannot serve layer {choice.layer}: {reason}",
                 do='give the layer "replicate", which serves everything that is not given to a rank',
             )
+        for other, needed in strategy.needs(placed.layer(choice.layer)).items():
+            if plan.choice(other).strategy != needed:
+                raise PlanError(
+                    f"{choice.strategy} serves layer {choice.layer} only beside {needed} for layer {other}",
+                    got=f"{plan.choice(other).strategy} for layer {other}",
+                    do="give both layers those two, or neither",
+                )
 
 
 def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:

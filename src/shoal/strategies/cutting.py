@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.boundary import Rows, call_of, rows_of_all
+from shoal.comm.cut_output import CutOutput
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.cut import Cut, cut
@@ -38,6 +39,7 @@ class CutStrategy(Strategy):
 
     cuts = True
     dim: ClassVar[int]  # of the weight: 0 has the outputs, 1 the inputs
+    takes_parts: ClassVar[bool] = False  # what it is called with is cut already, as its weight is
 
     @abstractmethod
     def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
@@ -134,9 +136,15 @@ class _Parts:
 
     def linear(self, x: Tensor) -> Tensor:
         """The layer's output for this rank's rows."""
-        flat = x.reshape(-1, x.shape[-1])
-        rows = rows_of_all(self._comm, len(flat), call_of(self._name))
-        inside = self._strategy.enter(flat, rows, self._widths)
+        given = (
+            x.taken_by(self._name, self._widths) if self._strategy.takes_parts and isinstance(x, CutOutput) else None
+        )
+        if given is not None:
+            rows, inside = given
+        else:
+            flat = x.reshape(-1, x.shape[-1])
+            rows = rows_of_all(self._comm, len(flat), call_of(self._name))
+            inside = self._strategy.enter(flat, rows, self._widths)
         with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
             product = F.linear(inside, self.weight, self._bias(len(self.weight)))
         return self._strategy.leave(product, rows, self._widths, (*x.shape[:-1], self._outputs))

@@ -5,7 +5,7 @@
     backward    four numbers a row to every peer               give dx back, summed where the rows are: K·M·s·(P−1)
 
 Neither the K·N logits nor the M·N gradients cross the network, which is what heads of very many classes need. What the
-model returns is this rank's rows of logits without the memory (comm/logits.py).
+model returns is this rank's rows of logits without the memory (comm/cut_output.py).
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3; An et al., "Partial FC", 2020, section 3.1.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.boundary import Rows
-from shoal.comm.logits import CutLogits
+from shoal.comm.cut_output import CutOutput
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.cutting import COUNT_BYTES, CutStrategy, counts, move
@@ -45,7 +45,7 @@ class Head(CutStrategy):
 
     def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
-        return CutLogits.of(product, rows, widths, numbers)
+        return CutOutput.of(product, rows, widths, numbers)
 
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology

@@ -1,17 +1,18 @@
-"""Logits cut over the ranks by classes: an output that looks like this rank's rows of all classes, and is not gathered.
+"""What a layer cut by its outputs gives: it looks like this rank's rows of all outputs, and is not gathered.
 
-Rank r has its own classes of the rows of all ranks. What language models and classifiers do with logits stays cut:
+Rank r has its own outputs of all ranks' rows. What models do with logits, and between two linear layers, stays cut:
 
-    casts, scaling, shifts, tanh            done to the part
-    views, slices, picks of rows            done to a tensor of row numbers; the class dimension stays the last
+    casts, scaling, shifts, activations     done to the part; dropout draws numbers of its own on every rank
+    views, slices, picks of rows            done to a tensor of row numbers; the cut dimension stays the last
+    a linear layer cut by its inputs        takes the part as it is (strategies/pair.py)
     cross_entropy                           peers are told a row's target, and return four sums; four numbers go back
     argmax, topk                            each rank's best, and the best of those
 
-Anything else gathers the logits of this rank's rows first. All of it are collectives: every rank does the same.
+Anything else gathers the outputs of this rank's rows first. All of it are collectives: every rank does the same.
 Why not torch's loss_parallel: that needs DTensors on a device mesh of processes, and parameters that are DTensors,
 where here parameters stay the user's own objects and ranks may be threads.
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
-Guarded by tests/equivalence/test_head.py.
+Guarded by tests/equivalence/test_head.py and test_pair.py.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shoal.comm.boundary import Rows, refuse_second_derivative, rows_of_all
 from shoal.core.errors import UsageError
 
 _After = Callable[[Tensor], Tensor]
+Use = int | str  # rows of a loss that is computed of it; the layer that takes it as it is; 0: it is gathered after all
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -36,15 +38,15 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 @final
-class CutLogits(Tensor):
-    """This rank's rows of logits, of which it has some classes of all ranks' rows; itself without memory (`meta`)."""
+class CutOutput(Tensor):
+    """This rank's rows of an output, of which it has a part of all ranks' rows; itself without memory (`meta`)."""
 
-    _part: Tensor  # (all ranks' rows, this rank's classes)
+    _part: Tensor  # (all ranks' rows, this rank's outputs)
     _rows: Rows
-    _widths: tuple[int, ...]  # each rank's classes
+    _widths: tuple[int, ...]  # each rank's outputs
     _numbers: Tensor  # of this rank's rows, in the shape of the leading dimensions
     _after: _After  # what every ordinary tensor made of it goes through
-    _tell: Callable[[int], None]  # the rows of a loss that is computed of it; 0 where it is gathered after all
+    _tell: Callable[[Use], None]
 
     @classmethod
     def of(
@@ -54,11 +56,11 @@ class CutLogits(Tensor):
         widths: Sequence[int],
         numbers: Tensor,
         after: _After = _as_it_is,
-        tell: Callable[[int], None] = lambda rows: None,
-    ) -> CutLogits:
-        """Logits whose row `i` of this rank stands wherever `numbers` is i."""
+        tell: Callable[[Use], None] = lambda use: None,
+    ) -> CutOutput:
+        """An output whose row `i` of this rank stands wherever `numbers` is i."""
         like = torch.empty((*numbers.shape, sum(widths)), dtype=part.dtype, device="meta")
-        logits: CutLogits = like.as_subclass(cls)
+        logits: CutOutput = like.as_subclass(cls)
         logits._part, logits._rows, logits._widths, logits._numbers = part, rows, tuple(widths), numbers
         logits._after, logits._tell = after, tell
         return logits
@@ -67,7 +69,7 @@ class CutLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, CutLogits):
+        if isinstance(first, CutOutput):
             if func in _OF_THE_SHAPE:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
@@ -78,15 +80,26 @@ class CutLogits(Tensor):
                 return done
         return func(*_whole(args), **_whole(kwargs))
 
-    def over(self, after: _After) -> CutLogits:
+    def over(self, after: _After) -> CutOutput:
         """The same, and what is made of it goes through `after`, too."""
         before = self._after
-        return CutLogits.of(self._part, self._rows, self._widths, self._numbers, lambda t: after(before(t)), self._tell)
+        return CutOutput.of(self._part, self._rows, self._widths, self._numbers, lambda t: after(before(t)), self._tell)
+
+    def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[Rows, Tensor] | None:
+        """The rows of all ranks and this rank's part of them, for a layer whose inputs are cut in the same way."""
+        numbers = self._numbers.reshape(-1)
+        all_in_order = torch.equal(
+            numbers, torch.arange(self._rows.counts[self._rows.comm.rank], device=numbers.device)
+        )
+        if not all_in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
+            return None
+        self._tell(layer)
+        return self._rows, self._part
 
     def whole(self) -> Tensor:
-        """This rank's rows with all classes: gathered."""
+        """This rank's rows with all outputs: gathered."""
         self._tell(0)
-        rows_of_all(self._rows.comm, len(self._numbers), "gathering of cut logits")
+        rows_of_all(self._rows.comm, len(self._numbers), "gathering of an output that is cut")
         rows = self._rows.to_rows(self._part, self._widths, 1 / self._rows.comm.size)
         return self._after(rows[self._numbers.reshape(-1)].view(self.shape))
 
@@ -95,16 +108,17 @@ class CutLogits(Tensor):
         name = getattr(func, "__name__", "")
         if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")):
             raise UsageError(
-                f"{name} on logits that are cut over the ranks would change a copy of them",
+                f"{name} on an output that is cut over the ranks would change a copy of it",
                 do="write it out of place (out = out / 2), or pin the layer to column",
             )
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
+        if func is F.dropout:
+            return self._with(_dropout(self._part, self._rows.comm.rank, *args, **kwargs))
         if name in _ELEMENTWISE and not any(
             isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves((args, kwargs))
         ):
-            part = func(self._part, *args, **kwargs)
-            return CutLogits.of(part, self._rows, self._widths, self._numbers, self._after, self._tell)
+            return self._with(func(self._part, *args, **kwargs))
         if name == "contiguous":
             return self
         if name in _VIEWS:
@@ -113,10 +127,13 @@ class CutLogits(Tensor):
             return self._best(name, *args, **kwargs)
         return None
 
-    def _viewed(self, numbers: Tensor) -> CutLogits:
-        return CutLogits.of(self._part, self._rows, self._widths, numbers, self._after, self._tell)
+    def _with(self, part: Tensor) -> CutOutput:
+        return CutOutput.of(part, self._rows, self._widths, self._numbers, self._after, self._tell)
 
-    def _view(self, func: Any, args: Any, kwargs: Any) -> CutLogits | tuple[CutLogits, ...] | None:
+    def _viewed(self, numbers: Tensor) -> CutOutput:
+        return CutOutput.of(self._part, self._rows, self._widths, numbers, self._after, self._tell)
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> CutOutput | tuple[CutOutput, ...] | None:
         """The function on row numbers, where it leaves the class dimension where it is."""
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             return self._viewed(self._numbers[args[0]]) if args[0].dim() <= self._numbers.dim() else None
@@ -188,8 +205,22 @@ class CutLogits(Tensor):
         return classes if keepdim else classes[..., 0]
 
 
+def _dropout(part: Tensor, rank: int, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """As torch's, with numbers of this rank's own also where all ranks have one random state: parts are of one row."""
+    if not training or p == 0.0:
+        return F.dropout(part, p, training, inplace)
+    if not 0.0 < p <= 1.0:
+        raise ValueError(f"a probability of dropout is between 0 and 1, and this is {p}")
+    seed = int(torch.randint(1 << 62, ()))
+    numbers = torch.rand(
+        part.shape, device=part.device, generator=torch.Generator(part.device).manual_seed(seed + rank)
+    )
+    kept = (numbers >= p).to(part.dtype).div_(max(1 - p, torch.finfo(part.dtype).tiny))
+    return part.mul_(kept) if inplace else part * kept
+
+
 def _whole(values: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, CutLogits) else leaf, values)
+    return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, CutOutput) else leaf, values)
 
 
 def _starts(sizes: Sequence[int], rank: int) -> int:
@@ -210,7 +241,7 @@ class _RowTerms(torch.autograd.Function):
         weights: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         comm = rows.comm
-        picked = rows_of_all(comm, len(numbers), "cross entropy of cut logits")
+        picked = rows_of_all(comm, len(numbers), "cross entropy of an output that is cut")
         mine = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
         everyone = mine.new_empty(sum(picked.counts), 2)
         comm.all_gather(everyone.split(picked.counts), mine)
@@ -258,7 +289,7 @@ def _best_of_rows(part: Tensor, rows: Rows, widths: Sequence[int], k: int) -> tu
     comm = rows.comm
     values, classes = part.topk(min(k, part.shape[1]), 1)
     offered = [min(k, width) for width in widths]
-    comm.numbers([k] * comm.size, "best classes of cut logits")
+    comm.numbers([k] * comm.size, "best of an output that is cut")
     found = []
     for own in (values, classes + _starts(widths, comm.rank)):
         parts = [own.new_empty(rows.counts[comm.rank], number) for number in offered]
@@ -290,6 +321,21 @@ _ELEMENTWISE = frozenset(
         *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "detach"),
         *("mul", "div", "true_divide", "add", "sub", "neg", "tanh", "clamp", "negative", "subtract", "multiply"),
         *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__"),
+        *(
+            "relu",
+            "relu6",
+            "leaky_relu",
+            "elu",
+            "selu",
+            "celu",
+            "gelu",
+            "silu",
+            "mish",
+            "sigmoid",
+            "softplus",
+            "square",
+        ),
+        *("hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
     )
 )
 _VIEWS = frozenset(

@@ -1,0 +1,86 @@
+"""Pair: two linear layers with element-wise work between, cut by outputs, then by inputs: the hidden width stays cut.
+
+    forward     gather x: K·M·s·(P−1) sent     column_pair; its N outputs are row_pair's inputs, and where it has them
+                sum the products where the rows are: K·N'·s·(P−1)                                               row_pair
+    backward    gather dy: K·N'·s·(P−1)        row_pair; what comes out is what column_pair's backward takes
+                give dx back, summed where the rows are: K·M·s·(P−1)                                         column_pair
+
+Against column and row by themselves it spares 4·K·N·s·(P−1)/P. What is between may be any modules and functions that
+comm/cut_output.py leaves cut, found by running the sample once. Dropout there draws numbers of its own on every rank:
+it is as random, but not the same, as in one process.
+Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shoal.comm.boundary import Rows
+from shoal.comm.cut_output import CutOutput
+from shoal.core.cost import Traffic
+from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.strategies.cutting import CutStrategy, counts, move
+
+
+@final
+class ColumnPair(CutStrategy):
+    """Cuts a linear layer by its outputs, and leaves those where they are for the layer that takes them."""
+
+    name = "column_pair"
+    dim = 0
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        reason = super().refuses(layer, cluster)
+        if reason is None and not layer.feeds:
+            return "its output does not go to one linear layer alone, with element-wise work between"
+        return reason
+
+    def needs(self, layer: LayerProfile) -> dict[str, str]:
+        return {layer.feeds: RowPair.name}
+
+    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
+        return rows.gathered(x, scale=len(widths))
+
+    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+        numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
+        return CutOutput.of(product, rows, widths, numbers)
+
+    def moved(
+        self, layer: LayerProfile, widths: Sequence[int], topology: Topology
+    ) -> tuple[list[Traffic], list[Traffic]]:
+        x = move(topology, lambda source, to: layer.rows * layer.inputs * layer.parameters[0].itemsize)
+        return [counts(layer, topology), x], [x] if layer.input_grad else []
+
+
+@final
+class RowPair(CutStrategy):
+    """Cuts a linear layer by its inputs, which are where they are needed."""
+
+    name = "row_pair"
+    dim = 1
+    takes_parts = True
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        reason = super().refuses(layer, cluster)
+        if reason is None and not layer.fed_by:
+            return "what it is called with does not come from one linear layer alone, with element-wise work between"
+        return reason
+
+    def needs(self, layer: LayerProfile) -> dict[str, str]:
+        return {layer.fed_by: ColumnPair.name}
+
+    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
+        return rows.to_columns(x, widths, scale=len(widths))  # called with something else than in the sample
+
+    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return rows.summed(product, scale=1 / len(widths)).view(*shape)
+
+    def moved(
+        self, layer: LayerProfile, widths: Sequence[int], topology: Topology
+    ) -> tuple[list[Traffic], list[Traffic]]:
+        y = move(topology, lambda source, to: layer.rows * layer.outputs * layer.parameters[0].itemsize)
+        return [y], [y]
