@@ -58,6 +58,13 @@ def spoken() -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
+def with_margin(out: Tensor, y: Tensor) -> Tensor:
+    """Large-margin cosine loss (Wang et al., "CosFace", 2018, equation 4), of logits instead of cosines."""
+    target, log_sum = out.gather(1, y.unsqueeze(1)).squeeze(1), torch.logsumexp(out, 1)
+    others = log_sum + torch.log1p(-torch.exp(target - log_sum))
+    return (torch.logaddexp(others, target - 0.35) - (target - 0.35)).mean()
+
+
 WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": F.cross_entropy,
@@ -72,13 +79,18 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "scaled and shifted": lambda out, y: F.cross_entropy((out - 1.5) / 0.7 * 1.1, y),
     "capped": lambda out, y: F.cross_entropy(torch.tanh(out / 3) * 3, y),
     "cast": lambda out, y: F.cross_entropy(out.float().to(torch.float64), y),
+    "log_softmax": lambda out, y: F.nll_loss(F.log_softmax(out, -1), y),
+    "modules of log_softmax": lambda out, y: nn.NLLLoss(WEIGHTS, reduction="none")(nn.LogSoftmax(1)(out), y).mean(),
+    "a penalty beside": lambda out, y: F.cross_entropy(out, y) + 1e-2 * torch.logsumexp(out, -1).square().mean(),
+    "a margin": lambda out, y: with_margin(out, y),
     "twice": lambda out, y: F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out * 2, (y + 1) % CLASSES),
 }
 GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "log_softmax": lambda out, y: F.nll_loss(F.log_softmax(out, -1), y),
+    "entropy": lambda out, y: (F.softmax(out, -1) * F.log_softmax(out, -1)).sum(-1).mean(),
+    "probabilities of all": lambda out, y: torch.softmax(out * 2, dim=1).square().sum() / len(y),
     "squares": lambda out, y: out.square().mean(),
     "probabilities": lambda out, y: F.cross_entropy(out, F.one_hot(y, CLASSES).to(out.dtype)),
-    "a penalty beside": lambda out, y: F.cross_entropy(out, y) + 1e-2 * torch.logsumexp(out, -1).square().mean(),
+    "a penalty beside": lambda out, y: F.cross_entropy(out, y) + 1e-2 * out.var(-1).mean(),
     "other classes": lambda out, y: F.cross_entropy(out[:, 1:], y.clamp(max=CLASSES - 2)),
 }
 
@@ -233,11 +245,26 @@ def test_the_best_classes_are_found_without_gathering():
     logits_on(3, work)
 
 
+def test_softmax_and_sums_of_exponentials_stay_cut():
+    def work(cut: CutOutput, whole: Tensor) -> None:
+        for made in (lambda x: x.softmax(-1), lambda x: F.log_softmax(x, 2), lambda x: torch.softmax(x, dim=2)):
+            assert isinstance(made(cut), CutOutput)
+            assert torch.allclose(made(cut) + 0 * whole, made(whole), rtol=1e-12)
+        assert F.softmax(cut, -1, dtype=torch.float32).dtype == torch.float32
+        for keepdim in (False, True):
+            assert torch.allclose(torch.logsumexp(cut, -1, keepdim), torch.logsumexp(whole, -1, keepdim), rtol=1e-12)
+        index = torch.full((*whole.shape[:-1], 1), 3)
+        assert torch.equal(torch.gather(cut, 2, index), torch.gather(whole, 2, index))
+        assert torch.equal(cut.gather(2, index.expand(whole.shape)), whole.gather(2, index.expand(whole.shape)))
+
+    logits_on(3, work)
+
+
 def test_everything_else_gathers():
     def work(cut: CutOutput, whole: Tensor) -> None:
         assert (cut.shape, cut.dtype, cut.device, len(cut)) == (whole.shape, whole.dtype, whole.device, 2)
         assert torch.equal(cut.sum(-1), whole.sum(-1))
-        assert torch.equal(torch.softmax(cut, -1), whole.softmax(-1))
+        assert torch.equal(torch.softmax(cut, 0), whole.softmax(0))
         assert torch.equal(cut[..., 2], whole[..., 2])
         assert torch.equal(cut.transpose(1, 2), whole.transpose(1, 2))
         assert torch.equal(cut + whole, whole + whole)

@@ -62,10 +62,29 @@ def timeline_of(profile: ModelProfile, cores: float) -> Timeline:
 
 
 def test_processor_time_of_bytes_counts_where_cores_are_shared() -> None:
+    profile = model(layer("b", 0.5, MB // 2), layer("a", 2.0, 1))
+    assert timeline(profile, cores=2.0, cpu=2e-7).end_s == pytest.approx(2.0, **NEARLY)
+    assert timeline(profile, cores=1.0, cpu=2e-7).end_s == pytest.approx(2.1, **NEARLY)
+    assert timeline(profile, cores=0.5, cpu=2e-7).end_s == pytest.approx(2.2, **NEARLY)
+
+
+def test_ranks_that_share_cores_take_turns_and_all_wait_for_the_last() -> None:
     profile = model(layer("b", 0.5, MB), layer("a", 2.0, 1))
-    assert timeline(profile, cores=2.0, cpu=1e-7).end_s == pytest.approx(2.0, **NEARLY)
-    assert timeline(profile, cores=1.0, cpu=1e-7).end_s == pytest.approx(2.1, **NEARLY)
-    assert timeline(profile, cores=0.5, cpu=1e-7).end_s == pytest.approx(2.2, **NEARLY)
+    for cores, ready_s in ((2.0, 0.5), (1.0, 0.5), (0.5, 2.0 - 1.5 / 2), (0.25, 2.0 - 1.5 / 4)):
+        found = timeline(profile, cores=cores)
+        assert found.spans[0].ready_s == pytest.approx(ready_s, **NEARLY)
+        assert found.backward_s == pytest.approx(2.0, **NEARLY), "as long as ever"
+
+
+def test_ranks_that_share_cores_meet_at_a_layer_that_is_cut_over_them() -> None:
+    profile = model(layer("d", 0.5, 1), linear("cut", 1.0, 1000, 1000, rows=1), layer("b", 1.5, 1), layer("a", 2.0, 1))
+    choices = [
+        Choice(n.name, "column" if n.name == "cut" else "replicate", "" if n.name == "cut" else "direct")
+        for n in profile.layers
+    ]
+    found = Predictor(profile, cluster(2, 1e9, cores=0.5)).predict(choices, bucket_bytes=1, lanes=2)
+    ready = [span.ready_s for span in found.spans]
+    assert ready == pytest.approx([1.0 - 0.5 / 2, 2.0 - 0.5 / 2, 2.0], rel=0.01)
 
 
 def test_a_measured_pace_counts_for_wall_and_processor_and_packing_for_backward() -> None:
@@ -125,8 +144,11 @@ def test_owners_update_their_share_on_a_lane() -> None:
     assert found.optimizer_s == pytest.approx(0.4, **NEARLY), "of what is not owned"
     assert found.end_s == pytest.approx(3.0, **NEARLY), "a, whole; b's half went before it"
     assert found.waited_s == pytest.approx(0.0, **NEARLY), "b: 0.2 s of update, half a second back, from 3.0 to 3.7"
-    shared = sliced(half, cores=1.0, bucket_bytes=1)
+    late = model(layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.9), optimizer_s=0.8)
+    shared = sliced(late, cores=1.0, bucket_bytes=1)
     assert shared.forward_s == pytest.approx(1.0 + 2 * 0.2, **NEARLY), "its processor is the main thread's"
+    waiting = sliced(half, cores=1.0, bucket_bytes=1)
+    assert waiting.forward_s == pytest.approx(1.0, **NEARLY), "which has nothing to lose while it waits for a"
 
 
 def test_the_floor_is_compute_or_bytes_at_the_links_rate() -> None:

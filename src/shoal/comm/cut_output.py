@@ -5,7 +5,9 @@ Rank r has its own outputs of all ranks' rows. What models do with logits, and b
     casts, scaling, shifts, activations     done to the part; dropout draws numbers of its own on every rank
     views, slices, picks of rows            done to a tensor of row numbers; the cut dimension stays the last
     a linear layer cut by its inputs        takes the part as it is (strategies/pair.py)
-    cross_entropy                           peers are told a row's target, and return four sums; four numbers go back
+    cross_entropy, nll_loss, logsumexp      peers are told a row's target, and return four sums; four numbers go back;
+    and gather of one output a row          margins are written with the last two
+    softmax, log_softmax                    two sums of each row to every rank, and one number back
     argmax, topk                            each rank's best, and the best of those
 
 Anything else gathers the outputs of this rank's rows first. All of it are collectives: every rank does the same.
@@ -18,7 +20,6 @@ Guarded by tests/equivalence/test_head.py and test_pair.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -26,7 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from shoal.comm.boundary import Rows, refuse_second_derivative, rows_of_all
+from shoal.comm.boundary import Rows, rows_of_all
+from shoal.comm.cut_functions import LogSum, RowTerms, best_of_rows, dropout
 from shoal.core.errors import UsageError
 
 _After = Callable[[Tensor], Tensor]
@@ -113,8 +115,16 @@ class CutOutput(Tensor):
             )
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
+        if func is F.nll_loss:
+            return self._cross_entropy(*args, **{**kwargs, "of_log_probabilities": True})
+        if name == "logsumexp":
+            return self._logsumexp(*args, **kwargs)
+        if name == "gather":
+            return self._gather(*args, **kwargs)
+        if name in ("softmax", "log_softmax"):
+            return self._softmax(func, args, kwargs)
         if func is F.dropout:
-            return self._with(_dropout(self._part, self._rows.comm.rank, *args, **kwargs))
+            return self._with(dropout(self._part, self._rows.comm.rank, *args, **kwargs))
         if name in _ELEMENTWISE and not any(
             isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves((args, kwargs))
         ):
@@ -157,24 +167,27 @@ class CutOutput(Tensor):
         reduce: Any = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        of_log_probabilities: bool = False,
     ) -> Tensor | None:
-        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where labels are smooth."""
+        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where labels are smooth.
+
+        Of log-probabilities: the nll_loss.
+        """
         if target.shape != self._numbers.shape or target.dim() > 1 or target.is_floating_point():
             return None  # class probabilities, or classes that are not the last dimension
         if size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
             return None
-        self._tell(target.numel())
         classes = sum(self._widths)
         flat = target.reshape(-1)
         kept = flat != ignore_index
         wanted = torch.where(kept, flat, 0)
         if bool(((wanted < 0) | (wanted >= classes)).any()):
             raise IndexError(f"a target is not one of {classes} classes")
-        part = self._part.float() if self._part.dtype in (torch.float16, torch.bfloat16) else self._part
+        part = self._wide()
         of_class = part.new_ones(classes) if weight is None else weight.to(part.dtype)
-        log_sum, picked, summed = _RowTerms.apply(  # type: ignore[no-untyped-call]
-            part, self._rows, self._widths, self._numbers.reshape(-1), wanted, of_class if label_smoothing else None
-        )
+        log_sum, picked, summed = self._terms(wanted, of_class if label_smoothing else None)
+        if of_log_probabilities:
+            log_sum = torch.zeros_like(picked)
         its = torch.where(kept, of_class[wanted], 0.0)
         losses = its * (log_sum - picked)
         if label_smoothing:
@@ -187,6 +200,50 @@ class CutOutput(Tensor):
         total = losses.sum()
         return self._after(total / its.sum() if reduction == "mean" else total)
 
+    def _wide(self) -> Tensor:
+        """The part, in what losses are computed in."""
+        return self._part.float() if self._part.dtype in (torch.float16, torch.bfloat16) else self._part
+
+    def _terms(self, wanted: Tensor, of_class: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row log Σ exp, the output that is wanted, and the sum of all with weights."""
+        self._tell(len(wanted))
+        numbers = self._numbers.reshape(-1)
+        terms: tuple[Tensor, Tensor, Tensor] = RowTerms.apply(  # type: ignore[no-untyped-call]
+            self._wide(), self._rows, self._widths, numbers, wanted, of_class
+        )
+        return terms
+
+    def _logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor | None:
+        if dim not in (-1, self.dim() - 1, (-1,), [-1]):
+            return None
+        of_row = self._terms(torch.zeros_like(self._numbers.reshape(-1)))[0].to(self._part.dtype)
+        return self._after(of_row.view(*self._numbers.shape, *[1] * keepdim))
+
+    def _gather(self, dim: int, index: Tensor) -> Tensor | None:
+        if dim not in (-1, self.dim() - 1) or index.shape != (*self._numbers.shape, 1):
+            return None
+        return self._after(self._terms(index.reshape(-1))[1].to(self._part.dtype).view(index.shape))
+
+    def _softmax(self, func: Any, args: Any, kwargs: Any) -> CutOutput | None:
+        names = ("dim", "_stacklevel", "dtype") if func in (F.softmax, F.log_softmax) else ("dim", "dtype")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("dim") not in (-1, self.dim() - 1):
+            return None
+        part = self._wide() if given.get("dtype") is None else self._part.to(given["dtype"])
+        logs = part - LogSum.apply(part, self._rows).unsqueeze(1)  # type: ignore[no-untyped-call]
+        if given.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
+            logs = logs.to(self._part.dtype)
+        done = logs if func.__name__ == "log_softmax" else logs.exp()
+        tell = self._tell  # a layer that takes this is no half of a pair: more was sent than its rows
+        return CutOutput.of(
+            done,
+            self._rows,
+            self._widths,
+            self._numbers,
+            self._after,
+            lambda use: tell(0 if isinstance(use, str) else use),
+        )
+
     @torch.no_grad()
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The best class of each row, or the k best."""
@@ -197,7 +254,7 @@ class CutOutput(Tensor):
             return None
         if dim not in (-1, self.dim() - 1):
             return None
-        values, classes = _best_of_rows(self._part, self._rows, self._widths, k)
+        values, classes = best_of_rows(self._part, self._rows, self._widths, k)
         flat, shape = self._numbers.reshape(-1), (*self._numbers.shape, k)
         values, classes = values[flat].view(shape), classes[flat].view(shape)
         if name == "topk":
@@ -205,98 +262,8 @@ class CutOutput(Tensor):
         return classes if keepdim else classes[..., 0]
 
 
-def _dropout(part: Tensor, rank: int, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As torch's, with numbers of this rank's own also where all ranks have one random state: parts are of one row."""
-    if not training or p == 0.0:
-        return F.dropout(part, p, training, inplace)
-    if not 0.0 < p <= 1.0:
-        raise ValueError(f"a probability of dropout is between 0 and 1, and this is {p}")
-    seed = int(torch.randint(1 << 62, ()))
-    numbers = torch.rand(
-        part.shape, device=part.device, generator=torch.Generator(part.device).manual_seed(seed + rank)
-    )
-    kept = (numbers >= p).to(part.dtype).div_(max(1 - p, torch.finfo(part.dtype).tiny))
-    return part.mul_(kept) if inplace else part * kept
-
-
 def _whole(values: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, CutOutput) else leaf, values)
-
-
-def _starts(sizes: Sequence[int], rank: int) -> int:
-    return list(accumulate(sizes, initial=0))[rank]
-
-
-class _RowTerms(torch.autograd.Function):
-    """Of picked rows: log Σ exp, the logit of the row's target, and Σ w·logit with weights of the classes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        part: Tensor,
-        rows: Rows,
-        widths: Sequence[int],
-        numbers: Tensor,
-        targets: Tensor,
-        weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        comm = rows.comm
-        picked = rows_of_all(comm, len(numbers), "cross entropy of an output that is cut")
-        mine = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
-        everyone = mine.new_empty(sum(picked.counts), 2)
-        comm.all_gather(everyone.split(picked.counts), mine)
-        row, wanted = everyone.unbind(1)
-        every_row = len(row) == len(part) and bool((row == torch.arange(len(part), device=row.device)).all())
-        logits = part if every_row else part[row]
-        here = wanted - _starts(widths, comm.rank)
-        at = torch.nonzero((here >= 0) & (here < logits.shape[1])).squeeze(1)
-        of_class = None if weights is None else weights.split(list(widths))[comm.rank]
-        sums = part.new_zeros(len(row), 4)
-        sums[:, 0] = logits.amax(1)
-        sums[:, 1] = torch.exp(logits - sums[:, :1]).sum(1)
-        sums[at, 2] = logits[at, here[at]]
-        if of_class is not None:
-            sums[:, 3] = logits @ of_class
-        parts = part.new_empty(comm.size, len(numbers), 4)
-        comm.all_to_all(parts.unbind(), sums.split(picked.counts))
-        most = parts[:, :, 0].amax(0)
-        log_sum = most + torch.log((parts[:, :, 1] * torch.exp(parts[:, :, 0] - most)).sum(0))
-        ctx.save_for_backward(part, row, at, here, log_sum, of_class)
-        ctx.picked, ctx.every_row = picked, every_row
-        return log_sum, parts[:, :, 2].sum(0), parts[:, :, 3].sum(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        part, row, at, here, log_sum, of_class = ctx.saved_tensors
-        comm = ctx.picked.comm
-        mine = torch.stack([*(grad / comm.size for grad in grads), log_sum], 1)
-        everyone = mine.new_empty(len(row), 4)
-        comm.all_gather(everyone.split(ctx.picked.counts), mine)
-        by_sum, by_pick, by_weight, log_sums = everyone.unbind(1)
-        logits = part if ctx.every_row else part[row]
-        slope = torch.exp(logits - log_sums.unsqueeze(1)).mul_(by_sum.unsqueeze(1))
-        slope[at, here[at]] += by_pick[at]
-        if of_class is not None:
-            slope.addr_(by_weight, of_class)
-        if not ctx.every_row:
-            slope = torch.zeros_like(part).index_add_(0, row, slope)
-        return slope, None, None, None, None, None
-
-
-def _best_of_rows(part: Tensor, rows: Rows, widths: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
-    """(values, classes) of the k best classes of each of this rank's rows."""
-    comm = rows.comm
-    values, classes = part.topk(min(k, part.shape[1]), 1)
-    offered = [min(k, width) for width in widths]
-    comm.numbers([k] * comm.size, "best of an output that is cut")
-    found = []
-    for own in (values, classes + _starts(widths, comm.rank)):
-        parts = [own.new_empty(rows.counts[comm.rank], number) for number in offered]
-        comm.all_to_all(parts, own.contiguous().split(rows.counts))
-        found.append(torch.cat(parts, 1))
-    best, place = found[0].topk(k, 1)
-    return best, found[1].gather(1, place)
 
 
 def _getter(name: str) -> Any:

@@ -23,7 +23,7 @@ class Traffic:
     @cached_property
     def worst(self) -> float:
         """Bytes through the busiest direction of the busiest rank: the link's work."""
-        return max(*self.sent, *self.received)
+        return max((*self.sent, *self.received), default=0.0)
 
     @cached_property
     def half(self) -> Traffic:

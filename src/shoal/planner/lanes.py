@@ -5,8 +5,8 @@ A lane does one job after the other. A job is parts of some seconds each, were i
     lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
     lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|      whoever is on the link has an even share of it
 
-So with the processor, where a rank has less than two cores: what lanes take of it there, the main thread owes (`pay`).
-Costs some microseconds a part.
+So with the processor, where a rank has less than two cores: what lanes take of it there while the main thread computes,
+the main thread owes (`pay`); while it waits (`finish`, `wait`) it has nothing to lose. Costs some microseconds a part.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Part(NamedTuple):
 class Job:
     """What a lane does at one go."""
 
-    __slots__ = ("end_s", "left_s", "parts", "ready_s", "sent_s", "takes")
+    __slots__ = ("begun_s", "end_s", "left_s", "parts", "ready_s", "sent_s", "takes")
 
     def __init__(self, ready_s: float, parts: Iterable[Part]) -> None:
         self.ready_s = ready_s  # not before
         self.sent_s = self.end_s = inf  # its last byte is through; it is over
         self.parts = deque(parts)  # those to come, with the one under way
-        self.takes, self.left_s = Takes.TIME, 0.0  # the one under way
+        self.takes, self.left_s, self.begun_s = Takes.TIME, 0.0, 0.0  # the one under way
 
 
 @final
@@ -63,6 +63,7 @@ class Lanes:
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*self._lanes, self._main)
         self._now_s = self._owed_s = 0.0
+        self._waits_since_s = inf  # the main thread
 
     def add(self, index: int, ready_s: float, *parts: Part) -> Job:
         """Queue a job on the lane of site `index`."""
@@ -70,15 +71,14 @@ class Lanes:
 
     def wait(self, clock: float, pace: Pace, traffic: Traffic) -> float:
         """Have the main thread at its `clock` send and wait for traffic, on the link beside lanes: the new clock."""
-        parts = (part._replace(owed_s=0.0) for part in self.exchange(pace, traffic))  # waiting, it has nothing to lose
-        job = self._queue(Job(clock, parts), self._main)
+        job = self._queue(Job(clock, self.exchange(pace, traffic)), self._main)
         self.finish([job])
         return job.end_s
 
     def exchange(self, pace: Pace, traffic: Traffic) -> tuple[Part, Part]:
         """Traffic as parts of a job."""
-        sent = Part(Takes.LINK, traffic.worst * pace.wall.byte_s)
-        return sent, Part(Takes.TIME, traffic.rounds * pace.wall.round_s, self.stolen_s(pace, traffic))
+        sent = Part(Takes.LINK, traffic.worst * pace.wall.byte_s, self.stolen_s(pace, traffic))
+        return sent, Part(Takes.TIME, traffic.rounds * pace.wall.round_s)
 
     def compute(self, seconds: float) -> Part:
         """Compute as a part of a job."""
@@ -96,10 +96,12 @@ class Lanes:
         return clock
 
     def finish(self, jobs: Iterable[Job]) -> None:
-        """Run the lanes until these are over."""
+        """Have the main thread, at the clock that it has paid for, wait until these are over."""
+        self._waits_since_s = self._now_s
         for job in jobs:
             while job.end_s == inf:
                 self._ended_by(inf)
+        self._waits_since_s = inf
 
     def _owed(self) -> float:
         owed_s, self._owed_s = self._owed_s, 0.0
@@ -127,11 +129,14 @@ class Lanes:
     def _end_part(self, lane: deque[Job]) -> None:
         job = lane[0]
         ended = job.parts.popleft()
-        self._owed_s += ended.owed_s
+        if ended.owed_s and self._now_s > job.begun_s:
+            beside_s = min(self._now_s, self._waits_since_s) - job.begun_s
+            self._owed_s += ended.owed_s * max(0.0, beside_s) / (self._now_s - job.begun_s)
         if ended.takes is Takes.LINK:
             job.sent_s = self._now_s
         if job.parts:
             job.takes, job.left_s, _ = job.parts[0]
+            job.begun_s = self._now_s
             return
         job.end_s = self._now_s
         lane.popleft()
@@ -147,4 +152,4 @@ class Lanes:
     def _begin(self, lane: deque[Job]) -> None:
         job = lane[0]
         job.parts.appendleft(Part(Takes.TIME, max(0.0, job.ready_s - self._now_s)))
-        job.left_s = job.parts[0].seconds
+        job.takes, job.left_s, job.begun_s = Takes.TIME, job.parts[0].seconds, self._now_s

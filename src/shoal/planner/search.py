@@ -117,7 +117,7 @@ class _Search:
         sizes = sorted({self._start[1], self._bucket_bytes[-1]}, reverse=True)
         ends = [self._descend(start, nbytes) for start in different for nbytes in sizes]
         best = min(ends, key=lambda end: (end[0], [option[0] != _PLAIN for option in end[1].values()].count(True)))
-        _, picks, (exchange_of, bucket_bytes, lanes) = self._changed(best, self._changes_of_two())
+        _, picks, (exchange_of, bucket_bytes, lanes) = self._with_two_changed(best)
         choices = self._choices(picks, exchange_of)
         cluster, profile = self._predictor.cluster, self._predictor.profile
         if self._over(choices, bucket_bytes, lanes):
@@ -175,11 +175,20 @@ class _Search:
                 yield dict.fromkeys(names, option)
         yield from self._pairs
 
-    def _changes_of_two(self) -> Iterator[dict[str, _Option]]:
-        """Two of the largest at once: what one leaves on the link may hide the other, or not."""
-        for one, other in combinations(self._together[:_LARGEST], 2):
-            for options in product(_common(one, self._options), _common(other, self._options)):
-                yield dict.fromkeys(one, options[0]) | dict.fromkeys(other, options[1])
+    def _with_two_changed(self, end: _End) -> _End:
+        """What comes of changing two of the largest layers at once, in a small model with other buckets at that."""
+        changes = [
+            dict.fromkeys(one, its) | dict.fromkeys(other, others)
+            for one, other in combinations(self._together[:_LARGEST], 2)
+            for its, others in product(_common(one, self._options), _common(other, self._options))
+        ]
+        _, picks, (exchange_of, bucket_bytes, _) = end
+        for nbytes in self._bucket_bytes if len(self._order) <= _MOST else [bucket_bytes]:
+            carrier = exchange_of, nbytes, LANES
+            other_end = self._changed((self._step(picks, carrier), picks, carrier), changes)
+            if other_end[0] < end[0] * (1 - _WORTH):
+                end = other_end
+        return end
 
     def _mended(self, picks: dict[str, _Option]) -> dict[str, _Option]:
         """The same, but what has lost the layer that it needs is served as is cheapest."""

@@ -25,7 +25,7 @@ until link or processor is full. Equations: docs/planner.md.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -206,15 +206,14 @@ class Predictor:
         lanes: Lanes,
     ) -> Timeline:
         profile = self.profile
-        clock = profiled = 0.0
         waiting: dict[str, list[int]] = {}
         for index, (site, _) in enumerate(served):
             waiting.setdefault(site.layers[-1], []).append(index)
         ready = [False] * len(served)
         sent: list[Job] = []
-        for name, ready_s in self._ready_s.items():
-            clock += max(0.0, ready_s - profiled + changes.get(name, 0.0))
-            profiled = max(profiled, ready_s)
+        clock = 0.0
+        for name, seconds in self._last_rank(changes, cuts):
+            clock += seconds
             if name not in waiting and name not in cuts:
                 continue
             clock = lanes.pay(clock)
@@ -224,7 +223,7 @@ class Predictor:
                 ready[index] = True
             while len(sent) < len(served) and ready[len(sent)]:
                 sent.append(_send(served[len(sent)][1], len(sent), clock, lanes))
-        backward_s = lanes.pay(clock + max(0.0, profile.backward_s - profiled))
+        backward_s = lanes.pay(clock)
         updated = [index for index, (_, cost) in enumerate(served) if cost.owned]
         waited_for = [job for job, (_, cost) in zip(sent, served, strict=True) if not cost.owned]
         lanes.finish(waited_for)
@@ -245,6 +244,23 @@ class Predictor:
         ]
         traffics = (*(cost.traffic for _, cost in served), *(cost.traffic for cost in cuts.values()))
         return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
+
+    def _last_rank(self, changes: Mapping[str, float], cuts: Container[str]) -> Iterator[tuple[str, float]]:
+        """The backward of the rank for which all others wait: each layer, and seconds since the one before.
+
+        Where ranks share cores they do not keep step, but take turns: the last has to wait, and is then faster. They
+        meet at each layer that is cut over them.
+        """
+        turn = min(1.0, self.cluster.cores_per_rank)
+        profiled, run = 0.0, []
+        for name, ready_s in [*self._ready_s.items(), ("", self.profile.backward_s)]:
+            run.append((name, max(0.0, ready_s - profiled + changes.get(name, 0.0))))
+            profiled = max(profiled, ready_s)
+            if name in cuts or not name:
+                waits_s = (1 - turn) * sum(seconds for _, seconds in run)
+                for index, (each, seconds) in enumerate(run):
+                    yield each, turn * seconds + (0.0 if index else waits_s)
+                run = []
 
     def _return(self, site: Site, cost: Cost, index: int, now: float, lanes: Lanes) -> Job:
         """A site's parameters, updated by their owners and sent back."""

@@ -33,7 +33,7 @@ from shoal.profiling.updates import whole_updates
 from shoal.profiling.usage import Readers, outside_use
 
 _FEWEST, _MOST = 5, 25  # measured steps, after one to warm up
-_ENOUGH_S, _BUDGET_S = 0.5, 20.0  # for more than the fewest; for more than one
+_ENOUGH_S, _BUDGET_S = 2.0, 20.0  # for more than the fewest; for more than one
 
 
 def profile_model(

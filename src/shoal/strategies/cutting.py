@@ -64,13 +64,15 @@ class CutStrategy(Strategy):
         ranks = cluster.size
         widths = cut_sizes((layer.outputs, layer.inputs)[self.dim], ranks)
         forward, backward = map(total, self.moved(layer, widths, cluster.topology))
-        part, all_rows = widths[0] / sum(widths), layer.product_s(ranks * layer.rows)
-        faster = 1 - part * all_rows / layer.product_s(layer.rows) if all_rows else 0.0
+        part, own_s, all_s = widths[0] / sum(widths), layer.product_s(layer.rows), layer.product_s(ranks * layer.rows)
+        spared = 1 - part * all_s / own_s if own_s else 0.0  # of each product
+        taken_anew_s = max(0.0, layer.own_product_s - own_s)  # the memory of the weight's gradient
+        products_s = max(0.0, layer.backward_s - taken_anew_s)
         return Cost(
             total([forward, backward]),
             cluster.pace("direct"),  # its messages are `direct`'s
-            forward_s=-faster * layer.forward_s,
-            backward_s=-faster * layer.backward_s,
+            forward_s=-spared * layer.forward_s,
+            backward_s=-spared * products_s - (1 - part) * taken_anew_s,
             memory_bytes=part * layer.nbytes,
             awaited=(forward, backward),
             held=part,
