@@ -63,7 +63,8 @@ class Lanes:
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*self._lanes, self._main)
         self._now_s = self._owed_s = 0.0
-        self._waits_since_s = inf  # the main thread
+        self._waits_since_s = inf  # the main thread,
+        self._free_s = 0.0  # and what of its waiting has gone to lanes
 
     def add(self, index: int, ready_s: float, *parts: Part) -> Job:
         """Queue a job on the lane of site `index`."""
@@ -97,7 +98,7 @@ class Lanes:
 
     def finish(self, jobs: Iterable[Job]) -> None:
         """Have the main thread, at the clock that it has paid for, wait until these are over."""
-        self._waits_since_s = self._now_s
+        self._waits_since_s, self._free_s = self._now_s, 0.0
         for job in jobs:
             while job.end_s == inf:
                 self._ended_by(inf)
@@ -129,9 +130,13 @@ class Lanes:
     def _end_part(self, lane: deque[Job]) -> None:
         job = lane[0]
         ended = job.parts.popleft()
-        if ended.owed_s and self._now_s > job.begun_s:
-            beside_s = min(self._now_s, self._waits_since_s) - job.begun_s
-            self._owed_s += ended.owed_s * max(0.0, beside_s) / (self._now_s - job.begun_s)
+        self._owed_s += ended.owed_s
+        waits_since_s = max(job.begun_s, self._waits_since_s)
+        if self._now_s > waits_since_s:
+            beside_s = ended.owed_s * (self._now_s - waits_since_s) / (self._now_s - job.begun_s)
+            free_s = min(beside_s, self._now_s - self._waits_since_s - self._free_s)
+            self._free_s += free_s
+            self._owed_s -= free_s
         if ended.takes is Takes.LINK:
             job.sent_s = self._now_s
         if job.parts:

@@ -1,11 +1,12 @@
 """Chooses: the strategy of every layer, and the exchange and bucket size that carry the rest.
 
 Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that takes buckets, and
-from each layer's cheapest choice alone; takes the layers one at a time, largest first, and keeps a change that makes
-the step shorter; then the ways to carry the buckets; then the layers once more. A change must gain more than `_WORTH`
-of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which takes every rank to save
-or evaluate, must gain `_CUT_WORTH`. Pairs of layers change together, and in a model of many layers small neighbours do.
-Costs about layers × strategies × 3 predictions of some milliseconds.
+from each layer's cheapest choice alone, with small buckets and with large ones; takes the layers one at a time, largest
+first, and keeps a change that makes the step shorter; then pairs of layers, and the ways to carry buckets; then all of
+it once more; and changes two of the largest layers at once at the best end. A change must gain more than `_WORTH` of
+the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which takes every rank to save or
+evaluate, must gain `CUT_WORTH`. In a model of many layers small neighbours change together. Costs about layers ×
+strategies × 5 predictions of some milliseconds.
 """
 
 from __future__ import annotations
@@ -14,16 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
-from shoal import exchange as exchanges
-from shoal import strategies as all_strategies
 from shoal.core.buckets import BUCKETS_A_LANE, MEMORY
-from shoal.core.contracts import Exchange, Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
-from shoal.core.names import matched
 from shoal.core.placement import BALANCED, Placement, check_placement, owners_of
 from shoal.core.plan import Choice, Plan, Site
-from shoal.core.registry import found, named
+from shoal.planner.options import PLAIN, Option, common, known, needed_by, options_of, pairs_of, resolve
 from shoal.planner.timeline import Predictor
 
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
@@ -31,16 +28,14 @@ LANES = 3  # in flight at once: with one, the link idles between buckets
 _LOW = 0.2  # of the model: what buckets that have memory at one time may be together, where memory is to be low
 _MOST = 96  # layers that are decided about one by one
 _FEWEST = 16  # groups of many
-_WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
-_CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
-_OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
-_LEAST_CUT_BYTES = 1 << 20  # of a layer that is cut unasked
-_PLAIN = "replicate"
-_START_BYTES = 4 << 20
-_Option = tuple[str, str]  # a strategy, and its own exchange or ''
 _LARGEST = 4  # layers, of which two change together
+_WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
+OWNED_WORTH = 0.02  # of the step: what owners must gain that update all layers; predictions are not more exact
+CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
+_OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
+_START_BYTES = 4 << 20
 _Carrier = tuple[dict[str, str], int, int]  # each bucketed strategy's exchange, bucket bytes, lanes
-_End = tuple[float, dict[str, _Option], _Carrier]  # a plan, with its step
+_End = tuple[float, dict[str, Option], _Carrier]  # a plan, with its step
 
 
 def search(
@@ -75,9 +70,9 @@ def search(
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     pinned = resolve(pins or {}, [layer.name for layer in profile.layers])
-    pinned |= _needed(predictor, pinned)
-    options = _options(predictor, allowed, pinned, every_cut=memory_limit is not None)
-    pairs = _pairs(predictor, options, allowed, pinned, every=memory_limit is not None)
+    pinned |= needed_by(predictor, pinned)
+    options = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
+    pairs = pairs_of(predictor, options, allowed, pinned, every=memory_limit is not None)
     limit = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]
     sizes = [nbytes for nbytes in BUCKET_BYTES if nbytes <= limit] or [BUCKET_BYTES[0]]
     return replace(_Search(predictor, options, sizes, memory_limit, pairs).best(), placement=placement)
@@ -89,16 +84,17 @@ class _Search:
     def __init__(
         self,
         predictor: Predictor,
-        options: dict[str, list[_Option]],
+        options: dict[str, list[Option]],
         bucket_bytes: Sequence[int],
         memory_limit: float | None = None,
-        pairs: Sequence[dict[str, _Option]] = (),
+        pairs: Sequence[dict[str, Option]] = (),
     ) -> None:
         self._predictor = predictor
         self._options = options
         self._bucket_bytes = bucket_bytes
         self._memory_limit = memory_limit
         self._order = [layer.name for layer in predictor.profile.layers]
+        self._large = len(self._order) > _MOST  # so that trying takes long
         self._together = _neighbours(predictor.profile.layers, options)
         self._pairs = pairs
         used = {strategy for own in options.values() for strategy, _ in own if predictor.bucketed(strategy)}
@@ -114,9 +110,9 @@ class _Search:
             kinds = {n: [o for o in options if o[0] == strategy] or options for n, options in self._options.items()}
             starts.insert(0, {name: options[0] for name, options in kinds.items()})
         different = [start for i, start in enumerate(starts) if start not in starts[:i]]
-        sizes = sorted({self._start[1], self._bucket_bytes[-1]}, reverse=True)
+        sizes = [self._start[1]] if self._large else sorted({self._start[1], self._bucket_bytes[-1]}, reverse=True)
         ends = [self._descend(start, nbytes) for start in different for nbytes in sizes]
-        best = min(ends, key=lambda end: (end[0], [option[0] != _PLAIN for option in end[1].values()].count(True)))
+        best = min(ends, key=lambda end: (end[0], [option[0] != PLAIN for option in end[1].values()].count(True)))
         _, picks, (exchange_of, bucket_bytes, lanes) = self._with_two_changed(best)
         choices = self._choices(picks, exchange_of)
         cluster, profile = self._predictor.cluster, self._predictor.profile
@@ -131,14 +127,14 @@ class _Search:
         step_s = self._predictor.predict(choices, bucket_bytes, lanes).step_s
         return Plan(cluster.size, profile.digest, tuple(choices), bucket_bytes, lanes, predicted_s=step_s)
 
-    def _descend(self, picks: dict[str, _Option], bucket_bytes: int) -> _End:
+    def _descend(self, picks: dict[str, Option], bucket_bytes: int) -> _End:
         carrier = self._start[0], bucket_bytes, LANES
         end = self._step(picks, carrier), picks, carrier
         for _ in range(2):
             end = self._changed(end, self._changes())
         return end
 
-    def _changed(self, end: _End, changes: Iterable[dict[str, _Option]]) -> _End:
+    def _changed(self, end: _End, changes: Iterable[dict[str, Option]]) -> _End:
         """What comes of trying these changes one by one, and then other ways to carry buckets."""
         best_s, picks, carrier = end
         for change in changes:
@@ -146,13 +142,13 @@ class _Search:
             if changed != picks:
                 step_s = self._step(changed, carrier)
                 # a plainer choice may cost nothing; any other must be worth it
-                plainer = all(strategy == _PLAIN for strategy, _ in change.values())
+                plainer = all(strategy == PLAIN for strategy, _ in change.values())
                 if step_s <= (best_s if plainer else best_s * (1 - _WORTH)):
                     picks, best_s = changed, step_s
         best_s, carrier = self._carried(picks, carrier, best_s)
         return best_s, picks, carrier
 
-    def _carried(self, picks: dict[str, _Option], carrier: _Carrier, best_s: float) -> tuple[float, _Carrier]:
+    def _carried(self, picks: dict[str, Option], carrier: _Carrier, best_s: float) -> tuple[float, _Carrier]:
         """The best step and the way to carry buckets that has it: bucket sizes, then each strategy's exchanges."""
 
         def others() -> Iterator[_Carrier]:
@@ -168,10 +164,10 @@ class _Search:
                 carrier, best_s = other, step_s
         return best_s, carrier
 
-    def _changes(self) -> Iterator[dict[str, _Option]]:
+    def _changes(self) -> Iterator[dict[str, Option]]:
         """What may be changed at once, in the order in which it is tried."""
         for names in self._together:
-            for option in _common(names, self._options):
+            for option in common(names, self._options):
                 yield dict.fromkeys(names, option)
         yield from self._pairs
 
@@ -180,17 +176,17 @@ class _Search:
         changes = [
             dict.fromkeys(one, its) | dict.fromkeys(other, others)
             for one, other in combinations(self._together[:_LARGEST], 2)
-            for its, others in product(_common(one, self._options), _common(other, self._options))
+            for its, others in product(common(one, self._options), common(other, self._options))
         ]
         _, picks, (exchange_of, bucket_bytes, _) = end
-        for nbytes in self._bucket_bytes if len(self._order) <= _MOST else [bucket_bytes]:
+        for nbytes in [bucket_bytes] if self._large else self._bucket_bytes:
             carrier = exchange_of, nbytes, LANES
             other_end = self._changed((self._step(picks, carrier), picks, carrier), changes)
             if other_end[0] < end[0] * (1 - _WORTH):
                 end = other_end
         return end
 
-    def _mended(self, picks: dict[str, _Option]) -> dict[str, _Option]:
+    def _mended(self, picks: dict[str, Option]) -> dict[str, Option]:
         """The same, but what has lost the layer that it needs is served as is cheapest."""
         lone = [
             name
@@ -200,19 +196,18 @@ class _Search:
         ]
         return {**picks, **{name: self._cheapest(name) for name in lone}}
 
-    def _choices(self, picks: Mapping[str, _Option], carried: Mapping[str, str]) -> list[Choice]:
+    def _choices(self, picks: Mapping[str, Option], carried: Mapping[str, str]) -> list[Choice]:
         return [
             Choice(name, strategy, own or carried.get(strategy, ""))
             for name in self._order
             for strategy, own in [picks[name]]
         ]
 
-    def _step(self, picks: Mapping[str, _Option], carrier: _Carrier) -> float:
+    def _step(self, picks: Mapping[str, Option], carrier: _Carrier) -> float:
         given = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
         if given not in self._steps:
-            worth = 1 + _CUT_WORTH if self._cuts(picks) else 1.0
             step_s = self._predictor.predict(*given).step_s
-            self._steps[given] = step_s * worth * (1 + _OVER_WORTH * self._over(*given))
+            self._steps[given] = step_s * self._worth(picks) * (1 + _OVER_WORTH * self._over(*given))
         return self._steps[given]
 
     def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
@@ -222,20 +217,23 @@ class _Search:
         held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
         return max(0.0, held / self._memory_limit - 1)
 
-    def _cuts(self, picks: Mapping[str, _Option]) -> bool:
-        return any(self._predictor.strategy(strategy).cuts for strategy, _ in picks.values())
+    def _worth(self, picks: Mapping[str, Option]) -> float:
+        """How much shorter a plain step may be predicted that is as good."""
+        served = [self._predictor.strategy(strategy) for strategy, _ in picks.values()]
+        owned = [strategy.owns for strategy in served].count(True) / max(len(served), 1)
+        return (1 + OWNED_WORTH * owned) * (1 + CUT_WORTH * any(strategy.cuts for strategy in served))
 
-    def _cheapest(self, name: str) -> _Option:
+    def _cheapest(self, name: str) -> Option:
         return min(self._options[name], key=lambda option: self._alone(name, option))
 
-    def _alone(self, name: str, option: _Option) -> float:
+    def _alone(self, name: str, option: Option) -> float:
         strategy, own = option
         choice = Choice(name, strategy, own or self._start[0].get(strategy, ""))
         cost = self._predictor.cost(Site((name,), choice.strategy, choice.exchange))
         return self._predictor.alone_s(choice)[1] + cost.forward_s + cost.backward_s
 
 
-def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[_Option]]) -> list[tuple[str, ...]]:
+def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[Option]]) -> list[tuple[str, ...]]:
     """The layers by name, largest first; of more than `_MOST` those that follow one another, have options in common and
     are small together come as one, in so few groups that their number times that of layers stays what it is."""
     limit, most = 0, min(_MOST, max(_FEWEST, _MOST**2 // max(len(layers), 1)))
@@ -244,7 +242,7 @@ def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[_
         for layer in layers:
             last = groups[-1] if groups else []
             small = sum(other.nbytes for other in last) + layer.nbytes <= limit
-            if last and small and _common([*(other.name for other in last), layer.name], options):
+            if last and small and common([*(other.name for other in last), layer.name], options):
                 last.append(layer)
             else:
                 groups.append([layer])
@@ -252,142 +250,6 @@ def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[_
             groups.sort(key=lambda group: -sum(layer.nbytes for layer in group))
             return [tuple(layer.name for layer in group) for group in groups]
         limit = max(2 * limit, 1 << 10)
-
-
-def _common(names: Sequence[str], options: Mapping[str, Sequence[_Option]]) -> list[_Option]:
-    """What each of these layers may be served by."""
-    return [option for option in options[names[0]] if all(option in options[name] for name in names)]
-
-
-def _options(
-    predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, _Option], every_cut: bool
-) -> dict[str, list[_Option]]:
-    """What each layer may be served by, as (strategy, its own exchange or ''), the plainest first."""
-    options: dict[str, list[_Option]] = {}
-    for layer in predictor.profile.layers:
-        if layer.name in pinned:
-            options[layer.name] = [pinned[layer.name]]
-            continue
-        names = sorted((n for n in allowed if predictor.refusal(layer, n) is None), key=lambda n: n != _PLAIN)
-        names = [name for name in names if not predictor.needs(layer.name, name)]  # those come in pairs
-        if not every_cut:
-            names = _worth_trying(predictor, layer, names)
-        if not names:
-            reasons = "; ".join(f"{n}: {predictor.refusal(layer, n)}" for n in allowed)
-            raise PlanError(
-                f"no allowed strategy serves layer {layer.name}",
-                got=reasons,
-                do=f'add "{_PLAIN}" to strategies, which serves everything that is not given to a rank',
-            )
-        options[layer.name] = [(name, "") for name in names]
-    return options
-
-
-def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str]) -> list[str]:
-    """Of the ways to cut the layer no more than the cheapest, and that if it may be worth it.
-
-    They differ in what they send. All of it is waited for, and spares no more than what the layer costs otherwise.
-    """
-    whole = [name for name in names if not predictor.strategy(name).cuts]
-    cuts = sorted((n for n in names if n not in whole), key=lambda name: _seconds(predictor, layer, name))
-    if whole and cuts:
-        least_s = min(_seconds(predictor, layer, name) for name in whole)
-        if layer.nbytes < _LEAST_CUT_BYTES or _seconds(predictor, layer, cuts[0]) >= least_s:
-            return whole
-    return [*whole, *cuts[:1]]
-
-
-def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
-    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden."""
-    cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
-    alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
-    return alone_s + predictor.update_s(layer) * cost.held
-
-
-def _pairs(
-    predictor: Predictor,
-    options: Mapping[str, Sequence[_Option]],
-    allowed: Sequence[str],
-    pinned: Mapping[str, _Option],
-    every: bool,
-) -> list[dict[str, _Option]]:
-    """Layers that may be served together in a way in which neither is alone, where that may be worth it."""
-    pairs = []
-    for layer in predictor.profile.layers:
-        for name in allowed:
-            if predictor.refusal(layer, name) is not None:
-                continue
-            served = {layer.name: name, **predictor.needs(layer.name, name)}
-            layers = [predictor.layer(each) for each in served]
-            pair = {each: (strategy, "") for each, strategy in served.items()}
-            if len(pair) == 1 or pair in pairs or any(each in pinned for each in pair):
-                continue
-            if any(
-                n not in allowed or predictor.refusal(each, n) for each, n in zip(layers, served.values(), strict=True)
-            ):
-                continue
-            together_s = sum(_seconds(predictor, each, served[each.name]) for each in layers)
-            apart_s = sum(min(_seconds(predictor, each, own) for own, _ in options[each.name]) for each in layers)
-            large = all(each.nbytes >= _LEAST_CUT_BYTES for each in layers)
-            if every or (large and together_s < apart_s):
-                pairs.append(pair)
-    return pairs
-
-
-def _needed(predictor: Predictor, pinned: Mapping[str, _Option]) -> dict[str, _Option]:
-    """What a pin of one layer says of others (PlanError where other pins say otherwise)."""
-    needed: dict[str, _Option] = {}
-    for name, (strategy, exchange) in pinned.items():
-        _check_pin(predictor, predictor.layer(name), strategy, exchange)
-        for other, its in predictor.needs(name, strategy).items():
-            if other in pinned and pinned[other][0] != its:
-                raise PlanError(
-                    f"{strategy} serves layer {name} only beside {its} for layer {other}",
-                    got=f"{pinned[other][0]} for layer {other}",
-                    where=f"pins of {name} and {other}",
-                    do="pin both layers to those two, or neither",
-                )
-            _check_pin(predictor, predictor.layer(other), its, "")
-            needed[other] = (its, "")
-    return needed
-
-
-def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
-    reason = predictor.refusal(layer, strategy)
-    if reason is None and exchange and not predictor.bucketed(strategy):
-        reason = "it takes no exchange"
-    if reason is None and exchange and not predictor.strategy(strategy).takes(named(exchanges, Exchange, exchange)):
-        reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
-    if reason is not None:
-        raise PlanError(
-            f"{strategy} cannot serve layer {layer.name}: {reason}",
-            where=f"pin of {layer.name}",
-            do="pin the layer to another strategy, or leave it to the planner",
-        )
-
-
-def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
-    """The strategies that may be used, all by default (PlanError for a name that does not exist)."""
-    if strategies is None:
-        return tuple(found(all_strategies, Strategy))
-    listed = [] if isinstance(strategies, str) else list(strategies)
-    if not listed:
-        raise PlanError("strategies is a list of names, at least one", got=repr(strategies), do='write ["replicate"]')
-    return tuple(named(all_strategies, Strategy, name).name for name in listed)
-
-
-def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, _Option]:
-    """Pins by layer name, of which there are `names`; a later pin wins over an earlier one."""
-    resolved: dict[str, _Option] = {}
-    for pattern, value in pins.items():
-        if not isinstance(value, str):
-            raise PlanError(f"the pin of {pattern!r} is not a strategy's name", got=repr(value), do='write "factor"')
-        strategy, _, exchange = value.partition(":")
-        named(all_strategies, Strategy, strategy)
-        if exchange:
-            named(exchanges, Exchange, exchange)
-        resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
-    return resolved
 
 
 def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:

@@ -16,7 +16,7 @@ from shoal.core.contracts import Comm
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import Choice, Plan
-from shoal.planner.search import known, resolve
+from shoal.planner.options import known, resolve
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session

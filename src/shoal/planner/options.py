@@ -1,0 +1,155 @@
+"""What each layer may be served by, as far as it may be worth it: what a search chooses among, and what pins say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from shoal import exchange as exchanges
+from shoal import strategies as all_strategies
+from shoal.core.contracts import Exchange, Strategy
+from shoal.core.errors import PlanError
+from shoal.core.facts import LayerProfile
+from shoal.core.names import matched
+from shoal.core.plan import Site
+from shoal.core.registry import found, named
+from shoal.planner.timeline import Predictor
+
+Option = tuple[str, str]  # a strategy, and its own exchange or ''
+PLAIN = "replicate"
+LEAST_CUT_BYTES = 1 << 20  # of a layer that is cut unasked
+
+
+def options_of(
+    predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, Option], every_cut: bool
+) -> dict[str, list[Option]]:
+    """What each layer may be served by, as (strategy, its own exchange or ''), the plainest first."""
+    options: dict[str, list[Option]] = {}
+    for layer in predictor.profile.layers:
+        if layer.name in pinned:
+            options[layer.name] = [pinned[layer.name]]
+            continue
+        names = sorted((n for n in allowed if predictor.refusal(layer, n) is None), key=lambda n: n != PLAIN)
+        names = [name for name in names if not predictor.needs(layer.name, name)]  # those come in pairs
+        if not every_cut:
+            names = _worth_trying(predictor, layer, names)
+        if not names:
+            reasons = "; ".join(f"{n}: {predictor.refusal(layer, n)}" for n in allowed)
+            raise PlanError(
+                f"no allowed strategy serves layer {layer.name}",
+                got=reasons,
+                do=f'add "{PLAIN}" to strategies, which serves everything that is not given to a rank',
+            )
+        options[layer.name] = [(name, "") for name in names]
+    return options
+
+
+def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str]) -> list[str]:
+    """Of the ways to cut the layer no more than the cheapest, and that if it may be worth it.
+
+    They differ in what they send. All of it is waited for, and spares no more than what the layer costs otherwise.
+    """
+    whole = [name for name in names if not predictor.strategy(name).cuts]
+    cuts = sorted((n for n in names if n not in whole), key=lambda name: _seconds(predictor, layer, name))
+    if whole and cuts:
+        least_s = min(_seconds(predictor, layer, name) for name in whole)
+        if layer.nbytes < LEAST_CUT_BYTES or _seconds(predictor, layer, cuts[0]) >= least_s:
+            return whole
+    return [*whole, *cuts[:1]]
+
+
+def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
+    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden."""
+    cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
+    alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
+    return alone_s + predictor.update_s(layer) * cost.held
+
+
+def pairs_of(
+    predictor: Predictor,
+    options: Mapping[str, Sequence[Option]],
+    allowed: Sequence[str],
+    pinned: Mapping[str, Option],
+    every: bool,
+) -> list[dict[str, Option]]:
+    """Layers that may be served together in a way in which neither is alone, where that may be worth it."""
+    pairs = []
+    for layer in predictor.profile.layers:
+        for name in allowed:
+            if predictor.refusal(layer, name) is not None:
+                continue
+            served = {layer.name: name, **predictor.needs(layer.name, name)}
+            layers = [predictor.layer(each) for each in served]
+            pair = {each: (strategy, "") for each, strategy in served.items()}
+            if len(pair) == 1 or pair in pairs or any(each in pinned for each in pair):
+                continue
+            if any(
+                n not in allowed or predictor.refusal(each, n) for each, n in zip(layers, served.values(), strict=True)
+            ):
+                continue
+            together_s = sum(_seconds(predictor, each, served[each.name]) for each in layers)
+            apart_s = sum(min(_seconds(predictor, each, own) for own, _ in options[each.name]) for each in layers)
+            large = all(each.nbytes >= LEAST_CUT_BYTES for each in layers)
+            if every or (large and together_s < apart_s):
+                pairs.append(pair)
+    return pairs
+
+
+def needed_by(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, Option]:
+    """What a pin of one layer says of others (PlanError where other pins say otherwise)."""
+    needed: dict[str, Option] = {}
+    for name, (strategy, exchange) in pinned.items():
+        _check_pin(predictor, predictor.layer(name), strategy, exchange)
+        for other, its in predictor.needs(name, strategy).items():
+            if other in pinned and pinned[other][0] != its:
+                raise PlanError(
+                    f"{strategy} serves layer {name} only beside {its} for layer {other}",
+                    got=f"{pinned[other][0]} for layer {other}",
+                    where=f"pins of {name} and {other}",
+                    do="pin both layers to those two, or neither",
+                )
+            _check_pin(predictor, predictor.layer(other), its, "")
+            needed[other] = (its, "")
+    return needed
+
+
+def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
+    reason = predictor.refusal(layer, strategy)
+    if reason is None and exchange and not predictor.bucketed(strategy):
+        reason = "it takes no exchange"
+    if reason is None and exchange and not predictor.strategy(strategy).takes(named(exchanges, Exchange, exchange)):
+        reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
+    if reason is not None:
+        raise PlanError(
+            f"{strategy} cannot serve layer {layer.name}: {reason}",
+            where=f"pin of {layer.name}",
+            do="pin the layer to another strategy, or leave it to the planner",
+        )
+
+
+def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
+    """The strategies that may be used, all by default (PlanError for a name that does not exist)."""
+    if strategies is None:
+        return tuple(found(all_strategies, Strategy))
+    listed = [] if isinstance(strategies, str) else list(strategies)
+    if not listed:
+        raise PlanError("strategies is a list of names, at least one", got=repr(strategies), do='write ["replicate"]')
+    return tuple(named(all_strategies, Strategy, name).name for name in listed)
+
+
+def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
+    """Pins by layer name, of which there are `names`; a later pin wins over an earlier one."""
+    resolved: dict[str, Option] = {}
+    for pattern, value in pins.items():
+        if not isinstance(value, str):
+            raise PlanError(f"the pin of {pattern!r} is not a strategy's name", got=repr(value), do='write "factor"')
+        strategy, _, exchange = value.partition(":")
+        named(all_strategies, Strategy, strategy)
+        if exchange:
+            named(exchanges, Exchange, exchange)
+        resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
+    return resolved
+
+
+def common(names: Sequence[str], options: Mapping[str, Sequence[Option]]) -> list[Option]:
+    """What each of these layers may be served by."""
+    return [option for option in options[names[0]] if all(option in options[name] for name in names)]
