@@ -197,6 +197,8 @@ def test_train_starts_workers_that_end_in_silence() -> None:
         (("train", RECIPE, "--save-plan", "nowhere/plan.json"), "there is no folder nowhere"),
         (("train", RECIPE, "--workers", "0"), "--workers"),
         (("plan", RECIPE, "--ranks", "2", "--rate", "1gb"), "--rate 200mbit"),
+        (("plan", RECIPE, "--ranks", "2", "--memory-limit", "9"), "keeps the limit of memory"),
+        (("train", RECIPE, "--memory-limit", "0"), "--memory-limit"),
         (("bench", RECIPE), "add --workers 2"),
         (("bench", RECIPE, "--against", "dpd"), "plain, ddp, fsdp2"),
         (("bench", RECIPE, "--json", "nowhere/b.json"), "there is no folder nowhere"),

@@ -132,7 +132,10 @@ def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
             help="With low, buckets that owners sum take memory only on their way.",
         ),
         click.option(
-            "--memory-limit", type=float, metavar="BYTES", help="What a rank may hold between steps; 2e9 is 2 GB."
+            "--memory-limit",
+            type=click.FloatRange(0, min_open=True),
+            metavar="BYTES",
+            help="What a rank may hold between steps; 2e9 is 2 GB.",
         ),
     ]
     for option in reversed(shared):
