@@ -68,6 +68,19 @@ else:
 """
 
 
+# Both ends of a connection say how TCP finds its pace.
+CONGESTION = """
+import os, socket, time
+if os.environ["RANK"] == "0":
+    with socket.create_server(("10.0.0.1", 7000)) as server: link, _ = server.accept()
+else:
+    for _ in range(200):
+        try: link = socket.create_connection(("h0", 7000))
+        except ConnectionRefusedError: time.sleep(0.02)
+        else: break
+print(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+
 # Rank 0 greets rank 1, its neighbour on h0: the counters say which interface carried it.
 NEIGHBOURS = """
 import os, pathlib, socket, sys, time
@@ -170,15 +183,16 @@ def test_it_touches_nothing_of_the_machine_and_reaches_nothing_outside(capfd: py
 @pytest.mark.lab
 @needs_lab
 def test_hosts_have_linux_default_congestion_control_or_the_one_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
-    job = Job(("cat", "/proc/sys/net/ipv4/tcp_congestion_control"), 1)
-    machine = Path(job.command[1]).read_text()
+    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    machine = setting.read_text()
+    job = Job((sys.executable, "-c", CONGESTION), 2)
     for options, expected in (({}, "cubic"), ({"congestion": "reno"}, "reno")):
-        Lab(hosts=1, **options).launch(job)
-        assert expected in capfd.readouterr().out
+        assert Lab(hosts=2, **options).launch(job).exit_code == 0
+        assert sorted(capfd.readouterr().out.split()) == ["[h0]", "[h1]", expected, expected]
     with pytest.raises(LabError, match=r"no congestion control 'cubid'(.|\n)*cubic"):
-        Lab(hosts=1, congestion="cubid").launch(job)
+        Lab(hosts=2, congestion="cubid").launch(job)
     assert own_namespaces() == []
-    assert Path(job.command[1]).read_text() == machine
+    assert setting.read_text() == machine
 
 
 @pytest.mark.lab

@@ -34,9 +34,10 @@ from shoal.launch.rendezvous import new_store, variables
 
 INTERFACE = "eth0"  # of every host
 SWITCH_ADDRESS = "10.0.0.254"
+NETWORK = "10.0.0.0/24"
 MAX_HOSTS = 250  # of one /24 network
 QUEUE = "50ms"  # how long a packet may wait at a link before it is dropped, as at a switch with shallow buffers
-CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 UNSHAPED = (None, "none", "unshaped")
 SYNTAX = {
     "rate": (r"\d+(\.\d+)?[kmg]bit", "a rate such as 200mbit, 1gbit or 2.5gbit, or none"),
@@ -176,7 +177,6 @@ class Lab(Launcher):
         for namespace in self.namespaces:
             name_hosts(namespace, addresses)
             _ip(namespace, "link set lo up")
-            inside(namespace, self._set_congestion)
         _ip(switch, "link add bridge type bridge")
         _ip(switch, f"address add {SWITCH_ADDRESS}/24 dev bridge")
         _ip(switch, "link set bridge up")
@@ -184,21 +184,20 @@ class Lab(Launcher):
             _ip(host, f"link add {INTERFACE} type veth peer name {port} netns {switch}")
             _ip(host, f"address add {addresses[port]}/24 dev {INTERFACE}")
             _ip(host, f"link set {INTERFACE} up")
+            self._set_congestion(host, addresses[port])
             _ip(switch, f"link set {port} master bridge up")
             self._shape(host, INTERFACE, delayed=True)
             self._shape(switch, port, delayed=False)
 
-    def _set_congestion(self) -> None:
-        """Where this thread is: the setting belongs to the network namespace."""
-        try:
-            CONGESTION.write_text(self.congestion)
-        except OSError as error:
-            available = CONGESTION.with_name("tcp_available_congestion_control").read_text().strip()
+    def _set_congestion(self, host: str, address: str) -> None:
+        """By the route, not by sysctl, in which a namespace may only set what the machine allows to everybody."""
+        route = f"{NETWORK} dev {INTERFACE} src {address} congctl {self.congestion}"
+        if complaint := attempt("ip", "-n", host, "route", "replace", *route.split()):
             raise LabError(
                 f"this kernel has no congestion control {self.congestion!r}",
-                got=str(error),
-                do=f"use one of: {available}; or load its module: modprobe tcp_{self.congestion}",
-            ) from error
+                got=complaint,
+                do=f"use one of: {AVAILABLE.read_text().strip()}; or load its module: modprobe tcp_{self.congestion}",
+            )
 
     def _shape(self, namespace: str, device: str, delayed: bool) -> None:
         """Put the queues on one end of a link: its rate on both ends, the delay on the host's only (one way, once)."""
