@@ -146,6 +146,22 @@ def test_check_follows_a_saved_plan_in_float64_too(tmp_path: Path, capsys: pytes
     assert "sliced" in capsys.readouterr().out.partition("largest")[0]
 
 
+def test_check_converts_the_model_before_an_optimizer_sees_it(tmp_path: Path) -> None:
+    """Some optimizers make their state at once, of their parameters' type."""
+    recipe = tmp_path / "adagrad.py"
+    recipe.write_text(
+        Path(RECIPE).read_text()
+        + """
+
+def optimizer(params):
+    made = torch.optim.Adagrad(params, lr=0.1)
+    assert all(p.dtype == made.state[p]["sum"].dtype == torch.float64 for p in made.param_groups[0]["params"])
+    return made
+"""
+    )
+    assert shoal("check", recipe, "--steps", "2", ranks=2) == [0, 0]
+
+
 def test_check_fails_where_they_do_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("check", RECIPE, "--steps", "3", "--pin", "2=replicate:nothing", ranks=2) == [1, 1]
     assert "not the same as one process" in capsys.readouterr().err

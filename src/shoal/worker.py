@@ -171,6 +171,7 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
     model, loss_fn = recipe.model(), recipe.loss()
+    options = replace(options, plan=_retyped(options.plan, model, dtype))  # before the optimizer sees its parameters
     local = [module for module in model.modules() if isinstance(module, _LOCAL)]
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, dtype) for batch in _take(loader, steps)]
@@ -181,7 +182,7 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
         loss_fn,
         optimizer,
         sample=batches[0],
-        **vars(replace(options, plan=_retyped(options.plan, model, dtype))),
+        **vars(options),
     )
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)

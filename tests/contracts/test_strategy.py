@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from one_process import cut_small, served_by
 from torch import nn
+from torch.nn import functional as F
 
 import shoal
 from shoal import strategies
@@ -22,6 +24,7 @@ from shoal.rewrite.apply import sites
 from shoal.runtime.servers import serve
 from shoal.runtime.session import using
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 HOSTS = ["ab", "abc", "abcd", "aba", "aabb"]  # a letter is the host of a rank
 COUNTS_BYTES = 24  # each forward's row count, to every other rank
 
@@ -81,7 +84,26 @@ def test_a_step_sends_the_bytes_that_are_stated_where_layers_are_cut(
     assert_stated(pin, hosts)
 
 
-def assert_stated(pin: str, hosts: str, placement: str | dict[str, int] = "balanced") -> None:
+def with_margin(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (torch.logsumexp(out, -1) - out.gather(1, y.unsqueeze(1)).squeeze(1) + 0.1).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "two": lambda out, y: F.cross_entropy(out, y) + F.cross_entropy(out * 2, y),
+    "log_softmax": lambda out, y: F.nll_loss(F.log_softmax(out, -1), y),
+    "margin": with_margin,
+}
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_head_states_what_its_losses_send(loss: str, hosts: str) -> None:
+    assert_stated("head", hosts, loss_fn=LOSSES[loss])
+
+
+def assert_stated(
+    pin: str, hosts: str, placement: str | dict[str, int] = "balanced", loss_fn: Loss = F.cross_entropy
+) -> None:
     """A step's bytes on every rank are those stated."""
     torch.manual_seed(0)
     model, ranks, servers = Net(), len(hosts), "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served]
@@ -90,7 +112,7 @@ def assert_stated(pin: str, hosts: str, placement: str | dict[str, int] = "balan
     every_id = torch.cat([torch.arange(19), torch.tensor([0])])  # of a table of 19 rows, one of them twice
     ids = torch.cat([every_id.roll(rank).view(2, 10) for rank in range(ranks)])
     labels = torch.arange(2 * ranks) % 5
-    cut = served_by(pin, model, nn.CrossEntropyLoss(), (ids[:2], labels[:2]), cluster) if cuts else {"*": pin}
+    cut = served_by(pin, model, loss_fn, (ids[:2], labels[:2]), cluster) if cuts else {"*": pin}
 
     def work(comm: ThreadComm) -> tuple[list[int], list[float]]:
         if comm.rank >= ranks:
@@ -99,13 +121,13 @@ def assert_stated(pin: str, hosts: str, placement: str | dict[str, int] = "balan
         traced, mine = TracedComm(comm), copy.deepcopy(model)
         rows = slice(2 * comm.rank, 2 * comm.rank + 2)
         with using(traced, cluster) as session:
-            loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(mine.parameters(), 0.1)
+            optimizer = torch.optim.SGD(mine.parameters(), 0.1)
             sample = ids[rows], labels[rows]
             pins = {"*": "replicate"} | cut
-            shoal.parallelize(mine, loss_fn, optimizer, sample=sample, pins=pins, placement=placement)
+            _, weighed, _ = shoal.parallelize(mine, loss_fn, optimizer, sample=sample, pins=pins, placement=placement)
             attached = session.attached[mine]
             before = moved(traced.counts)
-            loss_fn(mine(ids[rows]), labels[rows]).backward()
+            weighed(mine(ids[rows]), labels[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()  # sends nothing
             if not cuts:

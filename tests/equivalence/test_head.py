@@ -121,6 +121,33 @@ def test_what_the_sample_does_not_show_is_gathered(loss):
     assert_same(Training(model=built(mlp), batches=features(7, CLASSES), loop=loop), 3, "head", uneven=True)
 
 
+class Tempered(nn.Module):
+    """A head whose logits a learned number scales, once it is on."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.on = nn.Linear(7, 5), nn.Linear(5, CLASSES), on
+        self.temperature = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.body(x)))
+        return logits * self.temperature.exp() if self.on else logits
+
+
+def test_a_learned_temperature_gets_the_gradient_of_every_class():
+    def loop(model, loss_fn, optimizer, batches):
+        model.on = True
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    training = Training(model=built(lambda: Tempered(on=False)), batches=features(7, CLASSES), loop=loop)
+    assert_same(training, 3, "head")
+    with pytest.raises(AssertionError, match="serves no layer"):
+        Training(model=built(lambda: Tempered(on=True)), batches=features(7, CLASSES)).pins_of("head", 3)
+
+
 @pytest.mark.parametrize("loss", [*GATHERED, "mse"])
 def test_a_sample_that_needs_the_logits_is_refused(loss):
     losses = {**GATHERED, "mse": lambda out, y: F.mse_loss(out, torch.zeros_like(out))}

@@ -46,12 +46,12 @@ KEPT: dict[str, Between] = {
     "views": lambda h: F.relu(h.view(2, -1, WIDTH)).flatten(0, 1),
     "no dropout in evaluation": lambda h: F.dropout(h, 0.5, training=False),
 }
-GATHERED: dict[str, Between] = {
+OTHERWISE: dict[str, Between] = {
     "softmax": lambda h: h.softmax(-1),
     "norm": lambda h: F.layer_norm(h, (WIDTH,)),
     "residual": lambda h: h + h.mean(-1, keepdim=True),
     "other order": lambda h: h.flip(0).flip(0),
-    "turned": lambda h: h.view(-1, 2, WIDTH).transpose(0, 1).transpose(0, 1).reshape(-1, WIDTH)[::1][[*range(len(h))]],
+    "turned": lambda h: h[list(range(len(h)))[::-1]][list(range(len(h)))[::-1]],
     "part": lambda h: F.pad(h[:, 1:], (0, 1)),
 }
 
@@ -82,7 +82,7 @@ def test_ranks(ranks, optimizer):
 
 @pytest.mark.parametrize("between", ["softmax", "norm", "residual", "part"])
 def test_what_needs_all_of_a_row_is_no_pair(between):
-    assert "first" not in paired(built(lambda: Net(GATHERED[between])))
+    assert "first" not in paired(built(lambda: Net(OTHERWISE[between])))
 
 
 def test_layers_that_go_elsewhere_or_come_from_elsewhere_are_no_pair():
@@ -100,19 +100,44 @@ def test_layers_that_go_elsewhere_or_come_from_elsewhere_are_no_pair():
     assert "first" not in paired(built(lambda: Alike(torch.relu)))
 
 
-@pytest.mark.parametrize("between", GATHERED)
+@pytest.mark.parametrize("between", OTHERWISE)
 def test_what_the_sample_does_not_show_is_right_all_the_same(between):
     """The sample had relu between; in training there is something else."""
 
     def loop(model, loss_fn, optimizer, batches):
-        model.between = GATHERED[between]
+        model.between = OTHERWISE[between]
         for x, y in batches:
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
             optimizer.step()
 
     training = Training(model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES), loop=loop)
-    assert_same(training, 3, "column_pair", uneven=between != "turned")
+    assert_same(training, 3, "column_pair", uneven=True)
+
+
+class Scaled(nn.Module):
+    """Relu of what a learned number scales, once it is on."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.on, self.scale = on, nn.Parameter(torch.tensor(1.3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.relu(h * self.scale if self.on else h)
+
+
+def test_a_learned_number_gets_the_gradient_of_every_column():
+    assert "first" not in paired(built(lambda: Net(Scaled(on=True))))
+
+    def loop(model, loss_fn, optimizer, batches):
+        model.between.on = True
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    training = Training(model=built(lambda: Net(Scaled(on=False))), batches=features(7, CLASSES), loop=loop)
+    assert_same(training, 3, "column_pair")
 
 
 def test_the_hidden_width_is_not_gathered(monkeypatch):

@@ -7,7 +7,7 @@ Rank r has its own outputs of all ranks' rows. What models do with logits, and b
     a linear layer cut by its inputs        takes the part as it is (strategies/pair.py)
     cross_entropy, nll_loss, logsumexp      peers are told a row's target, and return four sums; four numbers go back;
     and gather of one output a row          margins are written with the last two
-    softmax, log_softmax                    two sums of each row to every rank, and one number back
+    softmax, log_softmax                    each rank's two sums of all rows to every rank, and one number back
     argmax, topk                            each rank's best, and the best of those
 
 Anything else gathers the outputs of this rank's rows first. All of it are collectives: every rank does the same.
@@ -20,7 +20,7 @@ Guarded by tests/equivalence/test_head.py and test_pair.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,14 @@ from shoal.comm.cut_functions import LogSum, RowTerms, best_of_rows, dropout
 from shoal.core.errors import UsageError
 
 _After = Callable[[Tensor], Tensor]
-Use = int | str  # rows of a loss that is computed of it; the layer that takes it as it is; 0: it is gathered after all
+
+
+class Use(NamedTuple):
+    """What an output goes into: a loss, a softmax, or a layer that takes it as it is; without any it is gathered."""
+
+    loss_rows: int = 0
+    softmax_rows: int = 0
+    layer: str = ""
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -95,12 +102,12 @@ class CutOutput(Tensor):
         )
         if not all_in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
-        self._tell(layer)
+        self._tell(Use(layer=layer))
         return self._rows, self._part
 
     def whole(self) -> Tensor:
         """This rank's rows with all outputs: gathered."""
-        self._tell(0)
+        self._tell(Use())
         rows_of_all(self._rows.comm, len(self._numbers), "gathering of an output that is cut")
         rows = self._rows.to_rows(self._part, self._widths, 1 / self._rows.comm.size)
         return self._after(rows[self._numbers.reshape(-1)].view(self.shape))
@@ -116,7 +123,7 @@ class CutOutput(Tensor):
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         if func is F.nll_loss:
-            return self._cross_entropy(*args, **{**kwargs, "of_log_probabilities": True})
+            return self._nll_loss(*args, **kwargs)
         if name == "logsumexp":
             return self._logsumexp(*args, **kwargs)
         if name == "gather":
@@ -125,9 +132,7 @@ class CutOutput(Tensor):
             return self._softmax(func, args, kwargs)
         if func is F.dropout:
             return self._with(dropout(self._part, self._rows.comm.rank, *args, **kwargs))
-        if name in _ELEMENTWISE and not any(
-            isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves((args, kwargs))
-        ):
+        if name in _ELEMENTWISE and not any(map(_has_a_part, pytree.tree_leaves((args, kwargs)))):
             return self._with(func(self._part, *args, **kwargs))
         if name == "contiguous":
             return self
@@ -169,10 +174,7 @@ class CutOutput(Tensor):
         label_smoothing: float = 0.0,
         of_log_probabilities: bool = False,
     ) -> Tensor | None:
-        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where labels are smooth.
-
-        Of log-probabilities: the nll_loss.
-        """
+        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where labels are smooth."""
         if target.shape != self._numbers.shape or target.dim() > 1 or target.is_floating_point():
             return None  # class probabilities, or classes that are not the last dimension
         if size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
@@ -200,13 +202,26 @@ class CutOutput(Tensor):
         total = losses.sum()
         return self._after(total / its.sum() if reduction == "mean" else total)
 
+    def _nll_loss(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+    ) -> Tensor | None:
+        return self._cross_entropy(
+            target, weight, size_average, ignore_index, reduce, reduction, of_log_probabilities=True
+        )
+
     def _wide(self) -> Tensor:
         """The part, in what losses are computed in."""
         return self._part.float() if self._part.dtype in (torch.float16, torch.bfloat16) else self._part
 
     def _terms(self, wanted: Tensor, of_class: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row log Σ exp, the output that is wanted, and the sum of all with weights."""
-        self._tell(len(wanted))
+        self._tell(Use(loss_rows=len(wanted)))
         numbers = self._numbers.reshape(-1)
         terms: tuple[Tensor, Tensor, Tensor] = RowTerms.apply(  # type: ignore[no-untyped-call]
             self._wide(), self._rows, self._widths, numbers, wanted, of_class
@@ -229,20 +244,12 @@ class CutOutput(Tensor):
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("dim") not in (-1, self.dim() - 1):
             return None
+        self._tell(Use(softmax_rows=self._rows.counts[self._rows.comm.rank]))
         part = self._wide() if given.get("dtype") is None else self._part.to(given["dtype"])
         logs = part - LogSum.apply(part, self._rows).unsqueeze(1)  # type: ignore[no-untyped-call]
         if given.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
             logs = logs.to(self._part.dtype)
-        done = logs if func.__name__ == "log_softmax" else logs.exp()
-        tell = self._tell  # a layer that takes this is no half of a pair: more was sent than its rows
-        return CutOutput.of(
-            done,
-            self._rows,
-            self._widths,
-            self._numbers,
-            self._after,
-            lambda use: tell(0 if isinstance(use, str) else use),
-        )
+        return self._with(logs if func.__name__ == "log_softmax" else logs.exp())
 
     @torch.no_grad()
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -260,6 +267,11 @@ class CutOutput(Tensor):
         if name == "topk":
             return torch.return_types.topk((values, classes))
         return classes if keepdim else classes[..., 0]
+
+
+def _has_a_part(leaf: Any) -> bool:
+    """Whether an argument is one that each rank would use a part of, or get a part of the gradient of."""
+    return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
 
 
 def _whole(values: Any) -> Any:

@@ -142,7 +142,9 @@ class LayerProfile:
     outputs: int = 0
     calls: int = 1
     input_grad: bool = True  # something it is called with takes a gradient
-    loss_rows: int = 0  # rows of its output that go into a cross entropy and nowhere else; 0 where some go elsewhere
+    loss_rows: int = 0  # rows of its output that go into cross entropies and nowhere else; 0 where some go elsewhere
+    loss_calls: int = 0  # in how many of these, with the softmaxes on the way,
+    softmax_rows: int = 0  # and the rows in those
     feeds: str = ""  # the linear layer that takes all of its output and nothing else, with element-wise work between
     fed_by: str = ""  # the layer that feeds this one so
     distinct: int = 0  # different ids that an embedding looks up, each call's by themselves

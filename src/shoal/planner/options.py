@@ -72,31 +72,30 @@ def pairs_of(
     every: bool,
 ) -> list[dict[str, Option]]:
     """Layers that may be served together in a way in which neither is alone, where that may be worth it."""
-    pairs = []
+    pairs: list[dict[str, Option]] = []
     for layer in predictor.profile.layers:
         for name in allowed:
             if predictor.refusal(layer, name) is not None:
                 continue
-            served = {layer.name: name, **predictor.needs(layer.name, name)}
-            layers = [predictor.layer(each) for each in served]
-            pair = {each: (strategy, "") for each, strategy in served.items()}
-            if len(pair) == 1 or pair in pairs or any(each in pinned for each in pair):
+            needed = predictor.needs(layer.name, name)
+            served = {layer.name: name, **needed}
+            pair = {each: (its, "") for each, its in served.items()}
+            if not needed or pair in pairs or pair.keys() & pinned.keys():
                 continue
-            if any(
-                n not in allowed or predictor.refusal(each, n) for each, n in zip(layers, served.values(), strict=True)
-            ):
+            layers = {each: predictor.layer(each) for each in served}
+            if any(its not in allowed or predictor.refusal(layers[other], its) for other, its in needed.items()):
                 continue
-            together_s = sum(_seconds(predictor, each, served[each.name]) for each in layers)
-            apart_s = sum(min(_seconds(predictor, each, own) for own, _ in options[each.name]) for each in layers)
-            large = all(each.nbytes >= LEAST_CUT_BYTES for each in layers)
+            together_s = sum(_seconds(predictor, layers[each], its) for each, its in served.items())
+            apart_s = sum(min(_seconds(predictor, layers[each], own) for own, _ in options[each]) for each in served)
+            large = all(each.nbytes >= LEAST_CUT_BYTES for each in layers.values())
             if every or (large and together_s < apart_s):
                 pairs.append(pair)
     return pairs
 
 
-def needed_by(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, Option]:
-    """What a pin of one layer says of others (PlanError where other pins say otherwise)."""
-    needed: dict[str, Option] = {}
+def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, Option]:
+    """The pins, and what they say of other layers (PlanError where a layer cannot be served so, or pins disagree)."""
+    every = dict(pinned)
     for name, (strategy, exchange) in pinned.items():
         _check_pin(predictor, predictor.layer(name), strategy, exchange)
         for other, its in predictor.needs(name, strategy).items():
@@ -108,8 +107,8 @@ def needed_by(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, O
                     do="pin both layers to those two, or neither",
                 )
             _check_pin(predictor, predictor.layer(other), its, "")
-            needed[other] = (its, "")
-    return needed
+            every[other] = (its, "")
+    return every
 
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:

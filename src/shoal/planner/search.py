@@ -1,12 +1,12 @@
 """Chooses: the strategy of every layer, and the exchange and bucket size that carry the rest.
 
 Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that takes buckets, and
-from each layer's cheapest choice alone, with small buckets and with large ones; takes the layers one at a time, largest
-first, and keeps a change that makes the step shorter; then pairs of layers, and the ways to carry buckets; then all of
-it once more; and changes two of the largest layers at once at the best end. A change must gain more than `_WORTH` of
-the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which takes every rank to save or
-evaluate, must gain `CUT_WORTH`. In a model of many layers small neighbours change together. Costs about layers ×
-strategies × 5 predictions of some milliseconds.
+from each layer's cheapest choice alone, with small buckets and, in a model of few layers, with large ones; takes the
+layers one at a time, largest first, and keeps a change that makes the step shorter; then pairs of layers, and the ways
+to carry buckets; then all of it once more; and changes two of the largest layers at once at the best end. A change must
+gain more than `_WORTH` of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which
+takes every rank to save or evaluate, must gain `CUT_WORTH`. In a model of many layers small neighbours change together.
+Costs about layers × strategies × 5 predictions of some milliseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.placement import BALANCED, Placement, check_placement, owners_of
 from shoal.core.plan import Choice, Plan, Site
-from shoal.planner.options import PLAIN, Option, common, known, needed_by, options_of, pairs_of, resolve
+from shoal.planner.options import PLAIN, Option, common, known, options_of, pairs_of, resolve, with_needed
 from shoal.planner.timeline import Predictor
 
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
@@ -69,8 +69,7 @@ def search(
     allowed = known(strategies)
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
-    pinned = resolve(pins or {}, [layer.name for layer in profile.layers])
-    pinned |= needed_by(predictor, pinned)
+    pinned = with_needed(predictor, resolve(pins or {}, [layer.name for layer in profile.layers]))
     options = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
     pairs = pairs_of(predictor, options, allowed, pinned, every=memory_limit is not None)
     limit = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]

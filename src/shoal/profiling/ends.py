@@ -28,7 +28,7 @@ class Ends:
     """By layer, what one forward showed."""
 
     distinct: dict[str, int]  # of each call of an embedding the different ids, added up
-    loss_rows: dict[str, int]  # of linear layers none of whose output would have to be gathered
+    losses: dict[str, list[Use]]  # of linear layers whose output goes into a loss and would not have to be gathered
     feeds: dict[str, str]  # of linear layers: the one that takes all of their output, and takes nothing else
 
     @classmethod
@@ -60,8 +60,8 @@ class Ends:
         def cut(name: str) -> Any:
             def tell(use: Use) -> None:
                 uses.setdefault(name, []).append(use)
-                if isinstance(use, str):
-                    taken.setdefault(use, []).append(name)
+                if use.layer:
+                    taken.setdefault(use.layer, []).append(name)
 
             def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
                 part = output.reshape(-1, output.shape[-1])
@@ -83,11 +83,10 @@ class Ends:
                 sample.loss()
             except Exception:  # the model or the loss looks deeper into tensors than these go
                 uses.clear()
-        in_loss = {name: [use for use in own if isinstance(use, int)] for name, own in uses.items()}
-        loss_rows = {name: sum(rows) for name, rows in in_loss.items() if len(rows) == len(uses[name]) and all(rows)}
-        feeds = {
-            name: own[0]
+        losses = {
+            name: own
             for name, own in uses.items()
-            if isinstance(own[0], str) and set(own) == {own[0]} and set(taken[own[0]]) == {name}
+            if any(use.loss_rows for use in own) and all(use.loss_rows or use.softmax_rows for use in own)
         }
-        return cls(distinct, loss_rows, feeds)
+        alone = {name: own[0].layer for name, own in uses.items() if len(set(own)) == 1}
+        return cls(distinct, losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}})

@@ -81,7 +81,9 @@ def profile_model(
                     _layer_profile(
                         layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name]
                     ),
-                    loss_rows=seen.loss_rows.get(layer.name, 0),
+                    loss_rows=sum(use.loss_rows for use in seen.losses.get(layer.name, [])),
+                    loss_calls=len(seen.losses.get(layer.name, [])),
+                    softmax_rows=sum(use.softmax_rows for use in seen.losses.get(layer.name, [])),
                     feeds=seen.feeds.get(layer.name, ""),
                     fed_by=fed_by.get(layer.name, ""),
                     distinct=seen.distinct.get(layer.name, 0),
@@ -223,6 +225,8 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         input_grad=any(layer.input_grad for layer in layers),
         distinct=max(layer.distinct for layer in layers),
         loss_rows=max(layer.loss_rows for layer in layers) if all(layer.loss_rows for layer in layers) else 0,
+        loss_calls=max(layer.loss_calls for layer in layers),
+        softmax_rows=max(layer.softmax_rows for layer in layers),
         feeds=_same(layer.feeds for layer in layers),
         fed_by=_same(layer.fed_by for layer in layers),
         needed_s=max(layer.needed_s for layer in layers),

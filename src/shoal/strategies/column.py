@@ -19,18 +19,14 @@ from torch import Tensor
 from shoal.comm.boundary import Rows
 from shoal.core.cost import Traffic
 from shoal.core.facts import LayerProfile, Topology
-from shoal.strategies.cutting import CutStrategy, counts, move
+from shoal.strategies.cutting import ByOutputs, counts, move
 
 
 @final
-class Column(CutStrategy):
+class Column(ByOutputs):
     """Cuts a linear layer by its outputs."""
 
     name = "column"
-    dim = 0
-
-    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
-        return rows.gathered(x, scale=len(widths))
 
     def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
         return rows.to_rows(product, widths, scale=1 / len(widths)).view(*shape)

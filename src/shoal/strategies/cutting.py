@@ -1,4 +1,4 @@
-"""Linear layers cut over the ranks: what `column` and `row` share.
+"""Linear layers cut over the ranks: what `column`, `row`, pairs and `head` share.
 
     1  forward    80 bytes tell each peer the number of rows; rows (or columns of them) come from all ranks
     2             F.linear on this rank's part of the weight, for the rows of all ranks
@@ -94,6 +94,19 @@ class CutStrategy(Strategy):
         return []
 
 
+class ByOutputs(CutStrategy):
+    """Cuts by outputs; what comes out stays cut (comm/cut_output.py)."""
+
+    dim = 0
+
+    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
+        return rows.gathered(x, scale=len(widths))
+
+    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+        numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
+        return CutOutput.of(product, rows, widths, numbers)
+
+
 def refused(layer: LayerProfile, kind: str, width: int, what: str, cluster: Cluster) -> str | None:
     """Why a layer cannot be cut along a dimension of that width, or None."""
     if layer.kind != kind:
@@ -138,11 +151,11 @@ class _Parts:
 
     def linear(self, x: Tensor) -> Tensor:
         """The layer's output for this rank's rows."""
-        given = (
-            x.taken_by(self._name, self._widths) if self._strategy.takes_parts and isinstance(x, CutOutput) else None
-        )
-        if given is not None:
-            rows, inside = given
+        taken = None
+        if self._strategy.takes_parts and isinstance(x, CutOutput):
+            taken = x.taken_by(self._name, self._widths)
+        if taken is not None:
+            rows, inside = taken
         else:
             flat = x.reshape(-1, x.shape[-1])
             rows = rows_of_all(self._comm, len(flat), call_of(self._name))

@@ -16,22 +16,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import torch
-from torch import Tensor
-
-from shoal.comm.boundary import Rows
-from shoal.comm.cut_output import CutOutput
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.strategies.cutting import CutStrategy, counts, move
+from shoal.strategies.cutting import ByOutputs, counts, move
+from shoal.strategies.row import Row
 
 
 @final
-class ColumnPair(CutStrategy):
+class ColumnPair(ByOutputs):
     """Cuts a linear layer by its outputs, and leaves those where they are for the layer that takes them."""
 
     name = "column_pair"
-    dim = 0
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = super().refuses(layer, cluster)
@@ -42,13 +37,6 @@ class ColumnPair(CutStrategy):
     def needs(self, layer: LayerProfile) -> dict[str, str]:
         return {layer.feeds: RowPair.name}
 
-    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
-        return rows.gathered(x, scale=len(widths))
-
-    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
-        numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
-        return CutOutput.of(product, rows, widths, numbers)
-
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
@@ -57,11 +45,10 @@ class ColumnPair(CutStrategy):
 
 
 @final
-class RowPair(CutStrategy):
-    """Cuts a linear layer by its inputs, which are where they are needed."""
+class RowPair(Row):
+    """Cuts a linear layer by its inputs, which are where they are needed; called with anything else it is `Row`."""
 
     name = "row_pair"
-    dim = 1
     takes_parts = True
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
@@ -72,12 +59,6 @@ class RowPair(CutStrategy):
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
         return {layer.fed_by: ColumnPair.name}
-
-    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
-        return rows.to_columns(x, widths, scale=len(widths))  # called with something else than in the sample
-
-    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return rows.summed(product, scale=1 / len(widths)).view(*shape)
 
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology

@@ -10,7 +10,6 @@ Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
 
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from shoal.core.facts import LayerProfile, Topology
 from shoal.strategies.cutting import CutStrategy, counts, move
 
 
-@final
 class Row(CutStrategy):
     """Cuts a linear layer by its inputs."""
 
