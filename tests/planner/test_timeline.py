@@ -55,6 +55,28 @@ def test_lanes_take_from_the_main_thread_where_cores_are_shared() -> None:
     assert timeline_of(profile, cores=1.0).backward_s == pytest.approx(1.75 + 0.5, **NEARLY)
 
 
+def test_a_lane_and_the_main_thread_are_both_slower_on_one_core() -> None:
+    profile = model(linear("b", 1.0, 1000, 1000, rows=1, product_s=0.75), layer("a", 2.0, 1))
+    found = timeline_of(profile, cores=1.0)  # factor takes the own product, 0.75 s, out of backward: 1 s is left
+    sent_s = 0.25 + 8e3 / 1e6
+    assert found.backward_s == pytest.approx(sent_s + 2 * (1.25 - sent_s), **NEARLY)
+    assert found.end_s == pytest.approx(1.25 + 2 * 0.75, **NEARLY), "what both have to do, one after the other"
+    roomy = timeline_of(profile, cores=2.0)
+    assert roomy.end_s == pytest.approx(sent_s + 2 * 0.75, **NEARLY)
+    some = timeline_of(profile, cores=1.5)
+    assert some.backward_s == pytest.approx(sent_s + (1.25 - sent_s) / 0.75, **NEARLY), "three quarters for each"
+
+
+def test_a_round_takes_its_processor_time_from_the_main_thread_and_waits_for_it() -> None:
+    profile = model(layer("b", 0.5, 1), layer("a", 2.0, 1))
+    choices = [Choice(each.name, "replicate", "allreduce") for each in profile.layers]
+    slow = Pace(wall=Price(0.1, 0.0), cpu=Price(0.1, 0.0))
+    where = replace(cluster(2, 1e6, cores=1.0), paces={"allreduce": slow})
+    found = Predictor(profile, where).predict(choices, bucket_bytes=1, lanes=1)
+    assert found.spans[0].end_s == pytest.approx(0.5 + 2 * 2 * 0.1, **NEARLY), "two in a row, at half the speed"
+    assert found.backward_s == pytest.approx(2.0 + 2 * 0.1, **NEARLY)
+
+
 def timeline_of(profile: ModelProfile, cores: float) -> Timeline:
     """b by factor, a by all-reduce."""
     choices = [Choice("b", "factor"), Choice("a", "replicate", "allreduce")]
@@ -128,7 +150,7 @@ def test_what_comes_back_shares_the_link_with_what_is_still_sent() -> None:
 
 def test_a_layer_larger_than_a_bucket_comes_and_goes_in_parts() -> None:
     fat = model(layer("fat", 0.5, 6 * MB, needed_s=0.0), optimizer_s=0.3)
-    found = sliced(fat, lanes=3, bucket_bytes=2_000_000)
+    found = sliced(fat, lanes=3, bucket_bytes=2_000_000, cores=3.0)
     assert [(span.site.part, span.site.parts) for span in found.spans] == [(0, 3), (1, 3), (2, 3)]
     assert [span.ready_s for span in found.spans] == pytest.approx([0.5] * 3, **NEARLY)
     assert [span.end_s for span in found.spans] == pytest.approx([3.5] * 3, **NEARLY), "6 MB, of which 3 now"

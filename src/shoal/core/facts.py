@@ -154,7 +154,7 @@ class LayerProfile:
     activation_bytes: int = 0
     product_fixed_s: float = 0.0
     product_s_per_row: float = 0.0
-    own_product_s: float = 0.0  # the product of its own K rows as autograd makes it, its memory taken anew each time
+    own_product_s: float = 0.0  # the product of its own K rows as autograd makes it, in what is new memory in a step
     whole_update: str = ""  # why its optimizer cannot update parts of its parameters by themselves
     joint_update: str = ""  # why not even its parameters, each whole and by itself
     outside_use: str = ""  # why the weight cannot be served through its layer alone: tied, borrowed, frozen …

@@ -17,9 +17,9 @@ half follow on its lane from the optimizer's step on, last site first, and the n
 The rows that go to and from a layer that is cut over ranks are sent by the main thread, which waits for them on the
 link that it shares with the lanes.
 
-Lanes share the link evenly, each at its exchange's pace (lanes.py). Where ranks have less than two cores each, what
-lanes compute, and the processor time of the exchange, is taken from the main thread (stolen). What hides costs nothing
-until link or processor is full. Equations: docs/planner.md.
+Lanes share the link evenly, each at its exchange's pace, and the processor with the main thread: both are slower where
+it is short, for what lanes compute and for the processor time of exchanges (lanes.py). What hides costs nothing until
+link or processor is full. Equations: docs/planner.md.
 """
 
 from __future__ import annotations
@@ -187,15 +187,17 @@ class Predictor:
         """
         costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed, self._owning)]
         lanes = Lanes(self.cluster, plan.lanes)
-        lanes_s = sum(lanes.stolen_s(cost.pace, cost.traffic) + lanes.stolen * cost.lane_s for cost in costs)
+        lanes_s = sum(lanes.processor_s(cost.pace, cost.traffic) + cost.lane_s for cost in costs)
         owned = cut = 0.0
         for choice in plan.choices:
             cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
             owned += self._nbytes[choice.layer] / self._total_nbytes * bool(cost.owned)
             cut += self._nbytes[choice.layer] / self._total_nbytes * (1 - cost.held)
-        update_s = self.profile.optimizer_s * (1 - owned - cut + lanes.stolen * owned / self.cluster.size)
         changes_s = sum(cost.forward_s + cost.backward_s for cost in costs)
-        compute_s = self.profile.forward_s + self.profile.backward_s + changes_s + update_s + lanes_s
+        main_s = self.profile.forward_s + self.profile.backward_s + changes_s
+        main_s += self.profile.optimizer_s * (1 - owned - cut)
+        lanes_s += self.profile.optimizer_s * owned / self.cluster.size
+        compute_s = max(main_s, (main_s + lanes_s) / lanes.processors)
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
     def _run(

@@ -70,6 +70,7 @@ def profile_model(
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
         costs = measure_products({name: product for name, product in products.items() if product}, comm.size)
+        anew = min(1.0, step.page_faults / (sum(cost.page_faults for cost in costs.values()) or 1))
         _meet(comm)
         update = OptimizerCost.of(optimizers)
         outside = outside_use(model, layers, borrowed)
@@ -79,7 +80,7 @@ def profile_model(
             layers=tuple(
                 replace(
                     _layer_profile(
-                        layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), outside[layer.name]
+                        layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), anew, outside[layer.name]
                     ),
                     loss_rows=sum(use.loss_rows for use in seen.losses.get(layer.name, [])),
                     loss_calls=len(seen.losses.get(layer.name, [])),
@@ -141,7 +142,10 @@ def _measured_step(
     return borrowed, seen, mine.times(max(1.0, median(slowest_s) / usual_s))
 
 
-def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, outside: str) -> LayerProfile:
+def _layer_profile(
+    layer: Layer, step: Step, rows: int, product: ProductCost, anew: float, outside: str
+) -> LayerProfile:
+    """What was measured of a layer; of the memory of its gradient the part `anew` was new in every step."""
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
@@ -172,7 +176,7 @@ def _layer_profile(layer: Layer, step: Step, rows: int, product: ProductCost, ou
         activation_bytes=watched.activation_bytes,
         product_fixed_s=product.fixed_s,
         product_s_per_row=product.s_per_row,
-        own_product_s=product.own_s,
+        own_product_s=product.fixed_s + product.s_per_row * rows + anew * product.anew_s,
         outside_use=outside,
     )
 

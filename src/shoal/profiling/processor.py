@@ -11,6 +11,7 @@ Linux counts by ticks of 10 ms, so it takes some tenths of a second to measure.
 from __future__ import annotations
 
 import os
+import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,3 +43,8 @@ class ProcessorTime:
         process_s = self.process_s - start.process_s
         interrupts_s = (self.interrupts_s - start.interrupts_s) / sharing
         return max(process_s, min(process_s + interrupts_s, (self.busy_s - start.busy_s) / sharing))
+
+
+def page_faults() -> int:
+    """How often the kernel has given this thread new memory, zeroed; 0 where that is not told (no Linux)."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt if hasattr(resource, "RUSAGE_THREAD") else 0

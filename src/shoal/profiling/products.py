@@ -3,7 +3,8 @@
 A strategy that rebuilds gradients (factor) computes them over the rows of all P ranks instead of its own K, so the
 cost is measured at two sizes P apart and a line laid through them. nn.Linear: the product dyᵀ·x into a buffer that is
 there already. nn.Embedding: k rows added into a table of zeros, where zeroing the table is the fixed part. Autograd
-takes new memory for every gradient, and on a CPU the kernel's zeroing of new pages costs as much as the product.
+takes memory for every gradient. Where that is new to the process, on a CPU the kernel's zeroing of its pages costs as
+much as the product. The allocator decides whether it is, and page faults tell.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from shoal.profiling.fit import fit_line
+from shoal.profiling.processor import page_faults
 from shoal.profiling.timeline import Clock
 
 _MOST_WORK = 2e9  # multiplications in one measurement: larger ones only take longer to say the same
@@ -67,11 +69,12 @@ class Product:
 
 @dataclass(frozen=True)
 class ProductCost:
-    """Seconds of a product over k rows, `fixed_s` + k · `s_per_row`, and of a layer's `own` as autograd makes it."""
+    """Seconds of a product over k rows, `fixed_s` + k · `s_per_row`, and of taking new memory for it, and how much."""
 
     fixed_s: float = 0.0
     s_per_row: float = 0.0
-    own_s: float = 0.0
+    anew_s: float = 0.0
+    page_faults: int = 0
 
 
 def measure_products(products: Mapping[str, Product], ranks: int) -> dict[str, ProductCost]:
@@ -86,5 +89,8 @@ def _measure(product: Product, ranks: int) -> ProductCost:
 
     low, high = product.sizes(ranks)
     fixed_s, s_per_row = fit_line({rows: clock.usual(product.work(rows)) for rows in (low, high)})
-    own_s = clock.usual(product.work(low, anew=True)) + s_per_row * (product.rows - low)
-    return ProductCost(fixed_s, s_per_row, own_s)
+    anew = product.work(low, anew=True)
+    anew_s = max(0.0, clock.usual(anew) - fixed_s - s_per_row * low)
+    faults = page_faults()
+    anew()
+    return ProductCost(fixed_s, s_per_row, anew_s, page_faults() - faults)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.profiling.identity import Layer
+from shoal.profiling.processor import page_faults
 from shoal.profiling.sample import Sample, tensors_in
 
 Mark = Any  # a moment: seconds on a CPU, an event on CUDA
@@ -85,6 +86,7 @@ class Step:
     ready_s: dict[str, float]
     forward_s: float
     backward_s: float
+    page_faults: float = 0.0  # in backward
 
     @property
     def total_s(self) -> float:
@@ -106,6 +108,7 @@ class Step:
             ready_s={name: factor * ready_s for name, ready_s in self.ready_s.items()},
             forward_s=factor * self.forward_s,
             backward_s=factor * self.backward_s,
+            page_faults=self.page_faults,
         )
 
 
@@ -118,9 +121,9 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
         start = clock.mark()
         loss = sample.loss()
         watch.in_backward = True
-        middle = clock.mark()
+        middle, faults = clock.mark(), page_faults()
         sample.backward(loss)
-        end = clock.mark()
+        end, faults = clock.mark(), page_faults() - faults
     forward_s = _billed(watch.forward_log, middle, clock)
     backward_s = _billed(watch.backward_log, end, clock)
     return Step(
@@ -139,6 +142,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
         ready_s={name: clock.seconds(middle, mark) for name, mark in watch.ready.items()},
         forward_s=clock.seconds(start, middle),
         backward_s=clock.seconds(middle, end),
+        page_faults=faults,
     )
 
 
@@ -158,6 +162,7 @@ def usual(steps: Sequence[Step]) -> Step:
         ready_s={name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in used},
         forward_s=median(step.forward_s for step in steps),
         backward_s=median(step.backward_s for step in steps),
+        page_faults=median(step.page_faults for step in steps),
     )
 
 
