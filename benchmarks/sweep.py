@@ -3,8 +3,10 @@
     sudo .venv/bin/python benchmarks/sweep.py [RECIPE ...] [RATE ...]      results/sweep-RECIPE-RATE.json, and a table
 
 A single-strategy plan pins every layer that the strategy serves, and replicates the rest. "whole" is the planner's best
-without cut layers. Each plan takes turns with the auto plan in one job of four hosts (A B A B); a round's figure is the
-median step of the slowest rank; a ratio is the median over rounds of that plan ÷ auto: 1 or more where auto is best.
+without cut layers, "pair and factor" pairs where there are any and `factor` elsewhere, "near 1" to "near 5" the best by
+prediction of all plans that serve up to two of the five largest layers otherwise, in any bucket size. Each plan takes
+turns with the auto plan in one job of four hosts (A B A B); a round's figure is the median step of the slowest rank; a
+ratio is the median over rounds of that plan ÷ auto: 1 or more where auto is best.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 import torch
@@ -21,9 +25,12 @@ from shoal import strategies
 from shoal.core.contracts import Strategy
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.job import Job
+from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
 from shoal.launch.lab import Lab
 from shoal.peers import Peer, Workload, slowest_rank, step_times
+from shoal.planner.search import BUCKET_BYTES, repredicted
+from shoal.planner.timeline import Predictor
 from shoal.runtime.recipe import load
 from shoal.runtime.session import Attached, current
 from shoal.worker import pair
@@ -34,6 +41,7 @@ RECIPES = ("digits", "gpt", "resnet18", "resnet50", "alexnet")
 RATES = ("100mbit", "1gbit", "none")
 RANKS, ROUNDS, ROUND_S = 4, 4, 4.0  # seconds of a turn, of one step at least
 WHOLE = ("replicate", "sliced", "factor")
+LARGEST, NEAR = 5, 5
 
 
 def measure(recipe: str, rate: str) -> None:
@@ -46,7 +54,9 @@ def measure(recipe: str, rate: str) -> None:
     auto, attached = contender(work, {})
     steps = max(1, int(ROUND_S / slowest_rank(list(step_times(auto, batch, 3, num_warm_up=2)))))
     figures = {}
-    for name, options in plans(attached.profile, attached.cluster).items():
+    listed = plans(attached.profile, attached.cluster)
+    listed |= {f"near {n + 1}": {"plan": plan} for n, plan in enumerate(near(attached))}
+    for name, options in listed.items():
         other, its = contender(work, options)
         rounds: list[tuple[float, float]] = []
         for _ in range(ROUNDS):
@@ -87,7 +97,34 @@ def plans(profile: ModelProfile, cluster: Cluster) -> dict[str, dict[str, object
                 pins |= together
         if pins and name != "row_pair":  # which comes with column_pair
             listed[name] = {"pins": {"*": "replicate"} | pins}
+    if "column_pair" in listed and "factor" in listed:
+        pairs = {layer: way for layer, way in listed["column_pair"]["pins"].items() if layer != "*"}
+        listed["pair and factor"] = {"pins": listed["factor"]["pins"] | pairs}
     return listed
+
+
+def near(attached: Attached) -> list[Plan]:
+    """The best by prediction, but for the auto plan itself, among those that differ from it in up to two layers."""
+    plan, predictor = attached.plan, Predictor(attached.profile, attached.cluster)
+    largest = sorted(attached.profile.layers, key=lambda layer: -layer.nbytes)[:LARGEST]
+    ways = {
+        layer.name: [
+            Choice(layer.name, name, carrier)
+            for name in found(strategies, Strategy)
+            if predictor.refusal(layer, name) is None and not predictor.needs(layer.name, name)
+            for carrier in predictor.carriers(name)
+        ]
+        for layer in largest
+        if not predictor.needs(layer.name, plan.choice(layer.name).strategy)
+    }
+    changed = dict.fromkeys(  # in the same order on every rank
+        plan.with_choice(its).with_choice(others)
+        for one, other in combinations_with_replacement(ways, 2)
+        for its, others in product(ways[one], ways[other])
+    )
+    every = [replace(each, bucket_bytes=nbytes) for each in changed for nbytes in BUCKET_BYTES]
+    every = [repredicted(each, attached.profile, attached.cluster) for each in every if each != plan]
+    return sorted(every, key=lambda each: each.predicted_s)[:NEAR]
 
 
 def row(recipe: str, rate: str, report: dict) -> str:

@@ -101,16 +101,34 @@ def test_a_head_states_what_its_losses_send(loss: str, hosts: str) -> None:
     assert_stated("head", hosts, loss_fn=LOSSES[loss])
 
 
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+@pytest.mark.parametrize("first", [False, True], ids=["in the middle", "first"])
+def test_column_states_what_a_convolution_sends(first: bool, hosts: str) -> None:
+    before = [] if first else [nn.Conv2d(3, 3, 1)]
+    conv = nn.Conv2d(3, 5, 3, stride=2, padding=1)
+    body = nn.Sequential(*before, conv, nn.Tanh(), nn.Conv2d(5, 4, 2, bias=False), nn.Flatten(), nn.Linear(24, 5))
+    assert_stated("column", hosts, model=body, inputs=torch.rand(2 * len(hosts), 3, 7, 5))
+
+
 def assert_stated(
-    pin: str, hosts: str, placement: str | dict[str, int] = "balanced", loss_fn: Loss = F.cross_entropy
+    pin: str,
+    hosts: str,
+    placement: str | dict[str, int] = "balanced",
+    loss_fn: Loss = F.cross_entropy,
+    model: nn.Module | None = None,
+    inputs: torch.Tensor | None = None,
 ) -> None:
-    """A step's bytes on every rank are those stated."""
+    """A step's bytes on every rank are those stated; of `Net` and ids, or of another model and its inputs."""
     torch.manual_seed(0)
-    model, ranks, servers = Net(), len(hosts), "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served]
+    model, ranks, servers = (
+        model or Net(),
+        len(hosts),
+        "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served],
+    )
     cuts = found(strategies, Strategy)[pin.partition(":")[0]].cuts
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
     every_id = torch.cat([torch.arange(19), torch.tensor([0])])  # of a table of 19 rows, one of them twice
-    ids = torch.cat([every_id.roll(rank).view(2, 10) for rank in range(ranks)])
+    ids = inputs if inputs is not None else torch.cat([every_id.roll(rank).view(2, 10) for rank in range(ranks)])
     labels = torch.arange(2 * ranks) % 5
     cut = served_by(pin, model, loss_fn, (ids[:2], labels[:2]), cluster) if cuts else {"*": pin}
 

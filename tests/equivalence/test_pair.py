@@ -115,6 +115,18 @@ def test_what_the_sample_does_not_show_is_right_all_the_same(between):
     assert_same(training, 3, "column_pair", uneven=True)
 
 
+def test_rows_in_another_order():
+    def loop(model, loss_fn, optimizer, batches):
+        model.between = lambda h: h[list(range(len(h)))[::-1]]
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y.flip(0)).backward()
+            optimizer.step()
+
+    training = Training(model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES), loop=loop)
+    assert_same(training, 3, "column_pair", uneven=True)
+
+
 class Scaled(nn.Module):
     """Relu of what a learned number scales, once it is on."""
 

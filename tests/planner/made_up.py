@@ -13,7 +13,13 @@ def layer(name: str, ready_s: float, numel: int, kind: str = "Conv2d", **facts: 
 
 def linear(name: str, ready_s: float, inputs: int, outputs: int, rows: int, product_s: float = 0.0) -> LayerProfile:
     """An nn.Linear whose weight's product over its own rows takes `product_s`, all of it growing with rows."""
-    facts = {"product_s_per_row": product_s / rows, "own_product_s": product_s, "backward_s": 2 * product_s}
+    facts = {
+        "taken": rows * inputs,
+        "rowwise": True,
+        "product_s_per_row": product_s / rows,
+        "own_product_s": product_s,
+        "backward_s": 2 * product_s,
+    }
     return layer(name, ready_s, inputs * outputs, "Linear", rows=rows, inputs=inputs, outputs=outputs, **facts)
 
 

@@ -123,17 +123,17 @@ def test_one_module_under_two_names_is_not_tied() -> None:
     assert reasons(nn.Sequential(layer, nn.ReLU(), layer)) == {"0": ""}
 
 
-class Scaled(nn.Linear):
-    """A Linear that is none."""
+class Mixed(nn.Linear):
+    """A Linear that is none: an output depends on all others."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
+        return super().forward(x).softmax(-1)
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda net: setattr(net, "b", Scaled(4, 4)), "Scaled, not exactly a torch.nn.Linear"),
+        (lambda net: setattr(net, "b", Mixed(4, 4)), "Mixed, not exactly a torch.nn.Linear"),
         (lambda net: setattr(net.b, "forward", lambda x: F.linear(x, net.b.weight)), "its forward has been replaced"),
         (lambda net: net.b.weight.requires_grad_(False), "its weight is frozen"),
         (lambda net: net.b.register_forward_pre_hook(lambda m, x: (x[0] + m.weight,)), "its weight is read by add"),

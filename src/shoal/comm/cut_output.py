@@ -54,6 +54,7 @@ class CutOutput(Tensor):
     _rows: Rows
     _widths: tuple[int, ...]  # each rank's outputs
     _numbers: Tensor  # of this rank's rows, in the shape of the leading dimensions
+    _in_order: bool  # and all of them there, as no view has changed but their shape: the same on every rank
     _after: _After  # what every ordinary tensor made of it goes through
     _tell: Callable[[Use], None]
 
@@ -66,12 +67,13 @@ class CutOutput(Tensor):
         numbers: Tensor,
         after: _After = _as_it_is,
         tell: Callable[[Use], None] = lambda use: None,
+        in_order: bool = True,
     ) -> CutOutput:
         """An output whose row `i` of this rank stands wherever `numbers` is i."""
         like = torch.empty((*numbers.shape, sum(widths)), dtype=part.dtype, device="meta")
         logits: CutOutput = like.as_subclass(cls)
         logits._part, logits._rows, logits._widths, logits._numbers = part, rows, tuple(widths), numbers
-        logits._after, logits._tell = after, tell
+        logits._after, logits._tell, logits._in_order = after, tell, in_order
         return logits
 
     @classmethod
@@ -92,15 +94,11 @@ class CutOutput(Tensor):
     def over(self, after: _After) -> CutOutput:
         """The same, and what is made of it goes through `after`, too."""
         before = self._after
-        return CutOutput.of(self._part, self._rows, self._widths, self._numbers, lambda t: after(before(t)), self._tell)
+        return self._like(after=lambda t: after(before(t)))
 
     def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[Rows, Tensor] | None:
         """The rows of all ranks and this rank's part of them, for a layer whose inputs are cut in the same way."""
-        numbers = self._numbers.reshape(-1)
-        all_in_order = torch.equal(
-            numbers, torch.arange(self._rows.counts[self._rows.comm.rank], device=numbers.device)
-        )
-        if not all_in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
+        if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
         self._tell(Use(layer=layer))
         return self._rows, self._part
@@ -131,24 +129,33 @@ class CutOutput(Tensor):
         if name in ("softmax", "log_softmax"):
             return self._softmax(func, args, kwargs)
         if func is F.dropout:
-            return self._with(dropout(self._part, self._rows.comm.rank, *args, **kwargs))
+            return self._like(part=dropout(self._part, self._rows.comm.rank, *args, **kwargs))
         if name in _ELEMENTWISE and not any(map(_has_a_part, pytree.tree_leaves((args, kwargs)))):
-            return self._with(func(self._part, *args, **kwargs))
+            return self._like(part=func(self._part, *args, **kwargs))
         if name == "contiguous":
             return self
         if name in _VIEWS:
-            return self._view(func, args, kwargs)
+            return self._view(func, name in _IN_ORDER, args, kwargs)
         if name in ("argmax", "topk") and not (name == "topk" and torch.is_grad_enabled() and self._part.requires_grad):
             return self._best(name, *args, **kwargs)
         return None
 
-    def _with(self, part: Tensor) -> CutOutput:
-        return CutOutput.of(part, self._rows, self._widths, self._numbers, self._after, self._tell)
+    def _like(self, part: Tensor | None = None, after: _After | None = None) -> CutOutput:
+        return CutOutput.of(
+            self._part if part is None else part,
+            self._rows,
+            self._widths,
+            self._numbers,
+            after or self._after,
+            self._tell,
+            self._in_order,
+        )
 
-    def _viewed(self, numbers: Tensor) -> CutOutput:
-        return CutOutput.of(self._part, self._rows, self._widths, numbers, self._after, self._tell)
+    def _viewed(self, numbers: Tensor, in_order: bool = False) -> CutOutput:
+        in_order = in_order and self._in_order
+        return CutOutput.of(self._part, self._rows, self._widths, numbers, self._after, self._tell, in_order)
 
-    def _view(self, func: Any, args: Any, kwargs: Any) -> CutOutput | tuple[CutOutput, ...] | None:
+    def _view(self, func: Any, in_order: bool, args: Any, kwargs: Any) -> CutOutput | tuple[CutOutput, ...] | None:
         """The function on row numbers, where it leaves the class dimension where it is."""
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             return self._viewed(self._numbers[args[0]]) if args[0].dim() <= self._numbers.dim() else None
@@ -160,7 +167,7 @@ class CutOutput(Tensor):
         views = viewed if isinstance(viewed, tuple) else (viewed,)
         if any(not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views):
             return None
-        cut = tuple(self._viewed(v[..., 0]) for v in views)
+        cut = tuple(self._viewed(v[..., 0], in_order) for v in views)
         return cut if isinstance(viewed, tuple) else cut[0]
 
     def _cross_entropy(
@@ -249,7 +256,7 @@ class CutOutput(Tensor):
         logs = part - LogSum.apply(part, self._rows).unsqueeze(1)  # type: ignore[no-untyped-call]
         if given.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
             logs = logs.to(self._part.dtype)
-        return self._with(logs if func.__name__ == "log_softmax" else logs.exp())
+        return self._like(part=logs if func.__name__ == "log_softmax" else logs.exp())
 
     @torch.no_grad()
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -317,9 +324,5 @@ _ELEMENTWISE = frozenset(
         *("hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
     )
 )
-_VIEWS = frozenset(
-    (
-        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "__getitem__", "transpose", "permute"),
-        *("narrow", "select", "chunk", "split", "unbind", "movedim"),
-    )
-)
+_IN_ORDER = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
+_VIEWS = _IN_ORDER | {"__getitem__", "transpose", "permute", "narrow", "select", "chunk", "split", "unbind", "movedim"}

@@ -75,7 +75,7 @@ class Link:
 class Cluster:
     """The ranks and the links between them, with each exchange's measured pace.
 
-    `cores_per_rank` below 2 says that a rank's communication threads and its compute share a processor.
+    `cores_per_rank` says how much compute a rank has for its main thread and what its lanes compute and send.
     """
 
     topology: Topology
@@ -142,6 +142,8 @@ class LayerProfile:
     outputs: int = 0
     calls: int = 1
     input_grad: bool = True  # something it is called with takes a gradient
+    taken: int = 0  # elements of what it is called with, in all calls
+    rowwise: bool = False  # each of its outputs follows from one row of its weight: it can be cut by outputs
     loss_rows: int = 0  # rows of its output that go into cross entropies and nowhere else; 0 where some go elsewhere
     loss_calls: int = 0  # in how many of these, with the softmaxes on the way,
     softmax_rows: int = 0  # and the rows in those

@@ -58,8 +58,8 @@ class Lab(Launcher):
         delay: added on the way from any host to any other (5ms); needs a kernel with netem.
         burst: what a link lets pass at once. 32kb starves a 1gbit link; after a pause, one burst passes for free.
         ranks_per_host: how many ranks share a host and its link; what they send each other stays on its loopback.
-        congestion: how TCP finds its pace on every host, whatever the machine's own way is: Linux's default, cubic; or
-            bbr, reno …, as the kernel has them.
+        congestion: how TCP finds its pace from host to host, whatever the machine's own way is: Linux's default, cubic;
+            or bbr, reno …, as the kernel has them.
 
     Raises: LabError for options that no lab can have.
 

@@ -6,8 +6,8 @@ A lane does one job after the other. A job is parts of some seconds each, were i
     lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|      whoever is on the link has an even share of it
 
 So with the processor, which the main thread takes too while it computes: who wants more than an even share of it is
-slower for it, a lane that sends as well. A rank's processor is what its main thread had in the profile: a core, or a
-part of one where ranks share it, and a second where there is one. Costs some microseconds a part.
+slower for it, a lane that sends as well. A rank has as many processors as cores; where it has less than one, the part
+of a core that its main thread had in the profile. Costs some microseconds a part.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Lanes:
 
     def exchange(self, pace: Pace, traffic: Traffic) -> tuple[Part, Part, Part]:
         """Traffic as parts of a job."""
-        link_s, latency_s = traffic.worst * pace.wall.byte_s, traffic.rounds * pace.wall.round_s
-        busy_s = min(latency_s, traffic.rounds * pace.cpu.round_s / self._cores)
-        processor = min(1.0, pace.cpu.byte_s / self._cores / pace.wall.byte_s) if link_s else 0.0
-        return Part(link_s, processor, link=True), self.compute(busy_s), Part(latency_s - busy_s)
+        busy_byte_s, busy_s = pace.cpu.byte_s / self._cores, traffic.rounds * pace.cpu.round_s / self._cores
+        byte_s = max(pace.wall.byte_s, busy_byte_s)
+        sent = Part(traffic.worst * byte_s, busy_byte_s / byte_s if byte_s else 0.0, link=True)
+        return sent, self.compute(busy_s), Part(max(0.0, traffic.rounds * pace.wall.round_s - busy_s))
 
     def compute(self, seconds: float) -> Part:
         """Compute as a part of a job."""

@@ -8,7 +8,7 @@ on a lone rank; outputs tell what is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +32,8 @@ class Ends:
     feeds: dict[str, str]  # of linear layers: the one that takes all of their output, and takes nothing else
 
     @classmethod
-    def of(cls, sample: Sample, layers: Sequence[Layer]) -> Ends:
-        """Run the sample forward."""
+    def of(cls, sample: Sample, layers: Sequence[Layer], rowwise: Mapping[str, bool]) -> Ends:
+        """Run the sample forward; `rowwise` says which layers can be cut by outputs."""
         distinct: dict[str, int] = {}
         uses: dict[str, list[Use]] = {}
         taken: dict[str, list[str]] = {}  # by linear layer, whose output it was called with
@@ -76,8 +76,10 @@ class Ends:
                 if type(layer.module) is nn.Embedding:
                     hook = layer.module.register_forward_pre_hook(count(layer.name), with_kwargs=True)
                     hooks.callback(hook.remove)
-                elif type(layer.module) is nn.Linear:
+                    continue
+                if type(layer.module) is nn.Linear:
                     hooks.callback(layer.module.register_forward_pre_hook(take(layer.name)).remove)
+                if isinstance(layer.module, nn.Linear) and rowwise[layer.name]:
                     hooks.callback(layer.module.register_forward_hook(cut(layer.name)).remove)
             try:
                 sample.loss()

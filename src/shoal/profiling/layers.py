@@ -8,7 +8,7 @@ quick one half a second's) and leaves no trace: see untraced.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -26,11 +26,12 @@ from shoal.profiling.ends import Ends
 from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import Product, ProductCost, measure_products
+from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sample import LossFn, Sample
 from shoal.profiling.timeline import Clock, Step, Watched, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.updates import whole_updates
-from shoal.profiling.usage import Readers, outside_use
+from shoal.profiling.usage import Readers, kind_of, outside_use
 
 _FEWEST, _MOST = 5, 25  # measured steps, after one to warm up
 _ENOUGH_S, _BUDGET_S = 2.0, 20.0  # for more than the fewest; for more than one
@@ -65,15 +66,17 @@ def profile_model(
     clock = Clock(_device(layers))
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
-        borrowed, seen, step = _measured_step(checked, layers, clock, comm)
+        by_rows = agreed(comm, lambda: rowwise(checked, layers, comm.size), SampleError)
+        borrowed, seen, step = _measured_step(checked, layers, by_rows, clock, comm)
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
         costs = measure_products({name: product for name, product in products.items() if product}, comm.size)
-        anew = min(1.0, step.page_faults / (sum(cost.page_faults for cost in costs.values()) or 1))
+        known = sum(cost.page_faults for cost in costs.values())
+        anew = min(1.0, step.page_faults / known) if known else 1.0  # at most: backward takes other memory too
         _meet(comm)
         update = OptimizerCost.of(optimizers)
-        outside = outside_use(model, layers, borrowed)
+        outside = outside_use(model, layers, borrowed, by_rows)
         together = whole_updates(model.parameters(), optimizers)
         fed_by = {taker: feeder for feeder, taker in seen.feeds.items()}
         mine = ModelProfile(
@@ -82,6 +85,7 @@ def profile_model(
                     _layer_profile(
                         layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), anew, outside[layer.name]
                     ),
+                    rowwise=by_rows[layer.name],
                     loss_rows=sum(use.loss_rows for use in seen.losses.get(layer.name, [])),
                     loss_calls=len(seen.losses.get(layer.name, [])),
                     softmax_rows=sum(use.softmax_rows for use in seen.losses.get(layer.name, [])),
@@ -110,7 +114,7 @@ def _meet(comm: Comm) -> None:
 
 
 def _measured_step(
-    sample: Sample, layers: Sequence[Layer], clock: Clock, comm: Comm
+    sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm
 ) -> tuple[dict[str, str], Ends, Step]:
     """Warm up, finding borrowed weights and what goes into the loss, then measure some steps in a row, as in training.
 
@@ -124,7 +128,7 @@ def _measured_step(
     def warm_up() -> tuple[dict[str, str], Ends, Step]:
         with Readers(sample.model, layers).watching() as readers:
             sample.loss()
-        return readers.borrowed, Ends.of(sample, layers), watch_step(sample, layers, clock)
+        return readers.borrowed, Ends.of(sample, layers, by_rows), watch_step(sample, layers, clock)
 
     def measure() -> Step:
         drop_gradients(parameters)
@@ -153,7 +157,7 @@ def _layer_profile(
     inputs, outputs = _shape(layer.module)
     return LayerProfile(
         name=layer.name,
-        kind=type(layer.module).__name__,
+        kind=kind_of(layer.module),
         parameters=tuple(
             ParameterProfile(
                 name=name,
@@ -169,6 +173,7 @@ def _layer_profile(
         inputs=inputs,
         outputs=outputs,
         calls=watched.calls,
+        taken=watched.taken,
         input_grad=watched.input_grad,
         needed_s=watched.needed_s,
         forward_s=watched.forward_s,
@@ -227,6 +232,8 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         rows=max(layer.rows for layer in layers),
         calls=max(layer.calls for layer in layers),
         input_grad=any(layer.input_grad for layer in layers),
+        taken=max(layer.taken for layer in layers),
+        rowwise=all(layer.rowwise for layer in layers),
         distinct=max(layer.distinct for layer in layers),
         loss_rows=max(layer.loss_rows for layer in layers) if all(layer.loss_rows for layer in layers) else 0,
         loss_calls=max(layer.loss_calls for layer in layers),

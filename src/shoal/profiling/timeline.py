@@ -70,7 +70,8 @@ class Watched:
     """One layer in one step."""
 
     calls: int
-    elements: int  # of its outputs, over all calls
+    taken: int  # elements of its inputs, over all calls,
+    elements: int  # and of its outputs
     activation_bytes: int
     input_grad: bool  # something it was called with takes a gradient
     needed_s: float  # from the start of forward until it is first called
@@ -130,6 +131,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
         layers={
             layer.name: Watched(
                 calls=watch.calls[layer.name],
+                taken=watch.taken[layer.name],
                 elements=watch.elements[layer.name],
                 activation_bytes=watch.activation_bytes[layer.name],
                 input_grad=layer.name in watch.input_grad,
@@ -179,18 +181,21 @@ class _Watch:
         self.entered: dict[str, Mark] = {}  # the first time
         self.ready: dict[str, Mark] = {}
         self.calls: dict[str, int] = defaultdict(int)
+        self.taken: dict[str, int] = defaultdict(int)
         self.elements: dict[str, int] = defaultdict(int)
         self.activation_bytes: dict[str, int] = defaultdict(int)
         self.input_grad: set[str] = set()
 
     def attach(self, layer: Layer, hooks: ExitStack) -> None:
-        def enter(module: nn.Module, args: Any) -> None:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not self.in_backward:
                 self.running.append(layer.name)
                 mark = self.clock.mark()
                 self.entered.setdefault(layer.name, mark)
                 self.forward_log.append((mark, layer.name))
-                if not args or any(tensor.requires_grad for tensor in tensors_in(args)):
+                given = list(tensors_in((args, kwargs)))
+                self.taken[layer.name] += sum(tensor.numel() for tensor in given)
+                if not given or any(tensor.requires_grad for tensor in given):
                     self.input_grad.add(layer.name)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -209,7 +214,7 @@ class _Watch:
         def arrive(gradient: Tensor) -> None:
             self.backward_log.append((self.clock.mark(), layer.name))
 
-        hooks.callback(layer.module.register_forward_pre_hook(enter).remove)
+        hooks.callback(layer.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         hooks.callback(layer.module.register_forward_hook(leave).remove)
         for name, parameter in layer.parameters.items():
             hooks.callback(parameter.register_post_accumulate_grad_hook(self._note_ready(name)).remove)

@@ -51,7 +51,7 @@ class Readers(TorchFunctionMode):
         elif module is not layer.module:
             kind = type(module).__name__
             self.borrowed.setdefault(layer.name, f"its {leaf} is read by {reader} ({kind}) without calling it")
-        elif _is_product(module) and func not in _OWN_FUNCTION.values():
+        elif type(module) in _OWN_FUNCTION and func not in _OWN_FUNCTION.values():
             self.borrowed.setdefault(layer.name, f"its {leaf} is read by {getattr(func, '__name__', func)}")
 
     @contextmanager
@@ -72,13 +72,28 @@ class Readers(TorchFunctionMode):
                 yield self
 
 
-def outside_use(model: nn.Module, layers: Sequence[Layer], borrowed: Mapping[str, str]) -> dict[str, str]:
-    """For each layer why its weight cannot be served through its own forward, or ''; `borrowed` is from `Readers`."""
+def outside_use(
+    model: nn.Module, layers: Sequence[Layer], borrowed: Mapping[str, str], rowwise: Mapping[str, bool]
+) -> dict[str, str]:
+    """For each layer why its weight cannot be served through its own forward, or ''.
+
+    `borrowed` is from `Readers`; where a layer is `rowwise`, its own forward may be any.
+    """
     tied = _tied(model)
     return {
-        layer.name: tied.get(layer.name) or borrowed.get(layer.name) or _unlike_torch(layer.module) or _hooked(layer)
+        layer.name: tied.get(layer.name)
+        or borrowed.get(layer.name)
+        or ("" if rowwise[layer.name] else _unlike_torch(layer.module))
+        or _hooked(layer)
         for layer in layers
     }
+
+
+def kind_of(module: nn.Module) -> str:
+    """The name of its class; in full where it is not torch's own but called as one that is served."""
+    kind = type(module)
+    others = _is_product(module) and kind not in _OWN_FUNCTION and kind.__name__ in ("Linear", "Embedding")
+    return f"{kind.__module__}.{kind.__qualname__}" if others else kind.__name__
 
 
 def _is_product(module: nn.Module) -> bool:

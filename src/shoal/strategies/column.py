@@ -1,10 +1,11 @@
-"""Column: each rank has N/P of a linear layer's outputs, and computes them for the rows of all ranks.
+"""Column: each rank has N/P of a layer's outputs, and computes them for the rows of all ranks.
 
     forward     gather x: K·M·s·(P−1) sent          give the rows their columns: K·N·s·(P−1)/P
     backward    get their columns' dy: as much      give dx back, summed where the rows are: K·M·s·(P−1)
 
 A rank sends 2·K·(M·(P−1) + N·(P−1)/P)·s in a step, on the critical path, instead of 2·M·N·s·(P−1)/P that may hide;
-weight, gradient, update and optimizer state are divided by P. dx is not computed where x takes no gradient.
+weight, gradient, update and optimizer state are divided by P. dx is not computed where x takes no gradient. Of a
+convolution the outputs are its channels; a sample's K·M is then all of its input, and K·N all of its output.
 Reference: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, section 4; Shoeybi et
 al., "Megatron-LM", 2019, section 3.
 """
@@ -24,7 +25,7 @@ from shoal.strategies.cutting import ByOutputs, counts, move
 
 @final
 class Column(ByOutputs):
-    """Cuts a linear layer by its outputs."""
+    """Cuts a linear layer by its outputs, a convolution by its channels."""
 
     name = "column"
 
@@ -34,8 +35,9 @@ class Column(ByOutputs):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        row_bytes = layer.rows * layer.parameters[0].itemsize
-        x = move(topology, lambda source, to: row_bytes * layer.inputs)
+        itemsize = layer.parameters[0].itemsize
+        row_bytes = layer.rows * itemsize
+        x = move(topology, lambda source, to: layer.taken * itemsize)
         y = move(topology, lambda source, to: row_bytes * widths[source])
         dy = move(topology, lambda source, to: row_bytes * widths[to])
         return [counts(layer, topology), x, y], [dy, x] if layer.input_grad else [dy]

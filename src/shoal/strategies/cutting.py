@@ -1,7 +1,7 @@
-"""Linear layers cut over the ranks: what `column`, `row`, pairs and `head` share.
+"""Layers cut over the ranks: what `column`, `row`, pairs and `head` share.
 
     1  forward    80 bytes tell each peer the number of rows; rows (or columns of them) come from all ranks
-    2             F.linear on this rank's part of the weight, for the rows of all ranks
+    2             the layer on this rank's part of the weight, for the rows of all ranks
     3             what came out goes to the ranks whose rows they are
     4  backward   the same way back; the weight's gradient stays where the weight is, and is the global mean at once
 
@@ -28,14 +28,15 @@ from shoal.core.cost import Cost, Traffic, total
 from shoal.core.cut import Cut, cut
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
+from shoal.profiling.rowwise import row_dims
 from shoal.strategies.copies import plain
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
-_SLOT = "_cut_linear"  # where a served layer keeps what runs it
+_SLOT = "_cut_layer"  # where a served layer keeps what runs it
 
 
 class CutStrategy(Strategy):
-    """Cuts the weight of an nn.Linear along one dimension."""
+    """Cuts the weight of a layer along one dimension: of an nn.Linear, by outputs also of others (rowwise.py)."""
 
     cuts = True
     dim: ClassVar[int]  # of the weight: 0 has the outputs, 1 the inputs
@@ -54,10 +55,6 @@ class CutStrategy(Strategy):
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
         """The moves of one forward, and of one backward."""
-
-    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        width, what = ((layer.outputs, "outputs"), (layer.inputs, "inputs"))[self.dim]
-        return refused(layer, "Linear", width, what, cluster)
 
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         (layer,) = layers
@@ -80,24 +77,34 @@ class CutStrategy(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         ((name, module),) = place.layers.items()
-        if type(module) is not nn.Linear:
-            raise TypeError(f"{label}: not a plain nn.Linear, but {type(module)}")
+        if not isinstance(module, nn.Linear | nn.Conv2d) or (self.dim and type(module) is not nn.Linear):
+            raise TypeError(f"{label}: cannot cut {type(module)}")
         assert place.comm is not None
-        widths = cut_sizes(module.weight.shape[self.dim], place.ranks)
-        outputs = cut_sizes(module.out_features, place.ranks)
-        assert isinstance(module.weight, nn.Parameter)
-        cut(module.weight, Cut(f"{name}.weight", module.weight, self.dim, widths, place.comm))
-        if module.bias is not None:
-            cut(module.bias, Cut(f"{name}.bias", module.bias, 0, outputs, place.comm))
-        module.__class__ = CutLinear
-        module.__dict__[_SLOT] = _Parts(name, self, module, widths, place.comm)
+        weight, bias = (module._parameters.get(leaf) for leaf in ("weight", "bias"))
+        assert weight is not None
+        outputs = len(weight)
+        widths = cut_sizes(weight.shape[self.dim], place.ranks)
+        cut(weight, Cut(f"{name}.weight", weight, self.dim, widths, place.comm))
+        if bias is not None:
+            cut(bias, Cut(f"{name}.bias", bias, 0, cut_sizes(outputs, place.ranks), place.comm))
+        module.__class__ = _cut_class(type(module))
+        module.__dict__[_SLOT] = _Parts(name, self, module, outputs, widths, place.comm)
         return []
 
 
 class ByOutputs(CutStrategy):
-    """Cuts by outputs; what comes out stays cut (comm/cut_output.py)."""
+    """Cuts by outputs; what comes out stays cut (comm/cut_output.py), unless `leave` says otherwise."""
 
     dim = 0
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        reason = refused(layer, layer.outputs, "outputs", cluster)
+        if reason is None and not layer.rowwise:
+            return (
+                "it serves layers each of whose outputs is made of one row of the weight, "
+                f"and this {layer.kind} was not found to be one"
+            )
+        return reason
 
     def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
         return rows.gathered(x, scale=len(widths))
@@ -107,10 +114,8 @@ class ByOutputs(CutStrategy):
         return CutOutput.of(product, rows, widths, numbers)
 
 
-def refused(layer: LayerProfile, kind: str, width: int, what: str, cluster: Cluster) -> str | None:
+def refused(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
     """Why a layer cannot be cut along a dimension of that width, or None."""
-    if layer.kind != kind:
-        return f"it serves nn.{kind}, and this is a {layer.kind}"
     if layer.outside_use:
         return layer.outside_use
     if not layer.calls:
@@ -141,51 +146,84 @@ def counts(layer: LayerProfile, topology: Topology) -> Traffic:
 class _Parts:
     """Runs a layer of whose weight this rank has a part."""
 
-    def __init__(self, name: str, strategy: CutStrategy, module: nn.Linear, widths: Sequence[int], comm: Comm) -> None:
+    def __init__(
+        self,
+        name: str,
+        strategy: CutStrategy,
+        module: nn.Linear | nn.Conv2d,
+        outputs: int,
+        widths: Sequence[int],
+        comm: Comm,
+    ) -> None:
         self._name = name
         self.weight, self.bias = module.weight, module.bias
         self._strategy, self._widths, self._comm = strategy, widths, comm
-        self._outputs = module.out_features
-        at = accumulate(cut_sizes(self._outputs, comm.size), initial=0)
+        self._row_dims = row_dims(module)
+        self._outputs = outputs
+        at = accumulate(cut_sizes(outputs, comm.size), initial=0)
         self._mine = list(pairwise(at))[comm.rank]  # of the outputs, those whose bias is here
 
-    def linear(self, x: Tensor) -> Tensor:
-        """The layer's output for this rank's rows."""
+    def called(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """The layer's output for this rank's rows; `forward` is the layer's own."""
+        ahead, row = x.shape[: -self._row_dims], x.shape[-self._row_dims :]
         taken = None
-        if self._strategy.takes_parts and isinstance(x, CutOutput):
-            taken = x.taken_by(self._name, self._widths)
+        if isinstance(x, CutOutput):
+            taken = x.taken_by(self._name, self._widths) if self._strategy.takes_parts else None
+            x = x if taken else x.whole()
         if taken is not None:
             rows, inside = taken
         else:
-            flat = x.reshape(-1, x.shape[-1])
-            rows = rows_of_all(self._comm, len(flat), call_of(self._name))
+            flat = x.reshape(-1, row.numel())
+            form = "" if len(row) == 1 else f", rows of {tuple(row)}"
+            rows = rows_of_all(self._comm, len(flat), call_of(self._name) + form)
             inside = self._strategy.enter(flat, rows, self._widths)
         with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
-            product = F.linear(inside, self.weight, self._bias(len(self.weight)))
-        return self._strategy.leave(product, rows, self._widths, (*x.shape[:-1], self._outputs))
+            if self._strategy.dim:
+                product = F.linear(inside, self.weight, self._padded_bias())
+            else:
+                product = forward(inside.view(-1, *row))
+        place = product.shape[2:]  # of an output, in a convolution
+        widths = [width * place.numel() for width in self._widths]
+        return self._strategy.leave(product.flatten(1), rows, widths, (*ahead, self._outputs, *place))
 
-    def _bias(self, outputs: int) -> Tensor | None:
-        """This rank's bias, with zeros for other ranks' where the product has all outputs."""
-        if self.bias is None or outputs < self._outputs:
-            return self.bias
+    def _padded_bias(self) -> Tensor | None:
+        """This rank's bias, with zeros for other ranks'."""
+        if self.bias is None:
+            return None
         start, stop = self._mine
-        return F.pad(self.bias, (start, outputs - stop))
+        return F.pad(self.bias, (start, self._outputs - stop))
 
 
-class CutLinear(nn.Linear):
-    """An nn.Linear that is cut over the ranks. Same parameters, names and repr; a copy of it is an ordinary layer."""
+class _CutLayer(nn.Module):
+    """A layer that is cut over the ranks. Same parameters, names and repr; a copy of it is an ordinary layer."""
 
-    _cut_linear: _Parts | None = None
+    _cut_layer: _Parts | None = None
 
     @torch.compiler.disable
-    def forward(self, input: Tensor) -> Tensor:
-        parts = self._cut_linear
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        parts = self._cut_layer
         if parts is None or self.weight is not parts.weight:  # functional_call gives it others
-            return super().forward(input)
-        return parts.linear(input)
+            output: Tensor = super().forward(*args, **kwargs)
+            return output
+        (x,) = (*args, *kwargs.values())  # or it would not have been cut
+        return parts.called(super().forward, x)
 
     def _get_name(self) -> str:
-        return "Linear"
+        return _kind_of(self).__name__
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return plain(self, nn.Linear, _SLOT)
+        return plain(self, _kind_of(self), _SLOT)
+
+
+def _cut_class(kind: Any) -> Any:
+    """Layers of a kind, cut: one class for all of them."""
+    return _CLASSES.setdefault(kind, type(f"Cut{kind.__name__}", (_CutLayer, kind), {}))
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _kind_of(layer: _CutLayer) -> type[nn.Module]:
+    """What it was before."""
+    kind: type[nn.Module] = type(layer).__bases__[1]
+    return kind

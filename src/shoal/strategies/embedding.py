@@ -42,7 +42,9 @@ class EmbeddingRows(Strategy):
     cuts = True
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        return refused(layer, "Embedding", layer.inputs, "rows", cluster)
+        if layer.kind != "Embedding":
+            return f"it serves nn.Embedding, and this is a {layer.kind}"
+        return refused(layer, layer.inputs, "rows", cluster)
 
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         (layer,) = layers

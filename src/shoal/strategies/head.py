@@ -44,7 +44,7 @@ class Head(ByOutputs):
         targets = move(topology, lambda source, to: layer.loss_rows * _TARGET_BYTES)
         terms = move(topology, lambda source, to: layer.loss_rows * _TERMS * itemsize)
         of_all = topology.size * layer.softmax_rows * itemsize
-        sums = move(topology, lambda source, to: 2 * of_all)
-        slopes = move(topology, lambda source, to: of_all)
-        back = [terms, slopes, x] if layer.input_grad else [terms, slopes]
-        return [counts(layer, topology), x, count, targets, terms, sums], back
+        sums = [move(topology, lambda source, to: 2 * of_all)] if of_all else []
+        slopes = [move(topology, lambda source, to: of_all)] if of_all else []
+        dx = [x] if layer.input_grad else []
+        return [counts(layer, topology), x, count, targets, terms, *sums], [terms, *slopes, *dx]

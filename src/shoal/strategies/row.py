@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shoal.comm.boundary import Rows
 from shoal.core.cost import Traffic
-from shoal.core.facts import LayerProfile, Topology
-from shoal.strategies.cutting import CutStrategy, counts, move
+from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.strategies.cutting import CutStrategy, counts, move, refused
 
 
 class Row(CutStrategy):
@@ -24,6 +24,11 @@ class Row(CutStrategy):
 
     name = "row"
     dim = 1
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        if layer.kind != "Linear":
+            return f"it serves nn.Linear, and this is a {layer.kind}"
+        return refused(layer, layer.inputs, "inputs", cluster)
 
     def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
         return rows.to_columns(x, widths, scale=len(widths))

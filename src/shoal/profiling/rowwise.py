@@ -1,0 +1,106 @@
+"""Finds layers each of whose outputs is made of one row of the weight: those can be cut by outputs.
+
+A layer of rows [a, b) of weight and bias then gives outputs [a, b). Torch's own nn.Linear and nn.Conv2d (of one group)
+do so. Of classes made from them (a head that scales its rows to length 1, as margin losses want) it is found by trying:
+the layer's own forward, on random numbers of float64, with each of the parts of its weight that ranks would have.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.pieces import cut_sizes
+from shoal.profiling.identity import Layer
+from shoal.profiling.sample import Sample
+
+_KINDS = (nn.Linear, nn.Conv2d)
+_NEARLY = 1e-9  # of the largest output, in float64
+
+
+def rowwise(sample: Sample, layers: Sequence[Layer], ranks: int) -> dict[str, bool]:
+    """By layer, for that many ranks. Runs the sample forward once if there is any layer to try."""
+    found = {layer.name: _made_of_weight(layer.module) for layer in layers}
+    to_try = [layer for layer in layers if found[layer.name] and type(layer.module) not in _KINDS]
+    tried: dict[str, bool] = {}
+
+    def trial(name: str) -> Any:
+        def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            given = [*args, *kwargs.values()]
+            fits = len(given) == 1 and isinstance(given[0], Tensor)
+            tried[name] = tried.get(name, True) and fits and _gives_parts(module, given[0], ranks)
+
+        return enter
+
+    if to_try:
+        with ExitStack() as hooks:
+            for layer in to_try:
+                hook = layer.module.register_forward_pre_hook(trial(layer.name), with_kwargs=True)
+                hooks.callback(hook.remove)
+            sample.loss()
+    return found | {layer.name: tried.get(layer.name, False) for layer in to_try}
+
+
+def row_dims(module: nn.Module) -> int:
+    """How many dimensions a row has of what the layer is called with: features, or channels, height and width."""
+    return 1 if isinstance(module, nn.Linear) else 3
+
+
+def _made_of_weight(module: nn.Module) -> bool:
+    """Whether nothing but what it is called with, a trainable weight and its bias makes its outputs."""
+    weight = module._parameters.get("weight")
+    if not isinstance(module, _KINDS) or weight is None or not weight.requires_grad or "forward" in vars(module):
+        return False
+    if module._parameters.keys() - {"weight", "bias"} or module._buffers or module._modules:
+        return False
+    if isinstance(module, nn.Conv2d) and module.groups > 1:
+        return False
+    return type(module) in _KINDS or len(inspect.signature(module.forward).parameters) == 1
+
+
+class _Looked(nn.Parameter):
+    """A parameter whose `.data` is not to be had: that of a part is not that of the whole."""
+
+    @property
+    def data(self) -> Any:
+        raise AttributeError("data")
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise AttributeError("data")
+
+
+@torch.no_grad()
+def _gives_parts(module: nn.Module, x: Tensor, ranks: int) -> bool:
+    """Whether parts of its parameters give those parts of its outputs, and each row that it is called with its own."""
+    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    outputs, dim, row = len(own["weight"]), -row_dims(module), x.shape[-row_dims(module) :]
+    drawn = {name: torch.randn_like(parameter, dtype=torch.float64) for name, parameter in own.items()}
+    rows = torch.randn(4, *row, dtype=torch.float64, device=x.device)
+    spans = [*pairwise(accumulate(cut_sizes(outputs, max(ranks, 2)), initial=0)), (0, 1), (1, outputs)]
+    try:
+        whole = _with_parameters(module, drawn, rows)
+        pairs = [(_with_parameters(module, drawn, rows[1:3]), whole[1:3])]
+        for start, stop in spans:
+            part = {name: parameter[start:stop] for name, parameter in drawn.items()}
+            pairs.append((_with_parameters(module, part, rows), whole.narrow(dim, start, stop - start)))
+        nearly = _NEARLY * whole.abs().max()
+        alike = all(got.shape == expected.shape and (got - expected).abs().max() <= nearly for got, expected in pairs)
+    except Exception:  # of any kind: its forward is somebody's own
+        return False
+    finally:
+        module._parameters.update(own)
+    return alike and whole.shape[:1] == rows.shape[:1] and whole.shape[dim] == outputs
+
+
+def _with_parameters(module: nn.Module, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """What its own forward gives with these in place of its parameters."""
+    module._parameters.update({name: _Looked(value, requires_grad=False) for name, value in values.items()})
+    output: Tensor = module.forward(x)
+    return output
