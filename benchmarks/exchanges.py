@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.process_group import join
-from shoal.core.contracts import Bucket, Comm, Exchange, Pending
+from shoal.core.contracts import Bucket, Comm, Exchange, Pending, SplitExchange
 from shoal.core.facts import Topology
 from shoal.core.pieces import chunked, cut
 from shoal.exchange.allreduce import AllReduce
@@ -76,7 +76,7 @@ def halves(exchange: Exchange) -> dict[str, Callable[[Lane], None]]:
         exchange.gather(lane.flat, lane.comm)
 
     runs = {exchange.name: whole}
-    if exchange.splits:
+    if isinstance(exchange, SplitExchange):
         runs[f"{exchange.name}.reduce"] = lambda lane: exchange.reduce(lane.flat, lane.comm)
         runs[f"{exchange.name}.gather"] = lambda lane: exchange.gather(lane.flat, lane.comm)
     return runs
