@@ -35,4 +35,4 @@ for epoch in range(3):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}")
+    print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f} over this process's rows")

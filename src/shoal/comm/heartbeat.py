@@ -57,7 +57,7 @@ class Verdict:
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
         do = "see what that rank printed last; start the job again"
         if self.left:
-            do += "; if it was through, this rank does what takes all (cut layers: state_dict() and evaluation, too)"
+            do += "; if it had done its work: where layers are cut, call state_dict() and evaluate on every rank"
         return PeerLost(f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank)
 
 

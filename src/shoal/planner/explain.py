@@ -8,6 +8,7 @@ from shoal.core.explanation import Alternative, Explanation, LayerExplanation
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
+from shoal.planner.search import CUT_WORTH
 from shoal.planner.timeline import Predictor
 
 
@@ -87,12 +88,14 @@ def _reason(chosen: Alternative, others: list[Alternative]) -> str:
         return "no other strategy serves it"
     rival = min(rivals, key=lambda other: other.step_s)
     name, gain_s = rival.choice.strategy, rival.step_s - chosen.step_s
-    sends = f"sends {chosen.sent_bytes / 1e6:.2f} MB instead of {rival.sent_bytes / 1e6:.2f} MB"
+    would = f"{name} would send {rival.sent_bytes / 1e6:.2f} MB"
     if abs(gain_s) < 0.005 * chosen.step_s:
-        return f"{sends}; {name} would take as long: it hides either way"
+        return f"{would} and take as long: it hides either way"
+    if gain_s < -CUT_WORTH * chosen.step_s:
+        return f"pinned or edited: {would} and save {-gain_s * 1e3:.1f} ms a step"
     if gain_s < 0:
-        return f"{sends}; pinned or edited: {name} would save {-gain_s * 1e3:.1f} ms a step"
-    return f"{sends}; {name} would add {gain_s * 1e3:.1f} ms a step"
+        return f"{would} and save {-gain_s * 1e3:.1f} ms a step, too little to choose it unasked"
+    return f"{would} and add {gain_s * 1e3:.1f} ms a step"
 
 
 def _flips(layer: LayerProfile, predictor: Predictor) -> str:

@@ -113,7 +113,8 @@ def _placed(placement: Placement) -> str:
 
 def measured_cluster(cluster: Cluster) -> RenderableType:
     """The links as probed, and how fast each exchange goes over them."""
-    table = Table(title=f"{cluster.size} ranks on {len(set(cluster.topology.hosts))} hosts", title_justify="left")
+    hosts = len(set(cluster.topology.hosts))
+    table = Table(title=f"{cluster.size} ranks on {hosts} host{'s' * (hosts > 1)}", title_justify="left")
     table.add_column("what")
     table.add_column("measured", justify="right")
     shared = ", a rank's share" if 1 < len(cluster.topology.ranks_on) < cluster.size else ""
