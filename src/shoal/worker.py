@@ -211,7 +211,7 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
         console.print(
             f"{comm.size} ranks against one process, {steps} steps in {str(dtype).removeprefix('torch.')}: "
             f"largest relative difference {worst:.1e}"
-            + (f": {'the same' if worst <= CRITERION else 'not the same'}" if dtype == torch.float64 else "")
+            + (f" ({'the same' if worst <= CRITERION else 'not the same'})" if dtype == torch.float64 else "")
         )
     differences: list[float] = comm.gather_objects(worst)
     return max(differences)
