@@ -125,12 +125,13 @@ def assert_stated(
         len(hosts),
         "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served],
     )
-    cuts = found(strategies, Strategy)[pin.partition(":")[0]].cuts
+    kind = found(strategies, Strategy)[pin.partition(":")[0]]
+    chosen = kind.cuts or (kind.served and not kind.bucketed)  # serves some layers, which are then looked at otherwise
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
     every_id = torch.cat([torch.arange(19), torch.tensor([0])])  # of a table of 19 rows, one of them twice
     ids = inputs if inputs is not None else torch.cat([every_id.roll(rank).view(2, 10) for rank in range(ranks)])
     labels = torch.arange(2 * ranks) % 5
-    cut = served_by(pin, model, loss_fn, (ids[:2], labels[:2]), cluster) if cuts else {"*": pin}
+    cut = served_by(pin, model, loss_fn, (ids[:2], labels[:2]), cluster) if chosen else {"*": pin}
 
     def work(comm: ThreadComm) -> tuple[list[int], list[float]]:
         if comm.rank >= ranks:
@@ -148,7 +149,7 @@ def assert_stated(
             weighed(mine(ids[rows]), labels[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()  # sends nothing
-            if not cuts:
+            if not chosen:
                 mine.state_dict()  # waits for parameters that are on their way
             counted = [after - earlier for after, earlier in zip(moved(traced.counts), before, strict=True)]
         predictor = Predictor(attached.profile, attached.cluster)

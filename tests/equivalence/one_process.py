@@ -45,7 +45,7 @@ EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
 ALL_CUTS = [name for name, kind in found(strategies, Strategy).items() if kind.cuts and name != "row_pair"]
 CUTS = [name for name in ALL_CUTS if name in ("column", "row")]  # those that serve linear layers anywhere
-OTHERS = [name for name, kind in found(strategies, Strategy).items() if not kind.bucketed and not kind.cuts]
+OTHERS = [name for name, kind in found(strategies, Strategy).items() if not (kind.bucketed or kind.cuts or kind.served)]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
 EVERY_RANK = [*WAYS, *CUTS]  # for circumstances in which every rank calls every layer as often as the others
 AMONG_WORKERS = [way for way in WAYS if way != "server"]  # for circumstances that no owner can tell apart

@@ -301,7 +301,7 @@ class Ended(Exception):
     [
         ({"staleness": -1}, "number of steps"),
         ({"staleness": 1.5}, "number of steps"),
-        ({"staleness": 2, "pins": {"*": "server"}}, "nothing else can be said"),
+        ({"staleness": 2, "pins": {"*": "replicate"}}, "nothing else can be said"),
         ({"staleness": 2, "strategies": ["server"]}, "nothing else can be said"),
         ({"staleness": 2, "count": lambda output, target: 1.0}, "weighs the same"),
     ],

@@ -332,6 +332,7 @@ class Place:
     owners: Mapping[str, Owner] = field(default_factory=dict)  # of parameters that are owned whole, by dotted name
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the site's part of a parameter, where not all
     comm: Comm | None = None  # among the ranks that train, for the main thread: where any layer is cut over them
+    tables: Any = None  # the way to tables at servers (comm/tables.py): where there are any
 
 
 class Strategy(ABC):
@@ -340,7 +341,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     bucketed: ClassVar[bool] = False  # takes several layers as one site and an exchange to carry them
     owns: ClassVar[bool] = False  # gives parameters to owners, as the plan's placement says
-    served: ClassVar[bool] = False  # servers take part: its OwnedTransfers go over lanes that they are on
+    served: ClassVar[bool] = False  # servers take part: over lanes that they are on (`owns`), or they have the tables
     cuts: ClassVar[bool] = False  # leaves a rank a part of the layer: every rank calls it, and takes part in state_dict
 
     def takes(self, exchange: Exchange) -> bool:

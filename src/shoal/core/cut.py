@@ -1,19 +1,21 @@
-"""A parameter cut over the ranks: its memory is this rank's part, and whoever looks at it sees the whole.
+"""A parameter of which this rank has a part: that is its memory, and whoever looks at it sees the whole.
 
     the layer, and optimizer.step()   work on the part                                        (`opened`)
-    torch functions, printing, saving the whole, gathered: a collective, every rank calls it  (`Cut.whole`)
-    `.grad`                           the whole gradient, gathered; what is done to it in place counts
-    `clamp_`, `copy_` and their like  each rank does it to its part
+    torch functions, printing, saving the whole, from where the rest is                       (`Cut.whole`)
+    `.grad`                           the whole gradient; what is done to it in place counts
+    `clamp_`, `copy_` and their like  are done wherever there is a part of it
     anything else in place            an error
 
 Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged weights, clipping and
-penalties are what they are in one process; the price is that every rank takes part in them.
+penalties are what they are in one process. Where the rest is with the other ranks (`OverRanks`), the price is that
+every one takes part in them; where it is with servers see comm/tables.py.
 Guarded by tests/equivalence/test_cut.py.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -29,50 +31,37 @@ from shoal.core.pieces import is_clearing, local_gradient, set_local_gradient
 _CUT = "_shoal_cut"
 
 
-@final
-class Cut:
-    """How a parameter is cut: of dimension `dim` rank r has `sizes[r]`, in rank order."""
+class Cut(ABC):
+    """Where the whole of a parameter is, of which this rank has a part."""
 
-    def __init__(self, name: str, whole: Tensor, dim: int, sizes: Sequence[int], comm: Comm) -> None:
+    def __init__(self, name: str, whole: Tensor, comm: Comm) -> None:
         self.name = name
         self.comm = comm
         self.like = torch.empty_like(whole, device="meta", memory_format=torch.contiguous_format)
         self.buffer: Tensor | None = None  # a gradient's memory, kept from one backward to the next
-        self._dim, self._sizes = dim, list(sizes)
         self._seen: Tensor | None = None  # the whole gradient as somebody saw it,
         self._its_part: Tensor | None = None  # of which the local gradient is a view,
         self._version = 0  # and when
 
+    @abstractmethod
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the whole's shape; a view."""
-        part: Tensor = whole.split(self._sizes, self._dim)[self.comm.rank]
-        return part
 
+    @abstractmethod
     def whole(self, part: Tensor) -> Tensor:
-        """Every rank's part, put together (a collective)."""
-        self.comm.numbers([part.numel()] * self.comm.size, f"reading of {self.name} (state_dict, print, grad)")
-        pieces = []
-        for size in self._sizes:
-            shape = list(self.like.shape)
-            shape[self._dim] = size
-            pieces.append(part.new_empty(shape))
-        self.comm.all_to_all(pieces, [part.contiguous()] * len(pieces))
-        return torch.cat(pieces, self._dim)
+        """All of it, of which this is this rank's part."""
 
+    @abstractmethod
     def mean(self, wholes: Tensor) -> Tensor:
         """This rank's part of the mean of every rank's tensor (a collective)."""
-        self.comm.numbers([wholes.numel()] * self.comm.size, f"penalty on {self.name}")
-        outgoing = [piece.contiguous() for piece in wholes.split(self._sizes, self._dim)]
-        incoming = [torch.empty_like(self.part(wholes), memory_format=torch.contiguous_format) for _ in outgoing]
-        self.comm.all_to_all(incoming, outgoing)
-        return torch.stack(incoming).mean(0)
 
-    def gradient(self, parameter: Tensor, local: Tensor) -> Tensor:
+    @abstractmethod
+    def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
+        """Do an element-wise function in place, of the parameter and of others of its shape."""
+
+    @abstractmethod
+    def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         """The whole gradient (a collective, unless it was seen and has not changed); `.grad` here is a view of it."""
-        if self._seen is None or local is not self._its_part or self._seen._version != self._version:
-            self._show(parameter, self.whole(local))
-        assert self._seen is not None
-        return self._seen
 
     def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
         """From here on this is the gradient."""
@@ -88,6 +77,55 @@ class Cut:
         self._version = whole._version
 
 
+@final
+class OverRanks(Cut):
+    """Every rank has a part: of dimension `dim` rank r has `sizes[r]`, in rank order. Looking is a collective."""
+
+    def __init__(self, name: str, whole: Tensor, dim: int, sizes: Sequence[int], comm: Comm) -> None:
+        super().__init__(name, whole, comm)
+        self._dim, self._sizes = dim, list(sizes)
+
+    def part(self, whole: Tensor) -> Tensor:
+        part: Tensor = whole.split(self._sizes, self._dim)[self.comm.rank]
+        return part
+
+    def whole(self, part: Tensor) -> Tensor:
+        self.comm.numbers([part.numel()] * self.comm.size, f"reading of {self.name} (state_dict, print, grad)")
+        pieces = []
+        for size in self._sizes:
+            shape = list(self.like.shape)
+            shape[self._dim] = size
+            pieces.append(part.new_empty(shape))
+        self.comm.all_to_all(pieces, [part.contiguous()] * len(pieces))
+        return torch.cat(pieces, self._dim)
+
+    def mean(self, wholes: Tensor) -> Tensor:
+        self.comm.numbers([wholes.numel()] * self.comm.size, f"penalty on {self.name}")
+        outgoing = [piece.contiguous() for piece in wholes.split(self._sizes, self._dim)]
+        incoming = [torch.empty_like(self.part(wholes), memory_format=torch.contiguous_format) for _ in outgoing]
+        self.comm.all_to_all(incoming, outgoing)
+        return torch.stack(incoming).mean(0)
+
+    def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
+        def part(leaf: Any) -> Any:
+            if isinstance(leaf, CutParameter):
+                return part_of(leaf) if leaf.shape == subject.shape else leaf
+            if isinstance(leaf, Tensor) and leaf.dim():
+                return self.part(leaf.expand(self.like.shape))
+            return leaf
+
+        others, kwargs = pytree.tree_map(part, (tuple(others), dict(kwargs)))
+        with torch._C.DisableTorchFunctionSubclass():
+            function(subject, *others, **kwargs)
+
+    def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
+        if local is None:
+            return None
+        if self._seen is None or local is not self._its_part or self._seen._version != self._version:
+            self._show(parameter, self.whole(local))
+        return self._seen
+
+
 class CutParameter(nn.Parameter):
     """A parameter of which this rank has a part."""
 
@@ -95,9 +133,7 @@ class CutParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The mean gradient over the global batch, of the whole parameter: a collective."""
         local = local_gradient(self)
-        if local is None or is_clearing(sys._getframe(1)):
-            return local
-        return cut_of(self).gradient(self, local)
+        return local if is_clearing(sys._getframe(1)) else cut_of(self).gradient(self, local)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -126,7 +162,8 @@ class CutParameter(nn.Parameter):
         if subject is not None and func in _OF_THE_SHAPE:
             return func(cut_of(subject).like, *args[1:], **kwargs)
         if subject is not None and name in _ELEMENTWISE:
-            return _on_parts(func, subject, args[1:], kwargs)
+            cut_of(subject).change(func, subject, args[1:], kwargs)
+            return subject
         if _changes(name):
             first = args[:1] or kwargs
             written = next((leaf for leaf in pytree.tree_leaves(first) if isinstance(leaf, CutParameter)), None)
@@ -206,23 +243,6 @@ def _wholes(values: Any) -> Any:
             return _Whole.apply(leaf, cut_of(leaf))  # type: ignore[no-untyped-call]
 
     return pytree.tree_map(whole, values)
-
-
-def _on_parts(func: Callable[..., Any], subject: CutParameter, others: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """An element-wise function in place, of the part and the same part of every other tensor of the whole's shape."""
-    its_cut = cut_of(subject)
-
-    def part(leaf: Any) -> Any:
-        if isinstance(leaf, CutParameter):
-            return part_of(leaf) if leaf.shape == subject.shape else leaf
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return its_cut.part(leaf.expand(its_cut.like.shape))
-        return leaf
-
-    others, kwargs = pytree.tree_map(part, (tuple(others), dict(kwargs)))
-    with torch._C.DisableTorchFunctionSubclass():
-        func(subject, *others, **kwargs)
-    return subject
 
 
 def _changes(name: str) -> bool:

@@ -238,7 +238,7 @@ class Predictor:
         cut_bytes = sum(self._nbytes[name] * (1 - cost.held) for name, cost in cuts.items())
         elsewhere_bytes = sum(self._nbytes[name] for name in back) + cut_bytes
         optimizer_s = profile.optimizer_s * (1 - elsewhere_bytes / self._total_nbytes)
-        forward_s, waited_s = self._forward(end_s + optimizer_s, back, cuts, lanes)
+        forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, back, cuts, lanes)
         lanes.finish([*sent, *returned.values()])
         spans = [
             Span(site, job.ready_s, job.sent_s, job.end_s, returned[index].end_s if index in returned else 0.0)
@@ -272,9 +272,12 @@ class Predictor:
         return lanes.add(index, now, update, *back, lanes.compute(cost.lane_s))
 
     def _forward(
-        self, begin: float, back: Mapping[str, list[Job]], cuts: Mapping[str, Cost], lanes: Lanes
+        self, end: float, begin: float, back: Mapping[str, list[Job]], cuts: Mapping[str, Cost], lanes: Lanes
     ) -> tuple[float, float]:
-        """Seconds of the forward, and of its waiting for parameters and for the rows that go to and from cut layers."""
+        """Seconds of the forward, and of its waiting for parameters and for the rows that go to and from cut layers.
+
+        It begins after the optimizer; what is updated elsewhere is so from the `end` of backward on.
+        """
         clock, passed, waited_s, change_s = begin, 0.0, 0.0, 0.0
         for name, needed_s in self._needed_s:
             clock += max(0.0, needed_s - passed + change_s)
@@ -283,7 +286,8 @@ class Predictor:
                 continue
             clock = lanes.pay(clock)
             if name in cuts:
-                begin_s, clock = clock, _waited(cuts[name], 0, clock, lanes)
+                updated = end + self.update_s(self._layers[name]) * cuts[name].elsewhere
+                begin_s, clock = clock, _waited(cuts[name], 0, max(clock, updated), lanes)
                 waited_s, change_s = waited_s + clock - begin_s, cuts[name].forward_s
             if name in back:
                 lanes.finish(back[name])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -51,6 +51,15 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
         for name, value in vars(optimizer).items()
         if name not in _ITS_OWN | methods and not name.startswith("_shoal")
     }
+
+
+def make_step(copy: Optimizer, groups: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
+    """Have a copy make a step with these groups, parameters and settings, and with these attributes."""
+    for name in vars(copy).keys() - now.keys() - _ITS_OWN:
+        delattr(copy, name)
+    vars(copy).update(now)
+    copy.param_groups = [dict(group) for group in groups]
+    copy.step()
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal import exchange as exchanges
 from shoal import strategies
+from shoal.comm.tables import Tables
 from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.errors import PlanError
@@ -33,10 +34,11 @@ def apply(
     servers: int = 0,
     buckets: Buckets | None = None,
     boundary: Comm | None = None,
+    tables: Tables | None = None,
 ) -> list[Transfer]:
     """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
 
-    A plan that cuts layers over the ranks needs a channel for their `boundary`.
+    A plan that cuts layers over the ranks needs a channel for their `boundary`; one with tables at servers, those.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
@@ -45,7 +47,7 @@ def apply(
     align(model, comm)
     before = _identity(model)
     transfers: list[Transfer] = []
-    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets, boundary)):
+    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets, boundary, tables)):
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
         transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, label(number, site))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
@@ -59,6 +61,7 @@ def places(
     servers: int = 0,
     buckets: Buckets | None = None,
     boundary: Comm | None = None,
+    tables: Tables | None = None,
 ) -> list[tuple[Site, Place]]:
     """The plan's sites, in order, and where in the model each is."""
     layers, buckets = {layer.name: layer for layer in trainable_layers(model)}, buckets or Buckets()
@@ -78,6 +81,7 @@ def places(
             buckets=buckets,
             owners=owners,
             comm=boundary,
+            tables=tables,
         )
 
     return [(site, place(site)) for site in sites(plan, layers)]

@@ -17,10 +17,10 @@ section 3 (there a worker reads its own updates at once); Dean et al., "Large Sc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from threading import Condition
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor
 
@@ -32,7 +32,9 @@ from shoal.runtime.optimizer import Update
 from shoal.runtime.orders import of_rank, read, receive_bytes, send_bytes
 from shoal.runtime.owners import Tell
 
-_POLL_S = 0.5
+POLL_S = 0.5  # how often who waits looks whether a rank was lost
+T = TypeVar("T")
+_Brought = tuple[Slice, int, Sequence[Any]]  # a worker's gradients, the optimizer's number, and its settings
 _ONE_EACH = (
     "where workers run ahead of one another, every backward is followed by one step, of one optimizer a parameter"
 )
@@ -214,8 +216,66 @@ class AheadModel:
 
 
 @final
+class Clocks(Generic[T]):
+    """How far each worker is with its steps, and what of them may be applied. To be used holding `moved`.
+
+    Args:
+        workers: how many there are.
+        bound: by how many steps a worker may be ahead of the slowest; None for any number.
+    """
+
+    def __init__(self, workers: int, bound: int | None) -> None:
+        self.moved = Condition()
+        self.observed: Counter[int] = Counter()  # by how many steps a worker was ahead when it was given parameters
+        self._bound = bound
+        self._clocks = dict.fromkeys(range(workers), 0)
+        self._applied = 0  # steps of all workers
+        self._waiting: dict[int, dict[int, T]] = {}  # what was brought, by step and worker
+
+    @property
+    def workers(self) -> Set[int]:
+        """Those that have not ended."""
+        return self._clocks.keys()
+
+    def step(self, worker: int, brought: T) -> list[list[T]]:
+        """Count a worker's step; what is to be applied now, one update after the other, each in the order of ranks."""
+        clock = self._clocks[worker]
+        self._clocks[worker] += 1
+        self.moved.notify_all()
+        if self._bound is None:
+            return [[brought]]
+        self._waiting.setdefault(clock, {})[worker] = brought
+        return self._complete()
+
+    def leave(self, worker: int) -> list[list[T]]:
+        """A worker has ended: nobody waits for it any more. What is to be applied now."""
+        del self._clocks[worker]
+        self.moved.notify_all()
+        return self._complete()
+
+    def wait(self, worker: int, check: Callable[[], None]) -> None:
+        """Wait until a worker may go on, that is not too far ahead; `check` is called meanwhile."""
+        while self._bound is not None and self._ahead(worker) > self._bound:
+            if not self.moved.wait(POLL_S):
+                check()
+        self.observed[self._ahead(worker)] += 1
+
+    def _ahead(self, worker: int) -> int:
+        return self._clocks[worker] - min(self._clocks.values())
+
+    def _complete(self) -> list[list[T]]:
+        """Every step that all workers that have not ended have made."""
+        complete = []
+        while self._waiting and self._clocks.keys() <= self._waiting.get(self._applied, {}).keys():
+            brought = self._waiting.pop(self._applied)
+            complete.append([brought[worker] for worker in sorted(brought)])
+            self._applied += 1
+        return complete
+
+
+@final
 class Shelf:
-    """A server's slice of one transfer, and how far each worker is with it.
+    """A server's slice of one transfer.
 
     Args:
         updates: each optimizer's.
@@ -224,12 +284,13 @@ class Shelf:
     """
 
     def __init__(self, updates: Sequence[Update], workers: int, bound: int | None) -> None:
-        self.observed: Counter[int] = Counter()  # by how many steps a worker was ahead when it was given parameters
-        self._updates, self._bound = updates, bound
-        self._clocks = dict.fromkeys(range(workers), 0)
-        self._applied = 0  # steps of all workers
-        self._waiting: dict[int, dict[int, tuple[Slice, int, Sequence[Any]]]] = {}  # by step and worker
-        self._moved = Condition()
+        self._updates = updates
+        self._clocks: Clocks[_Brought] = Clocks(workers, bound)
+
+    @property
+    def observed(self) -> Counter[int]:
+        """By how many steps a worker was ahead when it was given parameters."""
+        return self._clocks.observed
 
     def step(
         self,
@@ -241,45 +302,26 @@ class Shelf:
         check: Callable[[], None],
     ) -> None:
         """Take a worker's gradients, and fill its answer as soon as it may go on; `check` is called while it waits."""
-        with self._moved:
-            clock = self._clocks[worker]
-            self._clocks[worker] += 1
-            if self._bound is None:
-                self._update(gradients, optimizer, work)
-            else:
-                self._waiting.setdefault(clock, {})[worker] = gradients, optimizer, work
-                self._apply()
-            self._moved.notify_all()
-            while self._bound is not None and self._ahead(worker) > self._bound:
-                if not self._moved.wait(_POLL_S):
-                    check()
-            self.observed[self._ahead(worker)] += 1
+        with self._clocks.moved:
+            for brought in self._clocks.step(worker, (gradients, optimizer, work)):
+                self._apply(brought)
+            self._clocks.wait(worker, check)
             for value, new in zip(answer.values, self._updates[optimizer].values(), strict=True):
                 value.copy_(new)
             answer.flags.fill_(1)
             answer.turn.fill_(Turn.VALUES)
 
     def leave(self, worker: int) -> None:
-        """A worker has ended: nobody waits for it any more."""
-        with self._moved:
-            del self._clocks[worker]
-            self._apply()
-            self._moved.notify_all()
+        """A worker has ended."""
+        with self._clocks.moved:
+            for brought in self._clocks.leave(worker):
+                self._apply(brought)
 
-    def _ahead(self, worker: int) -> int:
-        return self._clocks[worker] - min(self._clocks.values())
-
-    def _apply(self) -> None:
-        """Apply every step of which the gradients of all workers that have not ended are there."""
-        while self._waiting and self._clocks.keys() <= self._waiting.get(self._applied, {}).keys():
-            given = self._waiting.pop(self._applied)
-            (total, optimizer, work), *others = (given[worker] for worker in sorted(given))
-            for gradients, _, _ in others:
-                total.whole.add_(gradients.whole)
-            self._update(total, optimizer, work)
-            self._applied += 1
-
-    def _update(self, gradients: Slice, optimizer: int, work: Sequence[Any]) -> None:
-        used = gradients.flags.tolist()
-        values = [value if flag else None for value, flag in zip(gradients.values, used, strict=True)]
+    def _apply(self, brought: Sequence[_Brought]) -> None:
+        """Make one update of the sum of these gradients."""
+        (total, optimizer, work), *others = brought
+        for gradients, _, _ in others:
+            total.whole.add_(gradients.whole)
+        used = total.flags.tolist()
+        values = [value if flag else None for value, flag in zip(total.values, used, strict=True)]
         self._updates[optimizer].step(values, *work)

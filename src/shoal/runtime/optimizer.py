@@ -27,12 +27,12 @@ from shoal.core.contracts import Comm, OwnedTransfer, Turn
 from shoal.core.cut import is_cut
 from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
-from shoal.profiling.updates import attributes, like, part_of, settings
+from shoal.profiling.updates import attributes, like, make_step, part_of, settings
 from shoal.runtime.engine import Engine
 from shoal.runtime.methods import serve
 from shoal.runtime.orders import OfRank
 from shoal.runtime.owners import Owners, norm
-from shoal.runtime.parts import CutOptimizer, cut_parameters, norms_of_parts
+from shoal.runtime.parts import CutOptimizer, TableOptimizer, cut_parameters, far_tables, norms_of_parts
 
 _SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
@@ -62,6 +62,8 @@ def extend(
         return None
     served.append(_Served(engine, owners))
     optimizer.register_step_pre_hook(partial(_check_sent, engine))
+    if far_tables(p for group in optimizer.param_groups for p in group["params"]):
+        serve(optimizer, TableOptimizer(optimizer, number))
     if cut_parameters(optimizer):
         serve(optimizer, CutOptimizer(optimizer))
     if owners is None:
@@ -115,9 +117,10 @@ def _clip_grad_norm(
         each.engine.check_sent()
     all_owners = [each.owners for each in served if each.owners is not None]
     here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
-    whole = [p for p in parameters if not is_cut(p)]
+    whole, tables = [p for p in parameters if not is_cut(p)], far_tables(parameters)
     norms = [norm([gradient], norm_type) for gradient in map(local_gradient, whole) if gradient is not None]
     norms += norms_of_parts([p for p in parameters if is_cut(p)], norm_type)
+    norms += [each for table in tables.values() for each in table.norms(norm_type)]
     for owners in all_owners:
         norms += owners.norms(parameters, norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
@@ -126,6 +129,8 @@ def _clip_grad_norm(
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in here:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    for table in tables.values():
+        table.scale(factor)
     for owners in all_owners:
         owners.scale(parameters, factor)
     return total.to(parameters[0].device, parameters[0].dtype)
@@ -299,11 +304,7 @@ class Update:
                 flat = gradient if its.at_owner else its.gradient
                 tensor.grad = None if flat is None else piece.formed(flat)
                 filled[its.group].append(tensor)
-        for name in vars(self._copy).keys() - now.keys() - {"param_groups", "state"}:
-            delattr(self._copy, name)
-        vars(self._copy).update(now)
-        self._copy.param_groups = [{**group, "params": tensors} for group, tensors in zip(groups, filled, strict=True)]
-        self._copy.step()
+        make_step(self._copy, [{**group, "params": each} for group, each in zip(groups, filled, strict=True)], now)
         return self.values()
 
     def values(self) -> list[Tensor]:

@@ -28,11 +28,12 @@ from torch.utils.data import DataLoader
 from shoal import exchange as exchanges
 from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
+from shoal.comm.tables import Tables
 from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Strategy, Transfer
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Link, ModelProfile
-from shoal.core.plan import Plan
+from shoal.core.plan import Plan, Site
 from shoal.core.registry import found, named
 from shoal.planner.search import LANES, repredicted, search
 from shoal.profiling.layers import profile_model
@@ -48,6 +49,7 @@ from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.request import Request, checked, listed, require_same
 from shoal.runtime.servers import ServedSite
 from shoal.runtime.session import Attached, Session, current, ranks
+from shoal.runtime.tables import TableForm
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
 
@@ -126,7 +128,8 @@ def parallelize(
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
     buckets = Buckets(memory)
     boundary = comm.channel(f"model{len(session.attached)}-boundary") if cuts(chosen) else None
-    transfers = apply(model, chosen, comm, len(cluster.servers), buckets, boundary)
+    tables = _open_tables(session, model, chosen, optimizers)
+    transfers = apply(model, chosen, comm, len(cluster.servers), buckets, boundary, tables)
     engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets)
     extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
@@ -163,9 +166,7 @@ def _open_servers(
     """Let the servers, if the plan has any use for them, take their part."""
     if session.servers is None or not served:
         return 0, ()
-    if any(p.device.type != "cpu" for transfer in served for p in transfer.parameters):
-        raise PlanError("servers own parameters on CPUs only", do='leave servers out, or "server" out of strategies')
-    agreed(session.comm, lambda: check_sendable(optimizers))
+    _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
     sites = [
         ServedSite(
             site.strategy,
@@ -176,9 +177,36 @@ def _open_servers(
             place.spans,
         )
         for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
-        if named(all_strategies, Strategy, site.strategy).served
+        if _with_servers(site) and named(all_strategies, Strategy, site.strategy).owns
     ]
     return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
+
+
+def _open_tables(session: Session, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> Tables | None:
+    """The way to the tables that the plan leaves to servers, if to any."""
+    sites = [(site, place) for site, place in places(model, plan, session.comm.rank) if _with_servers(site)]
+    tables = {
+        name: parameter
+        for site, place in sites
+        if not named(all_strategies, Strategy, site.strategy).owns
+        for name, parameter in place.parameters.items()
+    }
+    if session.servers is None or not tables:
+        return None
+    _check_for_servers(session, tables.values(), optimizers)
+    forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
+    return session.servers.open_tables(forms, optimizers, plan.staleness)
+
+
+def _with_servers(site: Site) -> bool:
+    return named(all_strategies, Strategy, site.strategy).served
+
+
+def _check_for_servers(session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what servers cannot own (a collective)."""
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        raise PlanError("servers own parameters on CPUs only", do='leave servers out, or "server" out of strategies')
+    agreed(session.comm, lambda: check_sendable(optimizers))
 
 
 def plan(
@@ -271,12 +299,12 @@ def _chosen(
 ) -> Plan:
     if given is None:
         stale = asked.staleness != 0
-        pins = {"*": "server"} if stale else asked.pins
+        served = [name for name, kind in found(all_strategies, Strategy).items() if kind.served]
         made = search(
             profile,
             cluster,
-            pins=pins,
-            strategies=asked.strategies,
+            pins=asked.pins,
+            strategies=served if stale else asked.strategies,
             placement=asked.placement,
             stale=stale,
             memory=asked.memory,

@@ -1,16 +1,17 @@
-"""What parallelize adds to an optimizer of parameters that are cut over the ranks: it updates this rank's parts.
+"""What parallelize adds to an optimizer of parameters of which this rank has a part: it updates that.
 
     optimizer.step()            the parameters are the parts for as long as the original runs, inside its hooks
     optimizer.state_dict()      in one-process form: every rank's parts put together (a collective)
     optimizer.load_state_dict() takes that form, and keeps this rank's parts
 
+Of tables that servers have, these are told to make the step, and have the state.
 A part's update is the same part of the whole's update, or the layer would not have been cut (profiling/updates.py).
-Guarded by tests/equivalence/test_cut.py.
+Guarded by tests/equivalence/test_cut.py and test_tables.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -18,22 +19,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm.tables import FarTable
 from shoal.core.contracts import Comm
 from shoal.core.cut import Cut, cut_of, is_cut, opened, part_of
 from shoal.core.pieces import local_gradient
+from shoal.profiling.updates import attributes, settings
 from shoal.profiling.updates import part_of as state_of_part
 from shoal.runtime.owners import norm
 
 
 def cut_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Those of its parameters that are cut over the ranks."""
+    """Those of its parameters of which this rank has a part."""
     return [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
 
 
+def far_tables(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, FarTable]:
+    """Those that are tables at servers."""
+    cuts = {parameter: cut_of(parameter) for parameter in parameters if is_cut(parameter)}
+    return {parameter: its_cut for parameter, its_cut in cuts.items() if isinstance(its_cut, FarTable)}
+
+
 def norms_of_parts(parameters: list[nn.Parameter], order: float) -> list[Tensor]:
-    """The norm of every rank's parts of those parameters' gradients, in rank order (a collective)."""
+    """The norm of every rank's parts of those parameters' gradients, in rank order (a collective); no tables'."""
     by_comm: dict[Comm, list[Tensor]] = {}
     for parameter in parameters:
+        if isinstance(cut_of(parameter), FarTable):
+            continue
         gradient = local_gradient(parameter)
         here = by_comm.setdefault(cut_of(parameter).comm, [])
         if gradient is not None and gradient.numel():
@@ -88,6 +99,52 @@ class CutOptimizer:
             if parameter in state:
                 its_cut = cut_of(parameter)
                 state[parameter] = state_of_part(state[parameter], its_cut.like, its_cut.part)
+
+
+@final
+class TableOptimizer:
+    """The methods that take the place of an optimizer's own where some of its parameters are tables at servers."""
+
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self._optimizer, self._number = optimizer, number  # among the model's optimizers
+
+    def check_sent(self) -> None:
+        """Gradients are always with the servers."""
+
+    def open(self) -> None:
+        """Have the servers make the step."""
+        now = attributes(self._optimizer)
+        for group in self._optimizer.param_groups:
+            for table in far_tables(group["params"]).values():
+                table.step(self._number, settings(group), now)
+
+    def close(self) -> None:
+        """Drop what the original has made of parameters without rows."""
+        for parameter in self._tables():
+            self._optimizer.state.pop(parameter, None)
+
+    def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state in one-process form."""
+        states = {parameter: table.state(self._number) for parameter, table in self._tables().items()}
+        self._optimizer.state.update({parameter: state for parameter, state in states.items() if state})
+        try:
+            return original()
+        finally:
+            self.close()
+
+    def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
+        """Take a state in one-process form."""
+        original(state_dict)
+        self.take_state()
+
+    def take_state(self) -> None:
+        """Give the servers what the optimizer holds of tables."""
+        for parameter, table in self._tables().items():
+            if parameter in self._optimizer.state:
+                table.take_state(self._number, self._optimizer.state.pop(parameter))
+
+    def _tables(self) -> dict[nn.Parameter, FarTable]:
+        return far_tables(p for group in self._optimizer.param_groups for p in group["params"])
 
 
 def _whole(its_cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:

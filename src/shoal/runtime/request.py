@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal import strategies as all_strategies
 from shoal.core.buckets import MEMORY
-from shoal.core.contracts import Comm
+from shoal.core.contracts import Comm, Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import Choice, Plan
+from shoal.core.registry import named
 from shoal.planner.options import known, resolve
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import check
@@ -82,10 +84,15 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
         raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step")
     if staleness == 0:
         return
-    if asked.pins or asked.strategies is not None:
+    pinned = {
+        name: named(all_strategies, Strategy, each.partition(":")[0]) for name, each in (asked.pins or {}).items()
+    }
+    other = next((name for name, strategy in pinned.items() if not strategy.served), None)
+    if other is not None or asked.strategies is not None:
         raise PlanError(
             "with a staleness servers own every layer, so nothing else can be said about layers",
-            do="leave out pins and strategies",
+            got=f"a pin of {other!r}" if other is not None else "strategies",
+            do='leave out strategies, and pins to others than "server" and "server_rows"',
         )
     if asked.count is not None:
         raise UsageError("where workers run ahead every rank weighs the same", do="leave out count, or staleness")

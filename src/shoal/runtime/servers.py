@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from shoal import exchange as exchanges
 from shoal import strategies
+from shoal.comm.tables import Tables
 from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Place, Strategy
 from shoal.core.pieces import Piece
@@ -40,6 +41,7 @@ from shoal.runtime.lanes import Lane
 from shoal.runtime.optimizer import Update
 from shoal.runtime.orders import Names, OfRank, of_rank, read, receive_bytes, send_bytes
 from shoal.runtime.owners import Owners, Tell, values_of
+from shoal.runtime.tables import ServedTables, TableForm
 
 _CHANNEL = "orders"
 _END = "end"
@@ -74,6 +76,7 @@ class Servers:
         self._ended = False
         self._models: list[tuple[OwnedTransfer, ...]] = []
         self._running_ahead: list[RunningAhead] = []
+        self._tables: list[Tables] = []
 
     def open(
         self,
@@ -98,6 +101,13 @@ class Servers:
         self._names.add(model, transfers)
         return model, channels(self._comm, model, lanes, idle=staleness != 0)
 
+    def open_tables(self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None) -> Tables:
+        """Have the servers make tables of these forms, of zeros (a collective of all ranks); the way to them."""
+        self._send("tables", forms, [(type(each), attributes(each)) for each in optimizers], staleness)
+        channel = self._comm.channel(f"tables{len(self._tables)}", idle=staleness != 0)
+        self._tables.append(Tables(channel, in_step=staleness == 0))
+        return self._tables[-1]
+
     def tell(self, model: int, engine: Engine, staleness: int | None) -> Tell:
         """How to tell the servers of a model what its workers do; they are given the parameters as they are."""
         tell = partial(self._tell, model)
@@ -117,6 +127,8 @@ class Servers:
         self._ended = True
         for ahead in self._running_ahead:
             ahead.end()
+        for tables in self._tables:
+            tables.end()
         if self._lane is not None:
             self._send(_END)
             self._lane.drain()
@@ -156,40 +168,44 @@ def serve(comm: Comm) -> list[Counter[int]]:
         comm: all ranks, of which this is one of the last.
 
     Returns:
-        For each model how often a worker was given parameters when it was ahead of the slowest by how many steps;
-        nothing where workers keep step.
+        For each model, and all tables of one, how often a worker was given parameters when it was ahead of the slowest
+        by how many steps; nothing where workers keep step.
 
     Raises:
         WorldError: a rank was lost.
     """
     orders = Lane(comm.channel(_CHANNEL, idle=True), "orders")
     models: list[_Model] = []
+    tables: list[ServedTables] = []
     while True:  # after an error nothing is closed: threads may wait for messages that will not come
         landed: SimpleQueue[Tensor] = SimpleQueue()
         errand = orders.run(partial(_next_order, landed), "orders")
-        errand.wait("serving", meanwhile=partial(_check, models))
+        errand.wait("serving", meanwhile=partial(_check, models, tables))
         what, *args = read(landed.get(), [model.transfers for model in models])
         if what == _END:
             break
         if what == "open":
             models.append(_Model(comm, *args))
+        elif what == "tables":
+            tables.append(ServedTables(comm.channel(f"tables{len(tables)}", idle=True), *args))
         else:
             model, held, *args = args
             models[model].do(what, held, *args)
-    for each in models:
-        each.way.finish(partial(_check, models))
-        each.way.close()
+    ways = [*(model.way for model in models), *tables]
+    for each in ways:
+        each.finish(partial(_check, models, tables))
+        each.close()
     orders.close()
-    return [each.way.observed() for each in models]
+    return [each.observed() for each in ways]
 
 
 def _next_order(landed: SimpleQueue[Tensor], comm: Comm) -> None:
     landed.put(receive_bytes(0, comm))
 
 
-def _check(models: Sequence[_Model]) -> None:
-    for model in models:
-        model.way.check()
+def _check(models: Sequence[_Model], tables: Sequence[ServedTables]) -> None:
+    for each in (*(model.way for model in models), *tables):
+        each.check()
 
 
 class _Model:

@@ -25,7 +25,7 @@ from shoal.comm.boundary import Rows, call_of, rows_of_all
 from shoal.comm.cut_output import CutOutput
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, Traffic, total
-from shoal.core.cut import Cut, cut
+from shoal.core.cut import OverRanks, cut
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.rowwise import row_dims
@@ -84,9 +84,9 @@ class CutStrategy(Strategy):
         assert weight is not None
         outputs = len(weight)
         widths = cut_sizes(weight.shape[self.dim], place.ranks)
-        cut(weight, Cut(f"{name}.weight", weight, self.dim, widths, place.comm))
+        cut(weight, OverRanks(f"{name}.weight", weight, self.dim, widths, place.comm))
         if bias is not None:
-            cut(bias, Cut(f"{name}.bias", bias, 0, cut_sizes(outputs, place.ranks), place.comm))
+            cut(bias, OverRanks(f"{name}.bias", bias, 0, cut_sizes(outputs, place.ranks), place.comm))
         module.__class__ = _cut_class(type(module))
         module.__dict__[_SLOT] = _Parts(name, self, module, outputs, widths, place.comm)
         return []

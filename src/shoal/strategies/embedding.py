@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from shoal.comm.boundary import call_of, dealt, refuse_second_derivative
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, total
-from shoal.core.cut import Cut, cut, cut_of, part_of
+from shoal.core.cut import OverRanks, cut, cut_of, part_of
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.strategies.copies import plain
@@ -71,9 +71,8 @@ class EmbeddingRows(Strategy):
             raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
         assert place.comm is not None and isinstance(module.weight, nn.Parameter)
         sizes = cut_sizes(module.num_embeddings, place.ranks)
-        cut(module.weight, Cut(f"{name}.weight", module.weight, 0, sizes, place.comm))
-        module.__class__ = CutEmbedding
-        module.__dict__[_SLOT] = _Table(name, module, sizes, place.comm)
+        cut(module.weight, OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm))
+        run_by(module, _Table(name, module, sizes, place.comm))
         return []
 
 
@@ -83,6 +82,7 @@ class _Table:
 
     def __init__(self, name: str, module: nn.Embedding, sizes: Sequence[int], comm: Comm) -> None:
         self._name = name
+        assert isinstance(module.weight, nn.Parameter)
         self.weight, self._comm, self._rows = module.weight, comm, sum(sizes)
         self._starts = list(accumulate(sizes, initial=0))
         padding, mine = module.padding_idx, range(*self._starts[comm.rank : comm.rank + 2])
@@ -148,10 +148,25 @@ class _Found(torch.autograd.Function):
         return None, None, None
 
 
-class CutEmbedding(nn.Embedding):
-    """An nn.Embedding that is cut over the ranks. Same parameters, names and repr; a copy of it is an ordinary one."""
+class Table(Protocol):
+    """Who has the rows of a table."""
 
-    _cut_embedding: _Table | None = None
+    weight: nn.Parameter
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The rows of these ids, of any shape."""
+
+
+def run_by(module: nn.Embedding, table: Table) -> None:
+    """From here on the table looks up what the module is called with."""
+    module.__class__ = CutEmbedding
+    module.__dict__[_SLOT] = table
+
+
+class CutEmbedding(nn.Embedding):
+    """An nn.Embedding whose rows are elsewhere. Same parameters, names and repr; a copy of it is an ordinary one."""
+
+    _cut_embedding: Table | None = None
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:

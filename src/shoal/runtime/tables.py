@@ -1,0 +1,310 @@
+"""Tables: rows that servers keep whole, and give and change as workers ask (comm/tables.py has what these say).
+
+    each worker has a thread here, for all tables of a model:
+      PULL          wait until the worker's steps have been applied, but for as many as it may be ahead; its rows
+      PUSH          keep ids and gradients, as they come
+      STEP          when all workers have made it: add up what they have kept, in the order of the ranks; one dense
+                    update by a copy of the optimizer, as in one process, where momentum moves rows nobody looked up
+      READ, WRITE, …of gradients, and changes of values: when all workers have asked
+
+Without a bound on the staleness each step is an update of its own, as it comes.
+Guarded by tests/equivalence/test_tables.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.tables import GRADIENTS, HEADER, Ask, pickled, unpickled
+from shoal.core.contracts import Comm
+from shoal.core.errors import RanksDiffer
+from shoal.core.pieces import cut_sizes
+from shoal.profiling.updates import made, make_step
+from shoal.runtime.ahead import POLL_S, Clocks
+from shoal.runtime.lanes import Lane
+from shoal.runtime.owners import norm
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """A table as a model has it."""
+
+    name: str
+    rows: int
+    width: int
+    dtype: torch.dtype
+
+
+@final
+class ServedTables:
+    """A server's rows of a model's tables.
+
+    Args:
+        comm: all ranks; the workers' main threads are at its other end.
+        forms: of the tables, in their order.
+        optimizers: what updates them.
+        staleness: by how many steps a worker may be ahead; None for any number.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        forms: Sequence[TableForm],
+        optimizers: Sequence[tuple[type[Optimizer], Mapping[str, Any]]],
+        staleness: int | None,
+    ) -> None:
+        self._in_step = staleness == 0
+        index, servers = comm.rank - comm.workers, comm.size - comm.workers
+        self._tables = [
+            _Table(form, cut_sizes(form.rows, servers)[index], comm.workers, optimizers, staleness) for form in forms
+        ]
+        self._threads = [Lane(comm, f"worker {worker}") for worker in range(comm.workers)]
+        self._errands = [
+            thread.run(partial(self._answer, worker), f"answer worker {worker}")
+            for worker, thread in enumerate(self._threads)
+        ]
+
+    def check(self) -> None:
+        """Raise the error that a thread has ended with."""
+        for errand in self._errands:
+            if errand.failed():
+                errand.wait("serving")
+
+    def finish(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until every worker has ended; `meanwhile` is called now and then."""
+        for errand in self._errands:
+            errand.wait("serving", meanwhile=meanwhile)
+
+    def observed(self) -> Counter[int]:
+        """How often a worker was ahead of the slowest by how many steps, when it was given rows."""
+        if self._in_step:
+            return Counter()
+        return sum((table.clocks.observed for table in self._tables), Counter())
+
+    def close(self) -> None:
+        """End the threads."""
+        for thread in self._threads:
+            thread.close()
+
+    def _answer(self, worker: int, comm: Comm) -> None:
+        check, asked = partial(comm.check, "serving"), torch.empty(HEADER, dtype=torch.int64)
+
+        def receive(*shape: int, dtype: torch.dtype) -> Tensor:
+            landed = torch.empty(shape, dtype=dtype)
+            if landed.numel():
+                comm.receive(landed, worker).wait()
+            return landed
+
+        while True:
+            comm.receive(asked, worker).wait()
+            what, number, count, flag, nbytes = asked.tolist()
+            if what == Ask.END:
+                for each in self._tables:
+                    each.leave(worker)
+                return
+            table = self._tables[number]
+            width, dtype = table.weight.shape[1], table.weight.dtype
+            match what:
+                case Ask.PULL:
+                    ids = receive(count, dtype=torch.int64)
+                    comm.send(table.pull(worker, ids, check), worker).wait()
+                case Ask.PUSH:
+                    ids = receive(count, dtype=torch.int64)
+                    table.push(worker, ids, receive(count, width, dtype=dtype), first=bool(flag))
+                case Ask.STEP:
+                    words = receive(nbytes, dtype=torch.uint8)
+                    table.step(worker, unpickled(words) if nbytes else None, used=bool(flag))
+                case Ask.READ:
+                    table.mark(worker, used=bool(count))
+                    for tensor in table.read(worker, flag, check):
+                        comm.send(tensor, worker).wait()
+                case Ask.WRITE:
+                    rows = receive(len(table.weight), width, dtype=dtype) if count else None
+                    table.together(worker, f"write {flag}", rows, partial(table.write, flag), check)
+                case Ask.CALL:
+                    name, args = unpickled(receive(nbytes, dtype=torch.uint8))
+                    table.mark(worker, used=bool(flag))
+                    answer = table.call(worker, name, args, check)
+                    if answer is not None:
+                        words = pickled(answer)
+                        comm.send(torch.tensor([words.numel()]), worker).wait()
+                        comm.send(words, worker).wait()
+
+
+_Pushed = list[tuple[Tensor, Tensor]]  # ids, which are different, and gradients of their rows
+_Work = tuple[int, Mapping[str, Any], Mapping[str, Any]]  # which optimizer, the group's settings, its attributes
+_Brought = tuple[_Pushed | None, _Work | None]  # to a step: None where it has no gradient, or lets others speak
+
+
+@dataclass
+class _Meeting:
+    """Workers who wait until all have asked for the same."""
+
+    asked: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    number: int = 0
+    result: Any = None
+
+
+@final
+class _Table:
+    """A server's rows of one table, with their gradients and the optimizer's state."""
+
+    def __init__(
+        self,
+        form: TableForm,
+        rows: int,
+        workers: int,
+        optimizers: Sequence[tuple[type[Optimizer], Mapping[str, Any]]],
+        staleness: int | None,
+    ) -> None:
+        self.weight = nn.Parameter(torch.zeros(rows, form.width, dtype=form.dtype))
+        self.clocks: Clocks[_Brought] = Clocks(workers, staleness)
+        self._name = form.name
+        self._copies = [made(*each) for each in optimizers]
+        self._pushed: dict[int, _Pushed | None] = dict.fromkeys(range(workers))  # None: it has no gradient
+        self._dense: Tensor | None = None  # zeros, but within an update
+        self._meeting = _Meeting()
+
+    def pull(self, worker: int, ids: Tensor, check: Callable[[], None]) -> Tensor:
+        """The rows of these ids, as soon as this worker may have them."""
+        with self.clocks.moved:
+            self.clocks.wait(worker, check)
+            return self.weight.detach().index_select(0, ids)
+
+    def push(self, worker: int, ids: Tensor, rows: Tensor, *, first: bool) -> None:
+        """Keep a worker's gradients, as the first or beside those that it has brought since."""
+        with self.clocks.moved:
+            brought = [] if first else self._pushed[worker] or []
+            self._pushed[worker] = [*brought, (ids, rows)]
+
+    def mark(self, worker: int, *, used: bool) -> None:
+        """Drop what a worker has brought, unless it has a gradient still."""
+        with self.clocks.moved:
+            self._pushed[worker] = (self._pushed[worker] or []) if used else None
+
+    def step(self, worker: int, work: _Work | None, *, used: bool) -> None:
+        """Count a worker's step, and apply what may be."""
+        self.mark(worker, used=used)
+        with self.clocks.moved:
+            for brought in self.clocks.step(worker, (self._pushed[worker], work)):
+                self._apply(brought)
+
+    def leave(self, worker: int) -> None:
+        """A worker has ended."""
+        with self.clocks.moved:
+            for brought in self.clocks.leave(worker):
+                self._apply(brought)
+
+    def read(self, worker: int, what: int, check: Callable[[], None]) -> list[Tensor]:
+        """All values, or whether there are gradients and, where there are, these."""
+        if what == GRADIENTS:
+            found: list[Tensor] = self.together(worker, "read", None, lambda _: self._gradients(), check)
+            return found
+        with self.clocks.moved:
+            self.clocks.wait(worker, check)
+            return [self.weight.detach().clone()]
+
+    def write(self, what: int, rows: Tensor) -> None:
+        """Take these values, or these gradients instead of what workers have brought."""
+        if what == GRADIENTS:
+            first, *others = sorted(self.clocks.workers)
+            self._pushed |= {first: [(torch.arange(len(rows)), rows)], **{worker: [] for worker in others}}
+        else:
+            self.weight.detach().copy_(rows)
+
+    def call(self, worker: int, what: str, args: Sequence[Any], check: Callable[[], None]) -> Any:
+        """Do one of the rarer things; its answer."""
+        if what == "state":
+            with self.clocks.moved:
+                self.clocks.wait(worker, check)
+                return dict(self._copies[args[0]].state.get(self.weight, {}))
+        parts: dict[str, Callable[[Any], Any]] = {
+            "norm": self._norm,
+            "scale": self._scale,
+            "take_state": partial(self._take_state, args[0]),
+        }  # of the last argument
+        return self.together(worker, what, args[-1], parts[what], check)
+
+    def together(self, worker: int, what: str, given: Any, do: Callable[[Any], Any], check: Callable[[], None]) -> Any:
+        """Do something once, when every worker has asked for it, with what the first of them gives; its result."""
+        with self.clocks.moved:
+            self.clocks.wait(worker, check)
+            meeting = self._meeting
+            number = meeting.number
+            meeting.asked[worker] = what, given
+            if len(meeting.asked) == len(self.clocks.workers):
+                (_, first), *_ = sorted(meeting.asked.items())
+                self._require_same(meeting)
+                meeting.result = do(first[1])
+                meeting.asked, meeting.number = {}, number + 1
+                self.clocks.moved.notify_all()
+            while meeting.number == number:
+                if not self.clocks.moved.wait(POLL_S):
+                    check()
+            return meeting.result
+
+    def _require_same(self, meeting: _Meeting) -> None:
+        for worker, (what, _) in meeting.asked.items():
+            first = meeting.asked[min(meeting.asked)][0]
+            if what != first:
+                raise RanksDiffer(
+                    f"rank {worker} wants another thing of table {self._name} than rank {min(meeting.asked)}",
+                    got=f"{what}, {first}",
+                    do="read and change its gradients, and change its values, on every rank alike",
+                    rank=worker,
+                )
+
+    def _apply(self, brought: Sequence[_Brought]) -> None:
+        """One update by the sum of what workers have brought to a step."""
+        if all(pushed is None for pushed, _ in brought):
+            return
+        number, group, now = next(work for _, work in brought if work is not None)
+        with self._summed([pushed for pushed, _ in brought]) as gradient:
+            self.weight.grad = gradient
+            make_step(self._copies[number], [{**group, "params": [self.weight]}], now)
+            self.weight.grad = None
+
+    @contextmanager
+    def _summed(self, brought: Iterable[_Pushed | None]) -> Iterator[Tensor]:
+        """The dense sum of gradients, in memory that is kept: only the rows it has are cleared."""
+        rows = [each for pushed in brought for each in pushed or ()]
+        if self._dense is None:
+            self._dense = torch.zeros_like(self.weight.detach())
+        for ids, slopes in rows:
+            self._dense.index_add_(0, ids, slopes)
+        version = self._dense._version
+        yield self._dense
+        if self._dense._version == version:
+            for ids, _ in rows:
+                self._dense.index_fill_(0, ids, 0.0)
+        else:  # the optimizer has changed it
+            self._dense.zero_()
+
+    def _gradients(self) -> list[Tensor]:
+        """Whether there is a gradient, and what it is."""
+        brought = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
+        if all(pushed is None for pushed in brought):
+            return [torch.zeros(1, dtype=torch.int64)]
+        with self._summed(brought) as gradient:
+            return [torch.ones(1, dtype=torch.int64), gradient.clone()]
+
+    def _norm(self, order: float) -> Tensor:
+        _, *gradient = self._gradients()
+        return norm(gradient, order)
+
+    def _scale(self, factor: Tensor) -> None:
+        for pushed in self._pushed.values():
+            for _, rows in pushed or ():
+                rows.mul_(factor.to(rows.dtype))
+
+    def _take_state(self, number: int, state: Mapping[str, Any]) -> None:
+        self._copies[number].state[self.weight] = dict(state)

@@ -1,0 +1,128 @@
+"""Server rows: an embedding's table is at servers, V/S rows each; workers pull the rows they look up, push gradients.
+
+    forward     each id once: 40 bytes and 8 an id to the row's server; D·s a row come back
+    backward    40 bytes, and 8 + D·s a row, go to the servers; nobody waits for that
+    step        40 bytes to each server, with the optimizer's settings from rank 0; the next forward waits for them
+
+With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of 2·V·D·s or so, and holds nothing: no table,
+no gradient, no state. What happens at the servers: runtime/tables.py. Works with a staleness.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm.boundary import refuse_second_derivative
+from shoal.comm.tables import GRADIENTS, HEADER_BYTES, ID_BYTES, FarTable, Tables
+from shoal.core.contracts import Exchange, Place, Strategy, Transfer
+from shoal.core.cost import Cost, Traffic, total
+from shoal.core.cut import cut
+from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.strategies.cutting import refused
+from shoal.strategies.embedding import run_by
+
+
+@final
+class ServerRows(Strategy):
+    """Gives the rows of an nn.Embedding to servers, who update them."""
+
+    name = "server_rows"
+    served = True
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        if layer.kind != "Embedding":
+            return f"it serves nn.Embedding, and this is a {layer.kind}"
+        if not cluster.servers:
+            return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
+        return refused(layer, layer.inputs, "rows", replace(cluster, topology=Topology(cluster.servers)))
+
+    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+        (layer,) = layers
+        servers, row_bytes = len(cluster.servers), layer.outputs * layer.parameters[0].itemsize
+        asked = servers * HEADER_BYTES * layer.calls + layer.distinct * ID_BYTES
+        rows = float(layer.distinct * row_bytes)
+        forward = _between(cluster, asked, rows, rounds=2)
+        backward = _between(cluster, asked + rows + servers * HEADER_BYTES, 0.0, rounds=0)
+        return Cost(
+            total([forward, backward]),
+            cluster.pace("direct"),  # its messages are `direct`'s
+            backward_s=-min(layer.own_product_s, layer.backward_s) + layer.product_s_per_row * layer.rows,
+            awaited=(forward, backward),
+            held=0.0,
+            elsewhere=1 / servers,
+        )
+
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
+        ((name, module),) = place.layers.items()
+        if type(module) is not nn.Embedding:
+            raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
+        assert isinstance(place.tables, Tables) and isinstance(module.weight, nn.Parameter)
+        weight = module.weight
+        table = FarTable(f"{name}.weight", weight, place.tables)
+        table.write(weight.detach())
+        if weight.grad is not None:
+            table.write(weight.grad, GRADIENTS)
+        cut(weight, table)
+        run_by(module, _Table(module, weight, table))
+        return []
+
+
+def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:
+    """What every worker sends to all servers together, and gets from them."""
+    workers, servers = cluster.size, len(cluster.servers)
+    of_worker, of_server = (out, back), (back * workers / servers, out * workers / servers)
+    sent, received = zip(*[of_worker] * workers, *[of_server] * servers, strict=True)
+    afar = [sum(host != other for other in cluster.servers) / servers for host in cluster.topology.hosts]
+    afar += [sum(host != other for other in cluster.topology.hosts) / workers for host in cluster.servers]
+    leaving = tuple(nbytes * part for nbytes, part in zip(sent, afar, strict=True))
+    return Traffic(sent, received, rounds, leaving)
+
+
+@final
+class _Table:
+    """Runs an embedding whose rows are at servers."""
+
+    def __init__(self, module: nn.Embedding, weight: nn.Parameter, table: FarTable) -> None:
+        self.weight = weight
+        self._table, self._padding, self._rows = table, module.padding_idx, module.num_embeddings
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """The rows of these ids."""
+        distinct, place = torch.unique(ids.long(), return_inverse=True)
+        if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._rows:
+            raise IndexError(f"an id is not one of the table's {self._rows} rows")
+        with torch._C.DisableTorchFunctionSubclass():  # the part, which is empty: what autograd looks for
+            rows: Tensor = _Pulled.apply(distinct, self.weight, self)  # type: ignore[no-untyped-call]
+        return F.embedding(place, rows)
+
+    def pull(self, ids: Tensor) -> Tensor:
+        """The rows of ids that are different and ascending."""
+        return self._table.pull(ids)
+
+    def push(self, ids: Tensor, gradients: Tensor) -> None:
+        """Give their gradients to the servers."""
+        if self._padding is not None:
+            gradients = gradients.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
+        self._table.push(ids, gradients)
+
+
+class _Pulled(torch.autograd.Function):
+    """Rows from the servers, and their gradients back to these."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, part: Tensor, table: _Table) -> Tensor:
+        ctx.ids, ctx.table = ids, table
+        return table.pull(ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        refuse_second_derivative()
+        ctx.table.push(ctx.ids, grad)
+        return None, None, None
