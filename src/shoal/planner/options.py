@@ -61,7 +61,7 @@ def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
     """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden."""
     cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
     alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
-    return alone_s + predictor.update_s(layer) * cost.held
+    return alone_s + predictor.update_s(layer) * (cost.held + cost.elsewhere)
 
 
 def pairs_of(
