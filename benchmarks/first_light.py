@@ -53,7 +53,7 @@ class Case:
 CASES = [
     Case("alexnet", "1gbit", rounds=5, steps=3, against="ddp,plain"),
     Case("resnet18", "none", rounds=12, steps=4),
-    Case("alexnet", "200mbit", rounds=4, steps=1),
+    Case("alexnet", "200mbit", rounds=4, steps=2),
     Case("resnet18", "1gbit", rounds=12, steps=4),
     Case("resnet50", "1gbit", rounds=7, steps=3),
     Case("digits", "1gbit", rounds=7, steps=20),

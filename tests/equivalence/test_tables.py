@@ -337,6 +337,16 @@ def test_ranks_that_want_different_things_hear_of_it() -> None:
         together(built(Words), apart)
 
 
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    def early(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        loss_fn(model(its[0][0]), its[0][1]).backward()
+        if shoal.world().rank != 1:
+            _ = model.table.weight.grad
+
+    with pytest.raises(RanksDiffer, match="rank 1 has ended, but rank"):
+        together(built(Words), early)
+
+
 def test_an_id_that_is_no_row_is_refused() -> None:
     def outside(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
         with torch.no_grad(), pytest.raises(IndexError, match="not one of the table's 23 rows"):

@@ -54,3 +54,23 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
         for events in (measured, predicted):
             lanes = sorted(event.what.split(" site")[0] for event in events if event.thread != MAIN)
             assert lanes == ["exchange", "exchange", "update and return"]
+
+
+def test_a_recorded_step_shows_what_the_main_thread_waits_for_in_cut_layers() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(2, 3, 6)
+
+    def work(comm: ThreadComm) -> list[Event]:
+        mine = copy.deepcopy(model)
+        with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
+            optimizer = torch.optim.SGD(mine.parameters(), 0.1)
+            sample = x[comm.rank], torch.zeros(3)
+            shoal.parallelize(mine, lambda out, _: out.sum(), optimizer, sample=sample, pins={"2": "column"})
+            with session.attached[mine].engine.recorded() as recorder:
+                mine(x[comm.rank]).sum().backward()
+            mine(x[comm.rank]).sum().backward()  # not recorded
+            return recorder.events
+
+    for events in run(2, work):
+        moves = [event for event in events if event.what.startswith("rows from every rank")]
+        assert [event.thread for event in moves] == [MAIN] * 5  # forward: counts, there, back; backward: there, back

@@ -22,6 +22,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from itertools import accumulate
+from time import perf_counter
 from typing import Any, final
 
 import torch
@@ -32,6 +33,7 @@ from shoal.core.contracts import Comm, Pending
 from shoal.core.cut import Cut, CutParameter, cut_of, part_of
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
+from shoal.core.trace import MAIN
 
 HEADER = 5  # numbers before each message: what, of which table, how many rows, a flag, and bytes that follow
 HEADER_BYTES = 8 * HEADER
@@ -120,6 +122,7 @@ class FarTable(Cut):
     def pull(self, ids: Tensor) -> Tensor:
         """The rows of these ids, which are different and ascending."""
         comm, rows = self.comm, torch.empty(len(ids), *self.like.shape[1:], dtype=self.like.dtype)
+        begin_s = perf_counter()
         self._tables.settle()
         landing = []
         for server, its, found in self._by_server(ids, rows):
@@ -128,6 +131,8 @@ class FarTable(Cut):
                 landing.append(comm.receive(found, server))
         for each in landing:
             each.wait()
+        if comm.recorder is not None:
+            comm.recorder.note(f"pull rows of {self.name}", MAIN, begin_s)
         return rows
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from time import perf_counter
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.job import Job, Result
 from shoal.core.pieces import Piece, cut, cut_sizes
 from shoal.core.placement import Owner
+from shoal.core.trace import MAIN, Recorder
 
 _WORDS = 64  # bytes of what ranks tell each other that they do
 
@@ -48,6 +50,7 @@ class Comm(ABC):
     rank: int
     size: int
     topology: Topology
+    recorder: Recorder | None = None  # where set, notes what the main thread waits for
 
     @property
     def workers(self) -> int:
@@ -125,11 +128,14 @@ class Comm(ABC):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Give every rank r `inputs[r]`, and get its tensor into `outputs[r]`; empty ones are sent by nobody."""
+        begin_s = perf_counter()
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
         pending = [self.receive(outputs[r], r) for r in others if outputs[r].numel()]
         pending += [self.send(inputs[r], r) for r in others if inputs[r].numel()]
         outputs[self.rank].copy_(inputs[self.rank])
         _both(*pending)
+        if self.recorder is not None:
+            self.recorder.note("rows from every rank to every other", MAIN, begin_s)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the root's tensor to every rank."""
@@ -332,7 +338,7 @@ class Place:
     owners: Mapping[str, Owner] = field(default_factory=dict)  # of parameters that are owned whole, by dotted name
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the site's part of a parameter, where not all
     comm: Comm | None = None  # among the ranks that train, for the main thread: where any layer is cut over them
-    tables: Any = None  # the way to tables at servers (comm/tables.py): where there are any
+    tables: object = None  # the way to tables at servers (comm/tables.py), where there are any
 
 
 class Strategy(ABC):

@@ -47,11 +47,13 @@ class Engine:
         lanes: Sequence[Comm],
         served: Sequence[Comm] = (),
         buckets: Buckets | None = None,
+        others: Sequence[Comm] = (),
     ) -> None:
         self.steps = 0  # rounds finished
         self.began: Callable[[], None] = _nothing  # called as a round opens
         self.transfers = tuple(transfers)
         self.buckets = buckets or Buckets()
+        self._others = others  # channels that the main thread itself waits for
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
         self.served_lanes = with_servers
@@ -178,6 +180,8 @@ class Engine:
         self._recorder = recorder
         for lane in self.lanes:
             lane.recorder = recorder
+        for comm in self._others:
+            comm.recorder = recorder
 
     def _note(self, what: str, begin_s: float) -> None:
         if self._recorder is not None:

@@ -130,7 +130,8 @@ def parallelize(
     boundary = comm.channel(f"model{len(session.attached)}-boundary") if cuts(chosen) else None
     tables = _open_tables(session, model, chosen, optimizers)
     transfers = apply(model, chosen, comm, len(cluster.servers), buckets, boundary, tables)
-    engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets)
+    others = [comm for comm in (boundary, tables.comm if tables else None) if comm is not None]
+    engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets, others)
     extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
     placed = profile.placed(chosen.owners(profile.names))
@@ -145,6 +146,7 @@ def _started(
     transfers: Sequence[Transfer],
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
+    others: Sequence[Comm],
 ) -> tuple[Engine, Weigher, Owners | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
     comm, prefix = session.comm, f"model{len(session.attached)}"
@@ -153,7 +155,7 @@ def _started(
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts") if plan.staleness == 0 else None)
     number, server_lanes = _open_servers(session, model, plan, served, optimizers)
-    engine = Engine(transfers, lanes, server_lanes, buckets)
+    engine = Engine(transfers, lanes, server_lanes, buckets, others)
     session.lanes += engine.lanes
     tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
     engine.began = partial(tell, "exchange")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.tables import GRADIENTS, HEADER, Ask, pickled, unpickled
+from shoal.comm.tables import GRADIENTS, HEADER, VALUES, Ask, pickled, unpickled
 from shoal.core.contracts import Comm
 from shoal.core.errors import RanksDiffer
 from shoal.core.pieces import cut_sizes
@@ -32,6 +32,9 @@ from shoal.profiling.updates import made, make_step
 from shoal.runtime.ahead import POLL_S, Clocks
 from shoal.runtime.lanes import Lane
 from shoal.runtime.owners import norm
+
+_WHAT = {VALUES: "values", GRADIENTS: "gradients"}
+_ALIKE = "read and change a table's gradients, and change its values, on every rank alike"
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class ServedTables:
                         comm.send(tensor, worker).wait()
                 case Ask.WRITE:
                     rows = receive(len(table.weight), width, dtype=dtype) if count else None
-                    table.together(worker, f"write {flag}", rows, partial(table.write, flag), check)
+                    table.together(worker, f"write {_WHAT[flag]}", rows, partial(table.write, flag), check)
                 case Ask.CALL:
                     name, args = unpickled(receive(nbytes, dtype=torch.uint8))
                     table.mark(worker, used=bool(flag))
@@ -207,7 +210,7 @@ class _Table:
     def read(self, worker: int, what: int, check: Callable[[], None]) -> list[Tensor]:
         """All values, or whether there are gradients and, where there are, these."""
         if what == GRADIENTS:
-            found: list[Tensor] = self.together(worker, "read", None, lambda _: self._gradients(), check)
+            found: list[Tensor] = self.together(worker, "read gradients", None, lambda _: self._gradients(), check)
             return found
         with self.clocks.moved:
             self.clocks.wait(worker, check)
@@ -241,13 +244,18 @@ class _Table:
             meeting = self._meeting
             number = meeting.number
             meeting.asked[worker] = what, given
-            if len(meeting.asked) == len(self.clocks.workers):
-                (_, first), *_ = sorted(meeting.asked.items())
+            if len(meeting.asked) == len(self._pushed):
                 self._require_same(meeting)
-                meeting.result = do(first[1])
+                meeting.result = do(meeting.asked[min(meeting.asked)][1])
                 meeting.asked, meeting.number = {}, number + 1
                 self.clocks.moved.notify_all()
             while meeting.number == number:
+                if ended := self._pushed.keys() - self.clocks.workers:
+                    raise RanksDiffer(
+                        f"rank {min(ended)} has ended, but rank {worker} wants to {what} of table {self._name}",
+                        do=_ALIKE,
+                        rank=min(ended),
+                    )
                 if not self.clocks.moved.wait(POLL_S):
                     check()
             return meeting.result
@@ -259,7 +267,7 @@ class _Table:
                 raise RanksDiffer(
                     f"rank {worker} wants another thing of table {self._name} than rank {min(meeting.asked)}",
                     got=f"{what}, {first}",
-                    do="read and change its gradients, and change its values, on every rank alike",
+                    do=_ALIKE,
                     rank=worker,
                 )
 
