@@ -95,7 +95,7 @@ REFUSED = {
 @pytest.mark.parametrize("change", REFUSED)
 @CUT
 def test_what_would_reach_one_part_only_is_refused(way, change):
-    with pytest.raises(UsageError, match="of which every rank has a part") as refused:
+    with pytest.raises(UsageError, match="of which this rank has a part") as refused:
         Training(model=built(mlp), batches=features(7, 3), loop=in_place(REFUSED[change])).on_ranks(2, way)
     assert change in str(refused.value)
     assert "pin the layer to replicate" in str(refused.value)

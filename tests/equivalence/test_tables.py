@@ -209,6 +209,23 @@ def saving_and_loading(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch
     plain(model, loss_fn, optimizer, its[2:])
 
 
+def starting_anew(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    saved, nothing = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    plain(model, loss_fn, optimizer, its[:3])
+    model.load_state_dict(saved)
+    optimizer.load_state_dict(nothing)
+    plain(model, loss_fn, optimizer, its[2:])
+
+
+def clipping_what_adds_up(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    for number, (x, y) in enumerate(its):
+        loss_fn(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def scheduling(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for x, y in its:
@@ -235,6 +252,8 @@ LOOPS = [
     editing_values,
     penalising,
     saving_and_loading,
+    starting_anew,
+    clipping_what_adds_up,
     scheduling,
     evaluating_on_one,
 ]
@@ -258,12 +277,44 @@ def test_within_accumulate_gradients_add_up() -> None:
     assert difference(expected, got[0]) <= 1e-10
 
 
-def test_a_table_that_no_rank_uses_stays_and_one_that_some_use_moves() -> None:
+@pytest.mark.parametrize("loop", [plain, clearing_to_zero, clipping_what_adds_up, editing_gradients])
+def test_a_table_that_no_rank_uses_stays_and_one_that_some_use_moves(loop: Loop) -> None:
     given = batches()
     for step, even in enumerate([range(12), range(0), range(2), range(10, 12), range(0)]):  # the rows, of 4 a rank
         given[step][0][:, 0] = 1
         given[step][0][list(even), 0] = 2
-    assert_same(built(Rarely), given=given, optimizer=adamw)
+    if loop is editing_gradients:
+        given = [given[0], given[2], given[3]]  # there is one to edit
+    assert_same(built(Rarely), loop, given=given, optimizer=adamw)
+
+
+def test_one_optimizer_has_two_models() -> None:
+    def both(models: Any, optimizer: Any, loss_fn: Any, its: list[Batch]) -> None:
+        for x, y in its:
+            optimizer.zero_grad()
+            for model in models:
+                loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    made = [built(Words), built(Twice)]
+    expected = copy.deepcopy(made)
+    both(expected, adamw([p for model in expected for p in model.parameters()]), F.cross_entropy, batches())
+    cluster = cluster_of(2, 1)
+
+    def work(comm: ThreadComm) -> Any:
+        if comm.rank == 2:
+            return serve(comm)
+        mine, own = copy.deepcopy(made), [rows_of(batch, comm.rank, 2) for batch in batches()]
+        with using(comm, cluster):
+            optimizer = adamw([p for model in mine for p in model.parameters()])
+            for model in mine:
+                shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], pins=PINS)
+            both(mine, optimizer, F.cross_entropy, own)
+            return [state(model) for model in mine]
+
+    got, *_ = run(3, work, timeout_s=20, hosts=("a", "b", "c"), servers=1)
+    for one, other in zip(expected, got, strict=True):
+        assert difference(state(one), other) <= 1e-10
 
 
 def test_workers_hold_nothing_and_servers_even_parts() -> None:
@@ -335,6 +386,26 @@ def test_ranks_that_want_different_things_hear_of_it() -> None:
 
     with pytest.raises(RanksDiffer, match=r"another thing of table table\.weight"):
         together(built(Words), apart)
+
+
+def test_a_rank_that_looks_at_gradients_alone_hears_of_it() -> None:
+    def alone(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        for x, y in its:
+            loss_fn(model(x), y).backward()
+            if shoal.world().rank == 0:
+                _ = model.table.weight.grad
+            optimizer.step()
+
+    with pytest.raises(RanksDiffer, match=r"rank 0 asks for 'read gradients' .* rank \d went on without"):
+        together(built(Words), alone)
+
+
+def test_a_change_in_place_is_refused_where_gradients_are_on() -> None:
+    def changes(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+            model.table.weight.mul_(2)
+
+    together(built(Words), changes)
 
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:

@@ -250,7 +250,7 @@ def test_one_backward_more_on_one_rank_is_a_deadline() -> None:
     assert error.value.rank in (1, 2)
 
 
-# Trains over one server, which rank 0 kills at step 3; with TABLE set it has a table.
+# Trains over one server, which has a table and slices, and which rank 0 kills at step 3.
 SERVED = """
 import os, signal
 from pathlib import Path
@@ -266,13 +266,10 @@ if os.environ["RANK"] == "2":
 world = shoal.init(timeout_s=60.0)
 current().cluster = shoal.Cluster(shoal.Topology(("a", "b")), Link(1e-4, 1e8), 1.0, servers=("c",))
 torch.manual_seed(world.rank)
-x, y = torch.randn(4, 6), torch.randint(0, 3, (4,))
-first, pins = nn.Linear(6, 8), {"*": "server"}
-if os.environ.get("TABLE"):
-    x, first, pins = torch.randint(50, (4,)), nn.Embedding(50, 8), {"0": "server_rows", "2": "replicate"}
-model = nn.Sequential(first, nn.ReLU(), nn.Linear(8, 3))
+x, y = torch.randint(50, (4,)), torch.randint(0, 3, (4,))
+model = nn.Sequential(nn.Embedding(50, 8), nn.ReLU(), nn.Linear(8, 3))
 loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins=pins)
+shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins={"0": "server_rows", "2": "server"})
 for step in range(1000):
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
@@ -283,11 +280,8 @@ for step in range(1000):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("table", ["", "1"], ids=["buckets", "table"])
-def test_a_server_that_dies_ends_the_job_with_its_name(
-    table: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    variables = {"PID_FILE": str(tmp_path / "pid"), "SHOAL_SERVERS": "1", "TABLE": table}
+def test_a_server_that_dies_ends_the_job_with_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    variables = {"PID_FILE": str(tmp_path / "pid"), "SHOAL_SERVERS": "1"}
     result = Local().launch(Job((sys.executable, "-c", SERVED), 3, variables))
     assert result.exit_codes == (1, 1, 137)
     said = "PeerLost: a peer was lost: rank 2 (host "

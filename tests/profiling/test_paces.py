@@ -89,7 +89,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pace_follows_what_is_really_sent(times: int) -> None:
     """What else the machine does adds to it, but not always."""
     walls = []
-    for _ in range(3):
+    for _ in range(8):
         walls.append(paces(Shift(times))["shift"].wall)
         right_byte = walls[-1].byte_s == pytest.approx(times / LINK.bytes_per_s, rel=0.3)
         if right_byte and walls[-1].round_s == pytest.approx(times * LINK.latency_s, rel=0.5):

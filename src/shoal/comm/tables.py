@@ -10,8 +10,9 @@
       WRITE   values, or gradients               ──▶  done when every worker has asked: what the first of them gives
       CALL    anything else, pickled             ──▶
 
-Each message begins with 40 bytes. Every worker asks for itself, so one may evaluate or save alone; what takes all of
-them is to read or change gradients, and to change values.
+Each message begins with 40 bytes. Every worker asks for itself: one may evaluate or save alone. What takes all of them
+(`_Table.together`) is to look at gradients, also whether there are any, to clip or change them, and to change values or
+the optimizer's state; what rank 0 gives is taken.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 3 (ranges of
 keys, pulled and pushed).
 """
@@ -35,10 +36,11 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.trace import MAIN
 
-HEADER = 5  # numbers before each message: what, of which table, how many rows, a flag, and bytes that follow
+HEADER = 5  # numbers before each message: what, of which table, whether this worker has a gradient, rows, one more
 HEADER_BYTES = 8 * HEADER
 ID_BYTES = 8
 VALUES, GRADIENTS = 0, 1  # what is read or written
+_OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
 
 
 class Ask(IntEnum):
@@ -66,21 +68,16 @@ class Tables:
         self.comm, self.in_step = comm, in_step
         self.workers, self.servers = comm.workers, range(comm.workers, comm.size)
         self.started = self._ended = False
-        self._number = 0
+        self.all: list[FarTable] = []
         self._under_way: list[tuple[Pending, Tensor]] = []  # with what must not change until then
 
-    def add(self) -> int:
-        """The number of one more table."""
-        self._number += 1
-        return self._number - 1
-
     def ask(
-        self, server: int, what: Ask, table: int = 0, *payload: Tensor, count: int = 0, flag: int = 0, nbytes: int = 0
+        self, server: int, what: Ask, table: int = 0, used: bool = False, *payload: Tensor, rows: int = 0, more: int = 0
     ) -> None:
         """Send a server a wish; `settle` waits until all have gone."""
         if self._ended:
             raise UsageError("the session that the model was parallelised in has ended", do="look at tables within it")
-        for tensor in (torch.tensor([what, table, count, flag, nbytes]), *payload):
+        for tensor in (torch.tensor([what, table, used, rows, more]), *payload):
             self._under_way.append((self.comm.send(tensor, server), tensor))
 
     def settle(self) -> None:
@@ -115,7 +112,8 @@ class FarTable(Cut):
 
     def __init__(self, name: str, parameter: nn.Parameter, tables: Tables) -> None:
         super().__init__(name, parameter, tables.comm)
-        self._parameter, self._tables, self._number = parameter, tables, tables.add()
+        self._parameter, self._tables, self._number = parameter, tables, len(tables.all)
+        tables.all.append(self)
         self._sizes = cut_sizes(len(parameter), len(tables.servers))
         self._ends = torch.tensor([*accumulate(self._sizes)])
 
@@ -127,7 +125,7 @@ class FarTable(Cut):
         landing = []
         for server, its, found in self._by_server(ids, rows):
             if len(its):
-                self._tables.ask(server, Ask.PULL, self._number, its, count=len(its))
+                self._ask(server, Ask.PULL, its, rows=len(its))
                 landing.append(comm.receive(found, server))
         for each in landing:
             each.wait()
@@ -137,24 +135,27 @@ class FarTable(Cut):
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
         """Add these rows' gradients, whose mean over the workers counts; ids are different and ascending."""
-        self._tell()
+        self.begin()
         self._tables.started = True
-        first = not self._has_gradient()
         for server, its, slopes in self._by_server(ids, (gradients / self._tables.workers).contiguous()):
-            if first or len(its):
+            if len(its) or not self._has_gradient():  # a server must hear of the first
                 payload = (its, slopes) if len(its) else ()
-                self._tables.ask(server, Ask.PUSH, self._number, *payload, count=len(its), flag=first)
+                self._ask(server, Ask.PUSH, *payload, rows=len(its))
         self._mark()
+
+    def begin(self) -> None:
+        """A backward begins, on every rank: what somebody saw of the gradient is not all of it any more."""
+        self._tell()
+        if self._seen is not None and self._has_gradient():
+            self._mark()
 
     def step(self, number: int, group: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         """Have optimizer `number` make a step by these settings of the group and these attributes of its own."""
         self._tell()
         speaks = self.comm.rank == 0 or not self._tables.in_step
-        words = pickled((number, group, now)) if speaks else torch.empty(0, dtype=torch.uint8)
-        used = self._has_gradient()
+        payload = (pickled((number, group, now)),) if speaks else ()
         for server in self._tables.servers:
-            payload = (words,) if speaks else ()
-            self._tables.ask(server, Ask.STEP, self._number, *payload, flag=used, nbytes=words.numel())
+            self._ask(server, Ask.STEP, *payload, more=sum(words.numel() for words in payload))
 
     def part(self, whole: Tensor) -> Tensor:
         return whole[:0]
@@ -162,7 +163,7 @@ class FarTable(Cut):
     def whole(self, part: Tensor) -> Tensor:
         whole = self._empty()
         for server, rows in self._parts(whole):
-            self._tables.ask(server, Ask.READ, self._number, flag=VALUES, count=self._has_gradient())
+            self._ask(server, Ask.READ, more=VALUES)
             self.comm.receive(rows, server).wait()
         return whole
 
@@ -171,7 +172,7 @@ class FarTable(Cut):
         self._require_in_step("a parameter, or a gradient, is changed")
         for server, rows in self._parts(whole):
             payload = (rows.contiguous(),) if self.comm.rank == 0 else ()
-            self._tables.ask(server, Ask.WRITE, self._number, *payload, count=len(payload), flag=what)
+            self._ask(server, Ask.WRITE, *payload, rows=len(rows) if payload else 0, more=what)
         self._tables.settle()
 
     def mean(self, wholes: Tensor) -> Tensor:
@@ -182,10 +183,10 @@ class FarTable(Cut):
         def whole(leaf: Any) -> Any:
             return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
 
-        values = self.whole(subject)
+        values = self._empty() if function.__name__ in _OVERWRITING else self.whole(subject)
         others, kwargs = pytree.tree_map(whole, (tuple(others), dict(kwargs)))
-        function(values, *others, **kwargs)
-        self.write(values)
+        function(values.requires_grad_(), *others, **kwargs)  # as torch does, which refuses it where gradients are on
+        self.write(values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         if self._seen is not None and local is self._its_part:
@@ -193,7 +194,7 @@ class FarTable(Cut):
         self._require_in_step("a gradient is read")
         whole, used = self._empty(), torch.zeros(1, dtype=torch.int64)
         for server, rows in self._parts(whole):
-            self._tables.ask(server, Ask.READ, self._number, flag=GRADIENTS, count=self._has_gradient())
+            self._ask(server, Ask.READ, more=GRADIENTS)
             self.comm.receive(used, server).wait()
             if used:
                 self.comm.receive(rows, server).wait()
@@ -234,10 +235,11 @@ class FarTable(Cut):
     def take_state(self, number: int, state: Mapping[str, Any]) -> None:
         """Give optimizer `number` this state, in one-process form (a collective: that of rank 0 is taken)."""
         self._require_in_step("optimizer.load_state_dict")
-        shaped = {n for n, value in state.items() if isinstance(value, Tensor) and value.shape == self.like.shape}
+        mine = state if self.comm.rank == 0 else {}
+        shaped = {n for n, value in mine.items() if isinstance(value, Tensor) and value.shape == self.like.shape}
         for index, server in enumerate(self._tables.servers):
-            its = {n: value.split(self._sizes)[index] if n in shaped else value for n, value in state.items()}
-            self._call(server, "take_state", number, its if self.comm.rank == 0 else None)
+            its = {n: value.split(self._sizes)[index].clone() if n in shaped else value for n, value in mine.items()}
+            self._call(server, "take_state", number, its)
         self._tables.settle()
 
     def _ask_all(self, what: str, *args: Any) -> list[Any]:
@@ -247,7 +249,10 @@ class FarTable(Cut):
 
     def _call(self, server: int, what: str, *args: Any) -> None:
         words = pickled((what, args))
-        self._tables.ask(server, Ask.CALL, self._number, words, flag=self._has_gradient(), nbytes=words.numel())
+        self._ask(server, Ask.CALL, words, more=words.numel())
+
+    def _ask(self, server: int, what: Ask, *payload: Tensor, rows: int = 0, more: int = 0) -> None:
+        self._tables.ask(server, what, self._number, self._has_gradient(), *payload, rows=rows, more=more)
 
     def _has_gradient(self) -> bool:
         return local_gradient(self._parameter) is not None

@@ -254,7 +254,7 @@ def _changes(name: str) -> bool:
 def _refused(parameter: Tensor, what: str) -> UsageError:
     its_cut = cut_of(parameter)
     return UsageError(
-        f"{what} on parameter {its_cut.name}, of which every rank has a part, would not reach the others",
+        f"{what} on parameter {its_cut.name}, of which this rank has a part, would not reach the rest",
         where=f"rank {its_cut.comm.rank} of {its_cut.comm.size}",
         do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}; or pin the layer to replicate",
     )

@@ -258,7 +258,14 @@ class Clocks(Generic[T]):
         while self._bound is not None and self._ahead(worker) > self._bound:
             if not self.moved.wait(POLL_S):
                 check()
+
+    def count(self, worker: int) -> None:
+        """Note by how many steps a worker is ahead that is given parameters."""
         self.observed[self._ahead(worker)] += 1
+
+    def slowest(self) -> Set[int]:
+        """The workers that nobody is behind."""
+        return {worker for worker in self._clocks if not self._ahead(worker)}
 
     def _ahead(self, worker: int) -> int:
         return self._clocks[worker] - min(self._clocks.values())
@@ -306,6 +313,7 @@ class Shelf:
             for brought in self._clocks.step(worker, (gradients, optimizer, work)):
                 self._apply(brought)
             self._clocks.wait(worker, check)
+            self._clocks.count(worker)
             for value, new in zip(answer.values, self._updates[optimizer].values(), strict=True):
                 value.copy_(new)
             answer.flags.fill_(1)

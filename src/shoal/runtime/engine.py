@@ -47,13 +47,13 @@ class Engine:
         lanes: Sequence[Comm],
         served: Sequence[Comm] = (),
         buckets: Buckets | None = None,
-        others: Sequence[Comm] = (),
     ) -> None:
         self.steps = 0  # rounds finished
         self.began: Callable[[], None] = _nothing  # called as a round opens
+        self.entered: Sequence[Callable[[], None]] = ()  # called as any backward enters the model
         self.transfers = tuple(transfers)
         self.buckets = buckets or Buckets()
-        self._others = others  # channels that the main thread itself waits for
+        self.others: Sequence[Comm] = ()  # channels that the main thread itself waits for
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
         self.served_lanes = with_servers
@@ -80,6 +80,8 @@ class Engine:
         Raises:
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on what was sent.
         """
+        for each in self.entered:
+            each()
         if self._accumulating:
             self._unsent = True
             return
@@ -180,7 +182,7 @@ class Engine:
         self._recorder = recorder
         for lane in self.lanes:
             lane.recorder = recorder
-        for comm in self._others:
+        for comm in self.others:
             comm.recorder = recorder
 
     def _note(self, what: str, begin_s: float) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm.tables import Tables
 from shoal.core.contracts import Comm, OwnedTransfer, Turn
 from shoal.core.cut import is_cut
 from shoal.core.errors import UsageError
@@ -47,11 +48,15 @@ class _Served:
 
 
 def extend(
-    optimizer: Optimizer, engine: Engine | None = None, owners: Owners | None = None, number: int = 0
+    optimizer: Optimizer,
+    engine: Engine | None = None,
+    owners: Owners | None = None,
+    number: int = 0,
+    tables: Tables | None = None,
 ) -> OwnedOptimizer | None:
     """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
 
-    `number` is its place among the optimizers of the model.
+    `number` is its place among the optimizers of the model, and `tables` are those that servers have of that.
 
     Alone, without an engine, the first two do what one process would; an optimizer may be given several models.
     """
@@ -62,8 +67,8 @@ def extend(
         return None
     served.append(_Served(engine, owners))
     optimizer.register_step_pre_hook(partial(_check_sent, engine))
-    if far_tables(p for group in optimizer.param_groups for p in group["params"]):
-        serve(optimizer, TableOptimizer(optimizer, number))
+    if tables is not None:
+        serve(optimizer, TableOptimizer(optimizer, number, tables))
     if cut_parameters(optimizer):
         serve(optimizer, CutOptimizer(optimizer))
     if owners is None:

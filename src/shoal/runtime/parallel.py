@@ -130,9 +130,10 @@ def parallelize(
     boundary = comm.channel(f"model{len(session.attached)}-boundary") if cuts(chosen) else None
     tables = _open_tables(session, model, chosen, optimizers)
     transfers = apply(model, chosen, comm, len(cluster.servers), buckets, boundary, tables)
-    others = [comm for comm in (boundary, tables.comm if tables else None) if comm is not None]
-    engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets, others)
-    extended = [extend(each, engine, owners, number) for number, each in enumerate(optimizers)]
+    engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets)
+    engine.others = [comm for comm in (boundary, tables.comm if tables else None) if comm is not None]
+    engine.entered = [table.begin for table in tables.all] if tables else []
+    extended = [extend(each, engine, owners, number, tables) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
     placed = profile.placed(chosen.owners(profile.names))
     session.attached[model] = Attached(engine, weigher, chosen, placed, cluster, owned)
@@ -146,7 +147,6 @@ def _started(
     transfers: Sequence[Transfer],
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
-    others: Sequence[Comm],
 ) -> tuple[Engine, Weigher, Owners | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
     comm, prefix = session.comm, f"model{len(session.attached)}"
@@ -155,7 +155,7 @@ def _started(
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts") if plan.staleness == 0 else None)
     number, server_lanes = _open_servers(session, model, plan, served, optimizers)
-    engine = Engine(transfers, lanes, server_lanes, buckets, others)
+    engine = Engine(transfers, lanes, server_lanes, buckets)
     session.lanes += engine.lanes
     tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
     engine.began = partial(tell, "exchange")
@@ -207,7 +207,8 @@ def _with_servers(site: Site) -> bool:
 def _check_for_servers(session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
     """Refuse what servers cannot own (a collective)."""
     if any(parameter.device.type != "cpu" for parameter in parameters):
-        raise PlanError("servers own parameters on CPUs only", do='leave servers out, or "server" out of strategies')
+        do = 'leave servers out, or "server" and "server_rows" out of strategies'
+        raise PlanError("servers own parameters on CPUs only", do=do)
     agreed(session.comm, lambda: check_sendable(optimizers))
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.tables import FarTable
+from shoal.comm.tables import FarTable, Tables
 from shoal.core.contracts import Comm
 from shoal.core.cut import Cut, cut_of, is_cut, opened, part_of
 from shoal.core.pieces import local_gradient
@@ -33,10 +33,11 @@ def cut_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
 
 
-def far_tables(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, FarTable]:
-    """Those that are tables at servers."""
+def far_tables(parameters: Iterable[nn.Parameter], tables: Tables | None = None) -> dict[nn.Parameter, FarTable]:
+    """Those that are tables at servers, of every model or of the one that has these."""
     cuts = {parameter: cut_of(parameter) for parameter in parameters if is_cut(parameter)}
-    return {parameter: its_cut for parameter, its_cut in cuts.items() if isinstance(its_cut, FarTable)}
+    far = {parameter: its_cut for parameter, its_cut in cuts.items() if isinstance(its_cut, FarTable)}
+    return {parameter: table for parameter, table in far.items() if tables is None or table in tables.all}
 
 
 def norms_of_parts(parameters: list[nn.Parameter], order: float) -> list[Tensor]:
@@ -105,8 +106,9 @@ class CutOptimizer:
 class TableOptimizer:
     """The methods that take the place of an optimizer's own where some of its parameters are tables at servers."""
 
-    def __init__(self, optimizer: Optimizer, number: int) -> None:
+    def __init__(self, optimizer: Optimizer, number: int, tables: Tables) -> None:
         self._optimizer, self._number = optimizer, number  # among the model's optimizers
+        self._of_model = tables  # an optimizer may have several models
 
     def check_sent(self) -> None:
         """Gradients are always with the servers."""
@@ -115,7 +117,7 @@ class TableOptimizer:
         """Have the servers make the step."""
         now = attributes(self._optimizer)
         for group in self._optimizer.param_groups:
-            for table in far_tables(group["params"]).values():
+            for table in far_tables(group["params"], self._of_model).values():
                 table.step(self._number, settings(group), now)
 
     def close(self) -> None:
@@ -135,7 +137,8 @@ class TableOptimizer:
     def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         """Take a state in one-process form."""
         original(state_dict)
-        self.take_state()
+        for parameter, table in self._tables().items():
+            table.take_state(self._number, self._optimizer.state.pop(parameter, {}))
 
     def take_state(self) -> None:
         """Give the servers what the optimizer holds of tables."""
@@ -144,7 +147,7 @@ class TableOptimizer:
                 table.take_state(self._number, self._optimizer.state.pop(parameter))
 
     def _tables(self) -> dict[nn.Parameter, FarTable]:
-        return far_tables(p for group in self._optimizer.param_groups for p in group["params"])
+        return far_tables((p for group in self._optimizer.param_groups for p in group["params"]), self._of_model)
 
 
 def _whole(its_cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:

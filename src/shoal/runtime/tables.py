@@ -34,7 +34,7 @@ from shoal.runtime.lanes import Lane
 from shoal.runtime.owners import norm
 
 _WHAT = {VALUES: "values", GRADIENTS: "gradients"}
-_ALIKE = "read and change a table's gradients, and change its values, on every rank alike"
+_ALIKE = "look at and change a table's gradients, and change its values and the optimizer's state, on every rank alike"
 
 
 @dataclass(frozen=True)
@@ -109,33 +109,32 @@ class ServedTables:
 
         while True:
             comm.receive(asked, worker).wait()
-            what, number, count, flag, nbytes = asked.tolist()
+            what, number, used, count, more = asked.tolist()
             if what == Ask.END:
                 for each in self._tables:
                     each.leave(worker)
                 return
             table = self._tables[number]
             width, dtype = table.weight.shape[1], table.weight.dtype
+            table.mark(worker, used=bool(used))
             match what:
                 case Ask.PULL:
                     ids = receive(count, dtype=torch.int64)
                     comm.send(table.pull(worker, ids, check), worker).wait()
                 case Ask.PUSH:
                     ids = receive(count, dtype=torch.int64)
-                    table.push(worker, ids, receive(count, width, dtype=dtype), first=bool(flag))
+                    table.push(worker, ids, receive(count, width, dtype=dtype))
                 case Ask.STEP:
-                    words = receive(nbytes, dtype=torch.uint8)
-                    table.step(worker, unpickled(words) if nbytes else None, used=bool(flag))
+                    words = receive(more, dtype=torch.uint8)
+                    table.step(worker, unpickled(words) if more else None)
                 case Ask.READ:
-                    table.mark(worker, used=bool(count))
-                    for tensor in table.read(worker, flag, check):
+                    for tensor in table.read(worker, more, check):
                         comm.send(tensor, worker).wait()
                 case Ask.WRITE:
                     rows = receive(len(table.weight), width, dtype=dtype) if count else None
-                    table.together(worker, f"write {_WHAT[flag]}", rows, partial(table.write, flag), check)
+                    table.together(worker, f"write {_WHAT[more]}", rows, partial(table.write, more), check)
                 case Ask.CALL:
-                    name, args = unpickled(receive(nbytes, dtype=torch.uint8))
-                    table.mark(worker, used=bool(flag))
+                    name, args = unpickled(receive(more, dtype=torch.uint8))
                     answer = table.call(worker, name, args, check)
                     if answer is not None:
                         words = pickled(answer)
@@ -154,6 +153,7 @@ class _Meeting:
 
     asked: dict[int, tuple[str, Any]] = field(default_factory=dict)
     number: int = 0
+    waiting: int = 0  # who has not taken the result
     result: Any = None
 
 
@@ -180,23 +180,25 @@ class _Table:
     def pull(self, worker: int, ids: Tensor, check: Callable[[], None]) -> Tensor:
         """The rows of these ids, as soon as this worker may have them."""
         with self.clocks.moved:
-            self.clocks.wait(worker, check)
+            self._wait(worker, check)
+            self.clocks.count(worker)
             return self.weight.detach().index_select(0, ids)
 
-    def push(self, worker: int, ids: Tensor, rows: Tensor, *, first: bool) -> None:
-        """Keep a worker's gradients, as the first or beside those that it has brought since."""
+    def push(self, worker: int, ids: Tensor, rows: Tensor) -> None:
+        """Keep a worker's gradients, beside those that it has brought since it had none."""
         with self.clocks.moved:
-            brought = [] if first else self._pushed[worker] or []
-            self._pushed[worker] = [*brought, (ids, rows)]
+            brought = [*(self._pushed[worker] or ()), (ids, rows)]
+            if sum(len(its) for its, _ in brought) > len(self.weight):  # never more than a table of them
+                brought = [_folded(brought)]
+            self._pushed[worker] = brought
 
     def mark(self, worker: int, *, used: bool) -> None:
         """Drop what a worker has brought, unless it has a gradient still."""
         with self.clocks.moved:
             self._pushed[worker] = (self._pushed[worker] or []) if used else None
 
-    def step(self, worker: int, work: _Work | None, *, used: bool) -> None:
+    def step(self, worker: int, work: _Work | None) -> None:
         """Count a worker's step, and apply what may be."""
-        self.mark(worker, used=used)
         with self.clocks.moved:
             for brought in self.clocks.step(worker, (self._pushed[worker], work)):
                 self._apply(brought)
@@ -213,7 +215,7 @@ class _Table:
             found: list[Tensor] = self.together(worker, "read gradients", None, lambda _: self._gradients(), check)
             return found
         with self.clocks.moved:
-            self.clocks.wait(worker, check)
+            self._wait(worker, check)
             return [self.weight.detach().clone()]
 
     def write(self, what: int, rows: Tensor) -> None:
@@ -228,7 +230,7 @@ class _Table:
         """Do one of the rarer things; its answer."""
         if what == "state":
             with self.clocks.moved:
-                self.clocks.wait(worker, check)
+                self._wait(worker, check)
                 return dict(self._copies[args[0]].state.get(self.weight, {}))
         parts: dict[str, Callable[[Any], Any]] = {
             "norm": self._norm,
@@ -240,25 +242,44 @@ class _Table:
     def together(self, worker: int, what: str, given: Any, do: Callable[[Any], Any], check: Callable[[], None]) -> Any:
         """Do something once, when every worker has asked for it, with what the first of them gives; its result."""
         with self.clocks.moved:
-            self.clocks.wait(worker, check)
+            self._wait(worker, check)
             meeting = self._meeting
             number = meeting.number
             meeting.asked[worker] = what, given
             if len(meeting.asked) == len(self._pushed):
                 self._require_same(meeting)
                 meeting.result = do(meeting.asked[min(meeting.asked)][1])
-                meeting.asked, meeting.number = {}, number + 1
+                meeting.asked, meeting.number, meeting.waiting = {}, number + 1, len(self._pushed)
                 self.clocks.moved.notify_all()
             while meeting.number == number:
                 if ended := self._pushed.keys() - self.clocks.workers:
                     raise RanksDiffer(
-                        f"rank {min(ended)} has ended, but rank {worker} wants to {what} of table {self._name}",
+                        f"rank {min(ended)} has ended, but rank {worker} asks for {what!r} of table {self._name}",
                         do=_ALIKE,
                         rank=min(ended),
                     )
                 if not self.clocks.moved.wait(POLL_S):
                     check()
-            return meeting.result
+            result = meeting.result
+            meeting.waiting -= 1
+            if not meeting.waiting:
+                meeting.result = None
+            return result
+
+    def _wait(self, worker: int, check: Callable[[], None]) -> None:
+        """Wait until a worker may go on; not for one that waits itself until all ask for the same."""
+
+        def check_meeting() -> None:
+            check()
+            for other in self.clocks.slowest() & self._meeting.asked.keys():
+                raise RanksDiffer(
+                    f"rank {other} asks for {self._meeting.asked[other][0]!r} of table {self._name}, and rank {worker} "
+                    f"went on without",
+                    do=_ALIKE,
+                    rank=other,
+                )
+
+        self.clocks.wait(worker, check_meeting)
 
     def _require_same(self, meeting: _Meeting) -> None:
         for worker, (what, _) in meeting.asked.items():
@@ -275,7 +296,14 @@ class _Table:
         """One update by the sum of what workers have brought to a step."""
         if all(pushed is None for pushed, _ in brought):
             return
-        number, group, now = next(work for _, work in brought if work is not None)
+        work = next((work for _, work in brought if work is not None), None)
+        if work is None:
+            raise RanksDiffer(
+                f"rank 0 has ended without a step of table {self._name} that others have made",
+                do="let every rank make the same steps",
+                rank=0,
+            )
+        number, group, now = work
         with self._summed([pushed for pushed, _ in brought]) as gradient:
             self.weight.grad = gradient
             make_step(self._copies[number], [{**group, "params": [self.weight]}], now)
@@ -315,4 +343,13 @@ class _Table:
                 rows.mul_(factor.to(rows.dtype))
 
     def _take_state(self, number: int, state: Mapping[str, Any]) -> None:
-        self._copies[number].state[self.weight] = dict(state)
+        self._copies[number].state.pop(self.weight, None)
+        if state:
+            self._copies[number].state[self.weight] = dict(state)
+
+
+def _folded(brought: _Pushed) -> tuple[Tensor, Tensor]:
+    """The same as ids that are different, and the sums of their rows' gradients."""
+    ids, place = torch.unique(torch.cat([its for its, _ in brought]), return_inverse=True)
+    rows = torch.cat([rows for _, rows in brought])
+    return ids, torch.zeros(len(ids), rows.shape[1], dtype=rows.dtype).index_add_(0, place, rows)
