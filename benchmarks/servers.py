@@ -1,6 +1,6 @@
 """Spare hosts as servers: their exchange against all-reduce, and what running ahead is worth.
 
-    sudo .venv/bin/python benchmarks/servers.py [exchange] [ahead]      about four minutes; results/servers.json
+    sudo .venv/bin/python benchmarks/servers.py [exchange] [ahead]      about ten minutes; results/servers.json
 
 exchange   buckets summed and brought back, back to back, several in flight: 4 workers by themselves, by all-reduce
            and by `direct`; with 4 more hosts as servers, and with 2 more (then workers serve a share too)

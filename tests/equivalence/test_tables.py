@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -317,7 +318,7 @@ def test_one_optimizer_has_two_models() -> None:
         assert difference(state(one), other) <= 1e-10
 
 
-def test_workers_hold_nothing_and_servers_even_parts() -> None:
+def test_workers_hold_nothing_of_a_table() -> None:
     def held(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> tuple[int, int]:
         plain(model, loss_fn, optimizer, its)
         memory = shoal.memory(model)
@@ -352,6 +353,7 @@ def test_workers_run_ahead_of_one_another(bound: int | None) -> None:
             loss = loss_fn(model(x), y)
             optimizer.zero_grad()
             loss.backward()
+            time.sleep(0.02 if shoal.world().rank == 2 else 0.0)  # slow for good
             optimizer.step()
             losses.append(loss.item())
         return losses
@@ -361,7 +363,8 @@ def test_workers_run_ahead_of_one_another(bound: int | None) -> None:
     for each in losses:
         assert sum(each[-5:]) < 0.95 * sum(each[:5])
     for histograms in observed:
-        assert all(max(histogram) <= (30 if bound is None else bound) for histogram in histograms)
+        reached = [max(histogram) for histogram in histograms]
+        assert max(reached) == bound if bound else max(reached) > 3, "nobody ran ahead, so nothing was held"
         assert all(sum(histogram.values()) >= 45 for histogram in histograms)  # one server has few of the ids
 
 

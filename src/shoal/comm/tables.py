@@ -162,8 +162,8 @@ class FarTable(Cut):
 
     def whole(self, part: Tensor) -> Tensor:
         whole = self._empty()
+        self._ask_to_read(VALUES)
         for server, rows in self._parts(whole):
-            self._ask(server, Ask.READ, more=VALUES)
             self.comm.receive(rows, server).wait()
         return whole
 
@@ -193,8 +193,8 @@ class FarTable(Cut):
             return self._seen
         self._require_in_step("a gradient is read")
         whole, used = self._empty(), torch.zeros(1, dtype=torch.int64)
+        self._ask_to_read(GRADIENTS)
         for server, rows in self._parts(whole):
-            self._ask(server, Ask.READ, more=GRADIENTS)
             self.comm.receive(used, server).wait()
             if used:
                 self.comm.receive(rows, server).wait()
@@ -241,6 +241,10 @@ class FarTable(Cut):
             its = {n: value.split(self._sizes)[index].clone() if n in shaped else value for n, value in mine.items()}
             self._call(server, "take_state", number, its)
         self._tables.settle()
+
+    def _ask_to_read(self, what: int) -> None:
+        for server in self._tables.servers:  # all at once
+            self._ask(server, Ask.READ, more=what)
 
     def _ask_all(self, what: str, *args: Any) -> list[Any]:
         for server in self._tables.servers:

@@ -27,7 +27,7 @@ from torch import Tensor
 from shoal.core.contracts import Comm, OwnedTransfer, Slice, Turn
 from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
-from shoal.runtime.lanes import Errand, Lane
+from shoal.runtime.lanes import Answering
 from shoal.runtime.optimizer import Update
 from shoal.runtime.orders import of_rank, read, receive_bytes, send_bytes
 from shoal.runtime.owners import Tell
@@ -156,8 +156,8 @@ class AheadModel:
         self._transfers, self._number, self._lanes = transfers, number, lanes
         workers = lanes[0].workers
         self._shelves = {t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers}
-        self._threads: list[Lane] = []
-        self._errands: list[Errand] = []
+        self._answering = each = Answering()
+        self.check, self.finish, self.close = each.check, each.finish, each.close
         self.parts: dict[str, Callable[..., object]] = {"start": self._start}
 
     def settle(self) -> None:
@@ -168,29 +168,11 @@ class AheadModel:
             rank, on_lane = comm.rank, self._transfers[index :: len(self._lanes)]
             mine = [transfer for transfer in on_lane if transfer.owned[rank]]
             for worker in range(comm.workers):
-                thread = Lane(comm, f"worker {worker}")
-                self._threads.append(thread)
-                self._errands.append(thread.run(partial(self._answer, worker, mine), f"answer worker {worker}"))
-
-    def check(self) -> None:
-        """Raise the error that a thread has ended with."""
-        for errand in self._errands:
-            if errand.failed():
-                errand.wait("serving")
-
-    def finish(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until every worker has ended; `meanwhile` is called now and then."""
-        for errand in self._errands:
-            errand.wait("serving", meanwhile=meanwhile)
+                self._answering.begin(worker, partial(self._answer, worker, mine), comm)
 
     def observed(self) -> Counter[int]:
         """How often a worker was ahead of the slowest by how many steps, when it was given parameters."""
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
-
-    def close(self) -> None:
-        """End the threads."""
-        for thread in self._threads:
-            thread.close()
 
     def _answer(self, worker: int, mine: Sequence[OwnedTransfer], comm: Comm) -> None:
         while mine:

@@ -116,3 +116,32 @@ class Lane:
                 if self.recorder is not None:
                     self.recorder.note(errand.what, self._name, begin_s)
                 del errand  # do not hold its tensors while waiting for the next
+
+
+@final
+class Answering:
+    """A server's threads, each of which answers one worker over one channel until that has ended."""
+
+    def __init__(self) -> None:
+        self._threads: list[tuple[Lane, Errand]] = []
+
+    def begin(self, worker: int, answer: Callable[[Comm], None], comm: Comm) -> None:
+        """Answer a worker from here on."""
+        lane = Lane(comm, f"worker {worker}")
+        self._threads.append((lane, lane.run(answer, f"answer worker {worker}")))
+
+    def check(self) -> None:
+        """Raise the error that a thread has ended with."""
+        for _, errand in self._threads:
+            if errand.failed():
+                errand.wait("serving")
+
+    def finish(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until every worker has ended; `meanwhile` is called now and then."""
+        for _, errand in self._threads:
+            errand.wait("serving", meanwhile=meanwhile)
+
+    def close(self) -> None:
+        """End the threads."""
+        for lane, _ in self._threads:
+            lane.close()

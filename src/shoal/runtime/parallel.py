@@ -179,18 +179,17 @@ def _open_servers(
             place.spans,
         )
         for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
-        if _with_servers(site) and named(all_strategies, Strategy, site.strategy).owns
+        if _part_of_servers(site) == "owners"
     ]
     return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
 
 
 def _open_tables(session: Session, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> Tables | None:
     """The way to the tables that the plan leaves to servers, if to any."""
-    sites = [(site, place) for site, place in places(model, plan, session.comm.rank) if _with_servers(site)]
     tables = {
         name: parameter
-        for site, place in sites
-        if not named(all_strategies, Strategy, site.strategy).owns
+        for site, place in places(model, plan, session.comm.rank)
+        if _part_of_servers(site) == "tables"
         for name, parameter in place.parameters.items()
     }
     if session.servers is None or not tables:
@@ -200,8 +199,10 @@ def _open_tables(session: Session, model: nn.Module, plan: Plan, optimizers: Seq
     return session.servers.open_tables(forms, optimizers, plan.staleness)
 
 
-def _with_servers(site: Site) -> bool:
-    return named(all_strategies, Strategy, site.strategy).served
+def _part_of_servers(site: Site) -> str:
+    """What servers are to a site: "owners" of its parameters among others, have its "tables", or ''."""
+    strategy = named(all_strategies, Strategy, site.strategy)
+    return ("owners" if strategy.owns else "tables") if strategy.served else ""
 
 
 def _check_for_servers(session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:

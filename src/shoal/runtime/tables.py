@@ -30,7 +30,7 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.updates import made, make_step
 from shoal.runtime.ahead import POLL_S, Clocks
-from shoal.runtime.lanes import Lane
+from shoal.runtime.lanes import Answering
 from shoal.runtime.owners import norm
 
 _WHAT = {VALUES: "values", GRADIENTS: "gradients"}
@@ -70,33 +70,16 @@ class ServedTables:
         self._tables = [
             _Table(form, cut_sizes(form.rows, servers)[index], comm.workers, optimizers, staleness) for form in forms
         ]
-        self._threads = [Lane(comm, f"worker {worker}") for worker in range(comm.workers)]
-        self._errands = [
-            thread.run(partial(self._answer, worker), f"answer worker {worker}")
-            for worker, thread in enumerate(self._threads)
-        ]
-
-    def check(self) -> None:
-        """Raise the error that a thread has ended with."""
-        for errand in self._errands:
-            if errand.failed():
-                errand.wait("serving")
-
-    def finish(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until every worker has ended; `meanwhile` is called now and then."""
-        for errand in self._errands:
-            errand.wait("serving", meanwhile=meanwhile)
+        answering = Answering()
+        self.check, self.finish, self.close = answering.check, answering.finish, answering.close
+        for worker in range(comm.workers):
+            answering.begin(worker, partial(self._answer, worker), comm)
 
     def observed(self) -> Counter[int]:
         """How often a worker was ahead of the slowest by how many steps, when it was given rows."""
         if self._in_step:
             return Counter()
         return sum((table.clocks.observed for table in self._tables), Counter())
-
-    def close(self) -> None:
-        """End the threads."""
-        for thread in self._threads:
-            thread.close()
 
     def _answer(self, worker: int, comm: Comm) -> None:
         check, asked = partial(comm.check, "serving"), torch.empty(HEADER, dtype=torch.int64)
