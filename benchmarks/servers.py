@@ -70,7 +70,7 @@ def exchange(servers: int, in_flight: str) -> None:
     if servers:
         ways[f"{WORKERS} + {servers} servers"] = (lanes, by_servers)
     if everyone.rank < WORKERS:
-        among = everyone.group(WORKERS)
+        among = everyone.group(range(WORKERS))
         own_lanes = [among.channel(f"own{i}") for i in range(num_lanes)]
         ways["all-reduce"] = (own_lanes, lambda comm, flat: comm.all_reduce(flat))
         ways["direct"] = (own_lanes, by_workers)

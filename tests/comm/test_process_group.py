@@ -86,7 +86,7 @@ from shoal.comm.process_group import join
 
 comm = join(timeout_s=60, start_timeout_s=60, host="here")
 comm.channel("lane").gather_objects(1)
-comm.group(2).all_reduce(torch.ones(1))
+comm.group(range(2)).all_reduce(torch.ones(1))
 comm.leave(None)
 ours = {str(thread.native_id) for thread in threading.enumerate()}
 assert set(os.listdir("/proc/self/task")) <= ours

@@ -80,7 +80,7 @@ class FaultyComm(Comm):
     def __init__(self, inner: Comm, faults: Sequence[Fault], state: _State | None = None) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.size, self.topology = inner.size, inner.topology
+        self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
         self.faults = [f for f in faults if isinstance(f, RandomDelay) or f.rank == inner.rank]
         seeds = [f.seed for f in self.faults if isinstance(f, RandomDelay)]
         self._state = state or _State(random.Random(f"{seeds} rank {self.rank}"))
@@ -99,8 +99,8 @@ class FaultyComm(Comm):
         """A channel of its own with the same faults, its operations numbered on from this one's."""
         return FaultyComm(self.inner.channel(name, idle=idle), self.faults, self._state)
 
-    def group(self, ranks: int) -> FaultyComm:
-        """The first ranks only, with the same faults, its operations numbered on from this one's."""
+    def group(self, ranks: range) -> FaultyComm:
+        """Those ranks only, with the same faults, its operations numbered on from this one's."""
         return FaultyComm(self.inner.group(ranks), self.faults, self._state)
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, final
 
@@ -88,7 +89,7 @@ class ProcessGroupComm(Comm):
         self.size = group.size()
         self.topology = topology
         self._group = group
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._heartbeat = heartbeat
         self._inside = _Inside(heartbeat, timeout_s)
         heartbeat.channels[id(self)] = self
@@ -121,15 +122,16 @@ class ProcessGroupComm(Comm):
                     do="let every rank make the same calls in the same order",
                     rank=rank,
                 )
-        timeout_s = _FOREVER_S if idle else self._timeout_s
-        return self._among(name, timeout_s, self.topology)
+        timeout_s = _FOREVER_S if idle else self.timeout_s
+        return self._among(name, timeout_s, range(self.size))
 
-    def group(self, ranks: int) -> ProcessGroupComm:
-        """A process group of the first ranks."""
-        return self._among(f"first{ranks}", self._timeout_s, self.topology.first(ranks))
+    def group(self, ranks: range) -> ProcessGroupComm:
+        """A process group of those ranks."""
+        return self._among(f"ranks{ranks.start}to{ranks.stop}", self.timeout_s, ranks)
 
-    def _among(self, name: str, timeout_s: float, topology: Topology) -> ProcessGroupComm:
-        ranks = dist.get_process_group_ranks(self._group)[: topology.size]
+    def _among(self, name: str, timeout_s: float, mine: range) -> ProcessGroupComm:
+        ranks = dist.get_process_group_ranks(self._group)[mine.start : mine.stop]
+        topology = self.topology if len(mine) == self.size else self.topology.among(mine)
         by_themselves = len(ranks) < dist.get_world_size()  # else it needs every rank there is
         with self._inside:
             group = dist.new_group(
@@ -199,8 +201,12 @@ def alone() -> bool:
     return not dist.is_initialized() and os.environ.get("WORLD_SIZE", size) == "1"
 
 
-def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0) -> ProcessGroupComm:
-    """Join the ranks that torchrun's environment variables describe; the last `servers` of them are servers.
+def join(
+    timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, tail: int = 0
+) -> ProcessGroupComm:
+    """Join the ranks that torchrun's environment variables describe.
+
+    The last `servers` of them are servers, or the last `tail` run the end of the model.
 
     A process group that the caller has already set up stays the caller's: groups of its own are made beside it.
 
@@ -226,7 +232,13 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0) 
     if servers >= size:
         got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
         raise UsageError("not every rank can be a server", got=got, do=do)
-    topology = _call_roll(scope, rank, size, host, servers, start_timeout_s)
+    if tail and (servers or size - tail < max(2, tail)):
+        raise UsageError(
+            "a tail needs two workers, and as many as it has ranks itself; and no servers",
+            got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
+            do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
+        )
+    topology = _call_roll(scope, rank, size, host, {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}, start_timeout_s)
     heartbeat = Heartbeat(scope, rank, size, host, holder)
     if dist.is_initialized():
         group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
@@ -276,10 +288,12 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _call_roll(store: Store, rank: int, size: int, host: str, servers: int, timeout_s: float) -> Topology:
+def _call_roll(
+    store: Store, rank: int, size: int, host: str, others: Mapping[str, int], timeout_s: float
+) -> Topology:
     """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
     where = f"rank {rank}, host {host}"
-    mine = {"WORLD_SIZE": size, "SHOAL_SERVERS": servers}
+    mine = {"WORLD_SIZE": size, **others}
     store.set(f"here/{rank}", json.dumps({"host": host, **mine}))
     deadline = time.monotonic() + timeout_s
     while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
@@ -301,7 +315,7 @@ def _call_roll(store: Store, rank: int, size: int, host: str, servers: int, time
                     do=f"give the same {variable} on every rank",
                     rank=other,
                 )
-    return Topology(tuple(there["host"] for there in everyone), servers)
+    return Topology(tuple(there["host"] for there in everyone), *others.values())
 
 
 def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> MissingRank:

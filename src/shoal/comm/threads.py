@@ -42,14 +42,19 @@ class Hub:
     """What the ranks of one process share: the mailboxes, and who failed first.
 
     `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its own. The last
-    `servers` ranks are servers.
+    `servers` ranks are servers, or the last `tail` run the end of the model.
     """
 
     def __init__(
-        self, size: int = 1, timeout_s: float = 60.0, hosts: Sequence[str] | None = None, servers: int = 0
+        self,
+        size: int = 1,
+        timeout_s: float = 60.0,
+        hosts: Sequence[str] | None = None,
+        servers: int = 0,
+        tail: int = 0,
     ) -> None:
         self.size = size
-        self.topology = Topology(tuple(hosts or (f"thread{rank}" for rank in range(size))), servers)
+        self.topology = Topology(tuple(hosts or (f"thread{rank}" for rank in range(size))), servers, tail)
         self.timeout_s = timeout_s
         self.lost: int | None = None  # the rank that failed first
         self.failure: BaseException | None = None
@@ -156,9 +161,10 @@ class ThreadComm(Comm):
         self._channels += 1
         return ThreadComm(self.rank, self.hub, f"{self.name}/{name}#{self._channels}", self.topology, idle)
 
-    def group(self, ranks: int) -> ThreadComm:
-        """A channel of the first ranks only."""
-        return ThreadComm(self.rank, self.hub, f"{self.name}/the first {ranks}", self.topology.first(ranks))
+    def group(self, ranks: range) -> ThreadComm:
+        """A channel of those ranks only."""
+        name = f"{self.name}/{ranks.start} to {ranks.stop}"
+        return ThreadComm(ranks.index(self.rank), self.hub, name, self.topology.among(ranks))
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value; pickled as between processes, so that no two ranks share one object."""
@@ -222,6 +228,7 @@ def run(
     timeout_s: float = 60.0,
     hosts: Sequence[str] | None = None,
     servers: int = 0,
+    tail: int = 0,
 ) -> list[T]:
     """Run `work(comm)` once a rank, each on a thread with a context of its own.
 
@@ -231,6 +238,7 @@ def run(
         timeout_s: how long a receive may wait, and how long the other ranks may take to end after one failed.
         hosts: which host each rank takes itself to be on; by default each on one of its own.
         servers: how many of the ranks, the last, are servers.
+        tail: or how many of them, the last, run the end of the model.
 
     Returns:
         What each rank returned, in rank order.
@@ -242,7 +250,7 @@ def run(
         >>> run(3, lambda comm: comm.gather_objects(comm.rank))
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
-    hub = Hub(ranks, timeout_s, hosts, servers)
+    hub = Hub(ranks, timeout_s, hosts, servers, tail)
     results: dict[int, T] = {}
     ended: SimpleQueue[int] = SimpleQueue()
 

@@ -47,7 +47,7 @@ class TracedComm(Comm):
     def __init__(self, inner: Comm, counts: Counts | None = None) -> None:
         self.inner = inner
         self.rank = inner.rank
-        self.size, self.topology = inner.size, inner.topology
+        self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
         self.counts = counts or Counts()
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -64,8 +64,8 @@ class TracedComm(Comm):
         """A channel of its own, counted together with this one."""
         return TracedComm(self.inner.channel(name, idle=idle), self.counts)
 
-    def group(self, ranks: int) -> TracedComm:
-        """The first ranks only, counted together with this one."""
+    def group(self, ranks: range) -> TracedComm:
+        """Those ranks only, counted together with this one."""
         return TracedComm(self.inner.group(ranks), self.counts)
 
     def gather_objects(self, value: Any) -> list[Any]:

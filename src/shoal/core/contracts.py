@@ -50,11 +50,12 @@ class Comm(ABC):
     rank: int
     size: int
     topology: Topology
+    timeout_s: float | None  # how long a receive waits; None: for ever
     recorder: Recorder | None = None  # where set, notes what the main thread waits for
 
     @property
     def workers(self) -> int:
-        """How many ranks train: 0 … workers − 1. Those behind them are servers: they own parameters, no more."""
+        """How many ranks train on rows of their own: 0 … workers − 1. Those behind them are servers, or a tail."""
         return self.topology.workers
 
     @abstractmethod
@@ -73,8 +74,8 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def group(self, ranks: int) -> Comm:
-        """A channel among the first `ranks` ranks only, who alone make it."""
+    def group(self, ranks: range) -> Comm:
+        """A channel among these ranks only, who alone make it; there they count from 0."""
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
@@ -339,6 +340,7 @@ class Place:
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the site's part of a parameter, where not all
     comm: Comm | None = None  # among the ranks that train, for the main thread: where any layer is cut over them
     tables: object = None  # the way to tables at servers (comm/tables.py), where there are any
+    tail: object = None  # the way to the end of the model on hosts of its own (comm/stage.py), where it is
 
 
 class Strategy(ABC):
@@ -348,6 +350,7 @@ class Strategy(ABC):
     bucketed: ClassVar[bool] = False  # takes several layers as one site and an exchange to carry them
     owns: ClassVar[bool] = False  # gives parameters to owners, as the plan's placement says
     served: ClassVar[bool] = False  # servers take part: over lanes that they are on (`owns`), or they have the tables
+    staged: ClassVar[bool] = False  # has hosts of its own run layers, all of them one site
     cuts: ClassVar[bool] = False  # leaves a rank a part of the layer: every rank calls it, and takes part in state_dict
 
     def takes(self, exchange: Exchange) -> bool:

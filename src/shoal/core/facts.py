@@ -17,10 +17,14 @@ from shoal.core.placement import Owner
 
 @dataclass(frozen=True)
 class Topology:
-    """Which host each rank runs on: `hosts[rank]` is a host's name. The last `servers` ranks are servers."""
+    """Which host each rank runs on: `hosts[rank]` is a host's name.
+
+    The last `servers` ranks are servers; or the last `tail` of them run the end of the model (strategies/stage.py).
+    """
 
     hosts: tuple[str, ...]
     servers: int = 0
+    tail: int = 0
 
     @property
     def size(self) -> int:
@@ -47,11 +51,11 @@ class Topology:
     @property
     def workers(self) -> int:
         """How many ranks train."""
-        return self.size - self.servers
+        return self.size - self.servers - self.tail
 
-    def first(self, ranks: int) -> Topology:
-        """The first ranks by themselves."""
-        return Topology(self.hosts[:ranks])
+    def among(self, ranks: range) -> Topology:
+        """Some ranks by themselves."""
+        return Topology(self.hosts[ranks.start : ranks.stop])
 
     @property
     def ranks_per_host(self) -> int:
@@ -84,6 +88,7 @@ class Cluster:
     paces: Mapping[str, Pace] = field(default_factory=lambda: MappingProxyType({}))
     pack_byte_s: float = 0.0  # seconds of the main thread to bring a byte of gradient into its bucket
     servers: tuple[str, ...] = ()  # hosts of ranks that only own parameters, behind those of the topology
+    tail: tuple[str, ...] = ()  # or of ranks that run the end of the model
 
     @property
     def size(self) -> int:
@@ -127,6 +132,21 @@ class ParameterProfile:
 
 
 @dataclass(frozen=True)
+class Tail:
+    """An end of the model: what its modules put out goes to the loss and nowhere else. Bytes and seconds of a rank."""
+
+    modules: tuple[str, ...]  # called one after the other, each with what the one before has put out
+    layers: tuple[str, ...]
+    micro_batches: int
+    sent_bytes: float  # to where it runs: activations, targets, and what goes with them
+    received_bytes: float  # from there
+    body_forward_s: float = 0.0  # of what comes before it
+    body_backward_s: float = 0.0
+    forward_s: float = 0.0  # of itself and the loss
+    backward_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class LayerProfile:
     """One module that owns parameters. K, M and N are `rows`, `inputs` and `outputs` of the layer as a product.
 
@@ -160,6 +180,8 @@ class LayerProfile:
     whole_update: str = ""  # why its optimizer cannot update parts of its parameters by themselves
     joint_update: str = ""  # why not even its parameters, each whole and by itself
     outside_use: str = ""  # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
+    tail: Tail | None = None  # the smallest end of the model that has it,
+    no_tail: str = ""  # or why there is none
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 
 FORMAT = 1
+MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
 _LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 T = TypeVar("T")
@@ -24,7 +25,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """How one layer is served. `exchange` names what carries its gradients; a strategy that needs none leaves it ''."""
+    """How one layer is served. `exchange` names what carries its gradients; a strategy that needs none leaves it ''.
+
+    Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among themselves.
+    """
 
     layer: str
     strategy: str
@@ -67,26 +71,38 @@ class Plan:
     predicted_s: float = 0.0
     staleness: int | None = 0  # steps that a worker may be ahead of the slowest, with servers; None: any number
     placement: Placement = BALANCED
+    micro_batches: int = MICRO_BATCHES  # that a batch is cut into where the end of the model has hosts of its own
 
-    def sites(self, nbytes: Mapping[str, int], bucketed: Set[str], owning: Set[str] = frozenset()) -> Iterator[Site]:
+    def sites(
+        self,
+        nbytes: Mapping[str, int],
+        bucketed: Set[str],
+        owning: Set[str] = frozenset(),
+        staged: Set[str] = frozenset(),
+    ) -> Iterator[Site]:
         """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until the bucket is full.
 
         A layer of an `owning` strategy that fills more than one is cut into parts of about a bucket each, if no
-        placement gives its parameters whole. `nbytes` gives each layer's gradient bytes. Sites come in the order in
-        which their last gradient does.
+        placement gives its parameters whole. All layers of a `staged` strategy are one site, whatever their exchange.
+        `nbytes` gives each layer's gradient bytes. Sites come in the order in which their last gradient does.
         """
-        for site in self._joined(nbytes, bucketed):
+        for site in self._joined(nbytes, bucketed, staged):
             parts = 1
             if site.strategy in owning and len(site.layers) == 1 and self.placement in (BALANCED, {}):
                 parts = max(1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, _LEAST_PART_BYTES)))
             for part in range(parts):
                 yield replace(site, part=part, parts=parts) if parts > 1 else site
 
-    def _joined(self, nbytes: Mapping[str, int], bucketed: Set[str]) -> Iterator[Site]:
+    def _joined(self, nbytes: Mapping[str, int], bucketed: Set[str], staged: Set[str]) -> Iterator[Site]:
         open_: dict[tuple[str, str], list[str]] = {}
         filled: dict[tuple[str, str], int] = {}
+        at_tail = [choice for choice in self.choices if choice.strategy in staged]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange)
+            if choice in at_tail:
+                if choice == at_tail[-1]:
+                    yield Site(tuple(each.layer for each in at_tail), choice.strategy, "")
+                continue
             if choice.strategy not in bucketed:
                 yield Site((choice.layer,), *key)
                 continue
@@ -168,8 +184,8 @@ class Plan:
         check_form(plan.placement, f"{source}: the placement")
         if plan.staleness is not None and plan.staleness < 0:
             raise PlanError(f"{source}: staleness is a number of steps, or null for no bound", do=redo)
-        if min(plan.ranks, plan.bucket_bytes, plan.lanes) < 1:
-            raise PlanError(f"{source}: ranks, bucket_bytes and lanes are at least 1", do=redo)
+        if min(plan.ranks, plan.bucket_bytes, plan.lanes, plan.micro_batches) < 1:
+            raise PlanError(f"{source}: ranks, bucket_bytes, lanes and micro_batches are at least 1", do=redo)
         return plan
 
     @classmethod

@@ -85,6 +85,9 @@ def pairs_of(
             layers = {each: predictor.layer(each) for each in served}
             if any(its not in allowed or predictor.refusal(layers[other], its) for other, its in needed.items()):
                 continue
+            if predictor.strategy(name).staged:
+                pairs.append(pair)
+                continue
             together_s = sum(_seconds(predictor, layers[each], its) for each, its in served.items())
             apart_s = sum(min(_seconds(predictor, layers[each], own) for own, _ in options[each]) for each in served)
             large = all(each.nbytes >= LEAST_CUT_BYTES for each in layers.values())
@@ -107,12 +110,14 @@ def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str,
                     do="pin both layers to those two, or neither",
                 )
             _check_pin(predictor, predictor.layer(other), its, "")
-            every[other] = (its, "")
+            every.setdefault(other, (its, ""))
     return every
 
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
     reason = predictor.refusal(layer, strategy)
+    if predictor.strategy(strategy).staged:
+        exchange = ""  # how tail hosts share it: sharing.py
     if reason is None and exchange and not predictor.bucketed(strategy):
         reason = "it takes no exchange"
     if reason is None and exchange and not predictor.strategy(strategy).takes(named(exchanges, Exchange, exchange)):
@@ -143,7 +148,7 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
             raise PlanError(f"the pin of {pattern!r} is not a strategy's name", got=repr(value), do='write "factor"')
         strategy, _, exchange = value.partition(":")
         named(all_strategies, Strategy, strategy)
-        if exchange:
+        if exchange and not named(all_strategies, Strategy, strategy).staged:
             named(exchanges, Exchange, exchange)
         resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
     return resolved

@@ -108,6 +108,7 @@ class Predictor:
         self._bucketed = frozenset(name for name, kind in self._strategies.items() if kind.bucketed)
         placed = any(p.owner is not None for layer in profile.layers for p in layer.parameters)  # then nothing is cut
         self._owning = frozenset(name for name in self._bucketed if self._strategies[name].owns and not placed)
+        self._staged = frozenset(name for name, kind in self._strategies.items() if kind.staged)
         self._costs: dict[Site, Cost] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
@@ -126,6 +127,9 @@ class Predictor:
         """Other layers, each with the strategy that it must have where this one serves the layer."""
         return self._strategies[strategy].needs(self._layers[layer])
 
+    def _sites(self, plan: Plan) -> Iterator[Site]:
+        return plan.sites(self._nbytes, self._bucketed, self._owning, self._staged)
+
     def bucketed(self, strategy: str) -> bool:
         """Whether the strategy takes several layers and an exchange."""
         return strategy in self._bucketed
@@ -141,7 +145,7 @@ class Predictor:
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
         if site not in self._costs:
-            carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
+            carrier = named(exchanges, Exchange, site.exchange) if self.bucketed(site.strategy) else None
             layers = [self._layers[name] for name in site.layers]
             if site.parts > 1:
                 layers = [layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers]
@@ -162,7 +166,7 @@ class Predictor:
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
         state_per_byte = self.profile.state_bytes / self._total_nbytes
         held = 0.0
-        for site in plan.sites(self._nbytes, self._bucketed, self._owning):
+        for site in self._sites(plan):
             cost = self.cost(site)
             nbytes = sum(self._nbytes[name] for name in site.layers) / site.parts
             held += nbytes * (cost.held + state_per_byte * (cost.owned or cost.held)) + cost.memory_bytes
@@ -171,12 +175,12 @@ class Predictor:
     def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> Timeline:
         """The timeline of a step under these choices."""
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
-        served = [(site, self.cost(site)) for site in plan.sites(self._nbytes, self._bucketed, self._owning)]
+        served = [(site, self.cost(site)) for site in self._sites(plan)]
         sent = [(site, cost) for site, cost in served if cost.awaited is None]
-        cuts = {site.layers[0]: cost for site, cost in served if cost.awaited is not None}
+        cuts = {site.layers[-1]: (site, cost) for site, cost in served if cost.awaited is not None}
         changes: dict[str, float] = defaultdict(float)
         for site, cost in served:
-            changes[site.layers[-1]] += cost.backward_s
+            changes[site.layers[0 if site.strategy in self._staged else -1]] += cost.backward_s
         return self._run(sent, changes, cuts, Lanes(self.cluster, lanes))
 
     def floor_s(self, plan: Plan) -> float:
@@ -185,7 +189,7 @@ class Predictor:
         Compute is the main thread's, with what lanes compute and the processor time of the bytes where they share its
         processor. For what a main thread waits for there is no more than its bytes.
         """
-        costs = [self.cost(site) for site in plan.sites(self._nbytes, self._bucketed, self._owning)]
+        costs = [self.cost(site) for site in self._sites(plan)]
         lanes = Lanes(self.cluster, plan.lanes)
         lanes_s = sum(lanes.processor_s(cost.pace, cost.traffic) + cost.lane_s for cost in costs)
         owned = cut = 0.0
@@ -204,7 +208,7 @@ class Predictor:
         self,
         served: Sequence[tuple[Site, Cost]],
         changes: Mapping[str, float],
-        cuts: Mapping[str, Cost],
+        cuts: Mapping[str, tuple[Site, Cost]],
         lanes: Lanes,
     ) -> Timeline:
         profile = self.profile
@@ -220,7 +224,7 @@ class Predictor:
                 continue
             clock = lanes.pay(clock)
             if name in cuts:
-                clock = _waited(cuts[name], 1, clock, lanes)
+                clock = _waited(cuts[name][1], 1, clock, lanes)
             for index in waiting.get(name, ()):
                 ready[index] = True
             while len(sent) < len(served) and ready[len(sent)]:
@@ -235,7 +239,7 @@ class Predictor:
         for index, job in returned.items():
             for name in served[index][0].layers:
                 back[name].append(job)
-        cut_bytes = sum(self._nbytes[name] * (1 - cost.held) for name, cost in cuts.items())
+        cut_bytes = sum(self._nbytes[name] * (1 - cost.held) for site, cost in cuts.values() for name in site.layers)
         elsewhere_bytes = sum(self._nbytes[name] for name in back) + cut_bytes
         optimizer_s = profile.optimizer_s * (1 - elsewhere_bytes / self._total_nbytes)
         forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, back, cuts, lanes)
@@ -244,7 +248,7 @@ class Predictor:
             Span(site, job.ready_s, job.sent_s, job.end_s, returned[index].end_s if index in returned else 0.0)
             for index, ((site, _), job) in enumerate(zip(served, sent, strict=True))
         ]
-        traffics = (*(cost.traffic for _, cost in served), *(cost.traffic for cost in cuts.values()))
+        traffics = tuple(cost.traffic for _, cost in (*served, *cuts.values()))
         return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
 
     def _last_rank(self, changes: Mapping[str, float], cuts: Container[str]) -> Iterator[tuple[str, float]]:
@@ -254,9 +258,11 @@ class Predictor:
         meet at each layer that is cut over them.
         """
         turn = min(1.0, self.cluster.cores_per_rank)
-        profiled, run = 0.0, []
+        profiled, run, spared_s = 0.0, [], 0.0
         for name, ready_s in [*self._ready_s.items(), ("", self.profile.backward_s)]:
-            run.append((name, max(0.0, ready_s - profiled + changes.get(name, 0.0))))
+            own_s = ready_s - profiled + changes.get(name, 0.0) + spared_s
+            spared_s = min(0.0, own_s) if changes.get(name, 0.0) + spared_s < 0 else 0.0
+            run.append((name, max(0.0, own_s)))
             profiled = max(profiled, ready_s)
             if name in cuts or not name:
                 waits_s = (1 - turn) * sum(seconds for _, seconds in run)
@@ -272,7 +278,12 @@ class Predictor:
         return lanes.add(index, now, update, *back, lanes.compute(cost.lane_s))
 
     def _forward(
-        self, end: float, begin: float, back: Mapping[str, list[Job]], cuts: Mapping[str, Cost], lanes: Lanes
+        self,
+        end: float,
+        begin: float,
+        back: Mapping[str, list[Job]],
+        cuts: Mapping[str, tuple[Site, Cost]],
+        lanes: Lanes,
     ) -> tuple[float, float]:
         """Seconds of the forward, and of its waiting for parameters and for the rows that go to and from cut layers.
 
@@ -280,15 +291,17 @@ class Predictor:
         """
         clock, passed, waited_s, change_s = begin, 0.0, 0.0, 0.0
         for name, needed_s in self._needed_s:
-            clock += max(0.0, needed_s - passed + change_s)
-            passed, change_s = needed_s, 0.0
+            own_s = needed_s - passed + change_s
+            clock += max(0.0, own_s)
+            passed, change_s = needed_s, min(0.0, own_s)
             if name not in back and name not in cuts:
                 continue
             clock = lanes.pay(clock)
             if name in cuts:
-                updated = end + self.update_s(self._layers[name]) * cuts[name].elsewhere
-                begin_s, clock = clock, _waited(cuts[name], 0, max(clock, updated), lanes)
-                waited_s, change_s = waited_s + clock - begin_s, cuts[name].forward_s
+                site, cost = cuts[name]
+                updated = end + sum(self.update_s(self._layers[each]) for each in site.layers) * cost.elsewhere
+                begin_s, clock = clock, _waited(cost, 0, max(clock, updated), lanes)
+                waited_s, change_s = waited_s + clock - begin_s, change_s + cost.forward_s
             if name in back:
                 lanes.finish(back[name])
                 missing_s = max(0.0, *(job.end_s - clock for job in back[name]))

@@ -22,12 +22,14 @@ from shoal.comm.agreement import agreed
 from shoal.core.contracts import Comm
 from shoal.core.errors import SampleError
 from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
+from shoal.core.plan import MICRO_BATCHES
 from shoal.profiling.ends import Ends
 from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import Product, ProductCost, measure_products
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sample import LossFn, Sample
+from shoal.profiling.tails import Tails, timed
 from shoal.profiling.timeline import Clock, Step, Watched, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.updates import whole_updates
@@ -43,6 +45,7 @@ def profile_model(
     optimizers: Sequence[Optimizer],
     sample: Any,
     comm: Comm,
+    micro_batches: int = MICRO_BATCHES,
 ) -> ModelProfile:
     """Measure a training step of the model on one batch, on all ranks at once.
 
@@ -52,6 +55,7 @@ def profile_model(
         optimizers: those of the model; their step is measured on copies.
         sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of keyword arguments.
         comm: the ranks that measure together; with one rank nothing is exchanged.
+        micro_batches: that a batch is cut into, where the end of the model runs on hosts of its own.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -78,6 +82,7 @@ def profile_model(
         update = OptimizerCost.of(optimizers)
         outside = outside_use(model, layers, borrowed, by_rows)
         together = whole_updates(model.parameters(), optimizers)
+        tails = agreed(comm, lambda: Tails.find(checked, layers, micro_batches), SampleError)
         fed_by = {taker: feeder for feeder, taker in seen.feeds.items()}
         mine = ModelProfile(
             layers=tuple(
@@ -94,6 +99,8 @@ def profile_model(
                     distinct=seen.distinct.get(layer.name, 0),
                     whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
                     joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
+                    tail=tails.of.get(layer.name),
+                    no_tail=tails.reasons[layer.name],
                 )
                 for layer in layers
             ),
@@ -105,7 +112,7 @@ def profile_model(
         )
         profiles = comm.gather_objects(mine)
     _meet(comm)  # every rank has put the random state back
-    return _in_backward_order(_maximum(profiles))
+    return timed(_in_backward_order(_maximum(profiles)))
 
 
 def _meet(comm: Comm) -> None:

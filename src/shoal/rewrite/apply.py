@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal import exchange as exchanges
 from shoal import strategies
+from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
 from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
@@ -35,10 +36,12 @@ def apply(
     buckets: Buckets | None = None,
     boundary: Comm | None = None,
     tables: Tables | None = None,
+    tail: Stage | None = None,
 ) -> list[Transfer]:
     """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
 
-    A plan that cuts layers over the ranks needs a channel for their `boundary`; one with tables at servers, those.
+    A plan that cuts layers over the ranks needs a channel for their `boundary`; one with tables at servers, or the
+    model's `tail` on hosts of its own, those.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
@@ -47,7 +50,7 @@ def apply(
     align(model, comm)
     before = _identity(model)
     transfers: list[Transfer] = []
-    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets, boundary, tables)):
+    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets, boundary, tables, tail)):
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
         transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, label(number, site))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
@@ -62,6 +65,7 @@ def places(
     buckets: Buckets | None = None,
     boundary: Comm | None = None,
     tables: Tables | None = None,
+    tail: Stage | None = None,
 ) -> list[tuple[Site, Place]]:
     """The plan's sites, in order, and where in the model each is."""
     layers, buckets = {layer.name: layer for layer in trainable_layers(model)}, buckets or Buckets()
@@ -82,6 +86,7 @@ def places(
             owners=owners,
             comm=boundary,
             tables=tables,
+            tail=tail,
         )
 
     return [(site, place(site)) for site in sites(plan, layers)]
@@ -145,7 +150,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                     expected="one of " + ", ".join(carriers(strategy)),
                     do="change the layer's exchange",
                 )
-        elif choice.exchange:
+        elif choice.exchange and not strategy.staged:
             raise PlanError(
                 f"{choice.strategy} takes no exchange",
                 where=f"layer {choice.layer}",
@@ -174,7 +179,8 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
     }
     kinds = found(strategies, Strategy)
     bucketed = {name for name, kind in kinds.items() if kind.bucketed}
-    return list(plan.sites(nbytes, bucketed, {name for name in bucketed if kinds[name].owns}))
+    owning, staged = ({n for n, kind in kinds.items() if getattr(kind, what)} for what in ("owns", "staged"))
+    return list(plan.sites(nbytes, bucketed, owning, staged))
 
 
 def cuts(plan: Plan) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.comm.cut_output import CutOutput
+from shoal.comm.stage import StageOutput
 from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
 from shoal.runtime.weights import Weight
@@ -116,6 +117,8 @@ class _Identity(torch.autograd.Function):
 
 
 def _cross(tensor: Tensor, crossing: Crossing) -> Tensor:
+    if isinstance(tensor, StageOutput):
+        return tensor.over(lambda ticket: _cross(ticket, crossing))
     if isinstance(tensor, CutOutput):  # what is made of it crosses the border, with this rank's rows alone
         return tensor.over(lambda made: _cross(made, crossing) if made.requires_grad else made)
     crossed: Tensor = _Identity.apply(tensor, crossing.border.anchor, crossing)  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
 from shoal.core.contracts import Comm, OwnedTransfer, Turn
 from shoal.core.cut import is_cut
@@ -33,7 +34,14 @@ from shoal.runtime.engine import Engine
 from shoal.runtime.methods import serve
 from shoal.runtime.orders import OfRank
 from shoal.runtime.owners import Owners, norm
-from shoal.runtime.parts import CutOptimizer, TableOptimizer, cut_parameters, far_tables, norms_of_parts
+from shoal.runtime.parts import (
+    CutOptimizer,
+    StageOptimizer,
+    TableOptimizer,
+    cut_parameters,
+    far_tables,
+    norms_of_parts,
+)
 
 _SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
@@ -45,6 +53,8 @@ class _Served:
 
     engine: Engine
     owners: Owners | None
+    stage: Stage | None
+    number: int  # of the optimizer among the model's
 
 
 def extend(
@@ -53,10 +63,12 @@ def extend(
     owners: Owners | None = None,
     number: int = 0,
     tables: Tables | None = None,
+    stage: Stage | None = None,
 ) -> OwnedOptimizer | None:
     """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
 
-    `number` is its place among the optimizers of the model, and `tables` are those that servers have of that.
+    `number` is its place among the optimizers of the model, `tables` are those that servers have of that, and `stage`
+    is its end on hosts of its own.
 
     Alone, without an engine, the first two do what one process would; an optimizer may be given several models.
     """
@@ -65,10 +77,12 @@ def extend(
     optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, served), optimizer)
     if engine is None:
         return None
-    served.append(_Served(engine, owners))
+    served.append(_Served(engine, owners, stage, number))
     optimizer.register_step_pre_hook(partial(_check_sent, engine))
     if tables is not None:
         serve(optimizer, TableOptimizer(optimizer, number, tables))
+    if stage is not None:
+        serve(optimizer, StageOptimizer(optimizer, number, stage))
     if cut_parameters(optimizer):
         serve(optimizer, CutOptimizer(optimizer))
     if owners is None:
@@ -126,6 +140,8 @@ def _clip_grad_norm(
     norms = [norm([gradient], norm_type) for gradient in map(local_gradient, whole) if gradient is not None]
     norms += norms_of_parts([p for p in parameters if is_cut(p)], norm_type)
     norms += [each for table in tables.values() for each in table.norms(norm_type)]
+    at_tail = [(each.stage, each.number) for each in served if each.stage is not None]
+    norms += [stage.call("norm", number, norm_type).double() for stage, number in at_tail]
     for owners in all_owners:
         norms += owners.norms(parameters, norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
@@ -136,6 +152,8 @@ def _clip_grad_norm(
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
     for table in tables.values():
         table.scale(factor)
+    for stage, number in at_tail:
+        stage.call("scale", number, factor)
     for owners in all_owners:
         owners.scale(parameters, factor)
     return total.to(parameters[0].device, parameters[0].dtype)

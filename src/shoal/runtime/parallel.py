@@ -14,44 +14,38 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal import exchange as exchanges
 from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
-from shoal.comm.tables import Tables
-from shoal.core.buckets import Buckets
-from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Strategy, Transfer
+from shoal.comm.stage import Ask, Stage
+from shoal.core.contracts import Exchange, Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Link, ModelProfile
-from shoal.core.plan import Plan, Site
+from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
 from shoal.planner.search import LANES, repredicted, search
+from shoal.planner.sharing import with_sharing
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_paces, probe_pack
-from shoal.rewrite.apply import apply, check_served, cuts, label, places
+from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
-from shoal.runtime.engine import Engine
+from shoal.runtime.attach import attach
 from shoal.runtime.memory import give_back_freed
 from shoal.runtime.optimizer import extend
-from shoal.runtime.orders import check_sendable
-from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.request import Request, checked, listed, require_same
-from shoal.runtime.servers import ServedSite
-from shoal.runtime.session import Attached, Session, current, ranks
-from shoal.runtime.tables import TableForm
-from shoal.runtime.watch import watch
-from shoal.runtime.weights import Weigher
+from shoal.runtime.session import Attached, Session, current, leave, ranks
+from shoal.runtime.stage import Opening, serve_tail
 
 T = TypeVar("T")
 
@@ -70,6 +64,7 @@ def parallelize(
     memory: str = "fast",
     placement: str | dict[str, int] = "balanced",
     memory_limit: float | None = None,
+    micro_batches: int = MICRO_BATCHES,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all ranks as one.
 
@@ -98,6 +93,7 @@ def parallelize(
             parameter name or glob, as {"head.*": 0}; those layers are then given to owners, the rest is balanced.
         memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets and optimizer state;
             layers are given to owners, or cut over the ranks, until they are kept. `shoal.memory` tells what is held.
+        micro_batches: that a batch is cut into where the end of the model runs on hosts of its own ("stage").
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
@@ -109,7 +105,11 @@ def parallelize(
     """
     session = current()
     comm = session.comm
-    asked = Request(plan, pins, strategies, count, staleness, memory, placement, memory_limit)
+    if session.tail is not None and session.tail.is_one:
+        serve_tail(session, model, loss_fn, listed(optimizer))
+        leave(None)
+        sys.exit(0)
+    asked = Request(plan, pins, strategies, count, staleness, memory, placement, memory_limit, micro_batches)
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
     optimizers = listed(optimizer)
@@ -120,97 +120,32 @@ def parallelize(
             extend(each)
         return model, loss_fn, optimizer
     comm.reached("parallelize: measuring the model")
-    profile = profile_model(model, loss_fn, optimizers, sample, comm)
+    profile = profile_model(model, loss_fn, optimizers, sample, comm, given.micro_batches if given else micro_batches)
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
     give_back_freed()
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
-    buckets = Buckets(memory)
-    boundary = comm.channel(f"model{len(session.attached)}-boundary") if cuts(chosen) else None
-    tables = _open_tables(session, model, chosen, optimizers)
-    transfers = apply(model, chosen, comm, len(cluster.servers), buckets, boundary, tables)
-    engine, weigher, owners = _started(session, model, chosen, transfers, optimizers, buckets)
-    engine.others = [comm for comm in (boundary, tables.comm if tables else None) if comm is not None]
-    engine.entered = [table.begin for table in tables.all] if tables else []
-    extended = [extend(each, engine, owners, number, tables) for number, each in enumerate(optimizers)]
-    owned = tuple(each for each in extended if each is not None)
+    stage = _open_tail(session, model, chosen, profile)
+    attached = attach(session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage)
     placed = profile.placed(chosen.owners(profile.names))
-    session.attached[model] = Attached(engine, weigher, chosen, placed, cluster, owned)
-    return model, watch(model, loss_fn, count, engine, weigher, owners), optimizer
+    session.attached[model] = Attached(attached.engine, attached.weigher, chosen, placed, cluster, attached.owned)
+    return model, attached.loss_fn, optimizer
 
 
-def _started(
-    session: Session,
-    model: nn.Module,
-    plan: Plan,
-    transfers: Sequence[Transfer],
-    optimizers: Sequence[Optimizer],
-    buckets: Buckets,
-) -> tuple[Engine, Weigher, Owners | None]:
-    """What runs the transfers, over channels made in the same order on every rank."""
-    comm, prefix = session.comm, f"model{len(session.attached)}"
-    owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
-    served = [transfer for transfer in owned if transfer.served]
-    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
-    weigher = Weigher(comm.channel(f"{prefix}-counts") if plan.staleness == 0 else None)
-    number, server_lanes = _open_servers(session, model, plan, served, optimizers)
-    engine = Engine(transfers, lanes, server_lanes, buckets)
-    session.lanes += engine.lanes
-    tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
-    engine.began = partial(tell, "exchange")
-    return engine, weigher, Owners(engine, owned, comm.rank, tell) if owned else None
-
-
-def _open_servers(
-    session: Session, model: nn.Module, plan: Plan, served: Sequence[OwnedTransfer], optimizers: Sequence[Optimizer]
-) -> tuple[int, Sequence[Comm]]:
-    """Let the servers, if the plan has any use for them, take their part."""
-    if session.servers is None or not served:
-        return 0, ()
-    _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
-    sites = [
-        ServedSite(
-            site.strategy,
-            site.exchange,
-            label(number, site),
-            {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
-            {name: place.owners[name] for name in place.parameters if name in place.owners},
-            place.spans,
-        )
-        for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
-        if _part_of_servers(site) == "owners"
-    ]
-    return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
-
-
-def _open_tables(session: Session, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> Tables | None:
-    """The way to the tables that the plan leaves to servers, if to any."""
-    tables = {
-        name: parameter
-        for site, place in places(model, plan, session.comm.rank)
-        if _part_of_servers(site) == "tables"
-        for name, parameter in place.parameters.items()
-    }
-    if session.servers is None or not tables:
+def _open_tail(session: Session, model: nn.Module, plan: Plan, profile: ModelProfile) -> Stage | None:
+    """The way to the end of the model, if the plan has it on tail hosts."""
+    at_tail = {c.layer: c for c in plan.choices if named(all_strategies, Strategy, c.strategy).staged}
+    if session.tail is None or not at_tail:
         return None
-    _check_for_servers(session, tables.values(), optimizers)
-    forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
-    return session.servers.open_tables(forms, optimizers, plan.staleness)
-
-
-def _part_of_servers(site: Site) -> str:
-    """What servers are to a site: "owners" of its parameters among others, have its "tables", or ''."""
-    strategy = named(all_strategies, Strategy, site.strategy)
-    return ("owners" if strategy.owns else "tables") if strategy.served else ""
-
-
-def _check_for_servers(session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what servers cannot own (a collective)."""
-    if any(parameter.device.type != "cpu" for parameter in parameters):
-        do = 'leave servers out, or "server" and "server_rows" out of strategies'
-        raise PlanError("servers own parameters on CPUs only", do=do)
-    agreed(session.comm, lambda: check_sendable(optimizers))
+    if session.tail.taken:
+        raise PlanError("the tail hosts run the end of another model", do='leave "stage" out of this one\'s strategies')
+    session.tail.taken = True
+    tails = [tail for name in at_tail if (tail := profile.layer(name).tail) is not None]
+    tail = max(tails, key=lambda each: len(each.layers))
+    modules = {name: model.get_submodule(name) for name in tail.modules}
+    session.tail.tell(Ask.OPEN, Opening(tail.modules, {name: choice.exchange for name, choice in at_tail.items()}))
+    return Stage(session.tail, model, modules, plan.micro_batches)
 
 
 def plan(
@@ -248,6 +183,8 @@ def plan(
 def shard(loader: DataLoader[T]) -> DataLoader[T]:
     """A DataLoader that gives this rank its own rows: none twice, none lost, as many batches on every rank.
 
+    On a tail host, which has no rows of its own, it is the loader itself.
+
     Args:
         loader: the loader as one process would use it; `batch_size` is the number of rows on one rank. Its sampler and
             all its other options are kept; shuffling follows a seed that the ranks agree on and the epoch, which
@@ -259,7 +196,10 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
     Raises:
         UsageError: not a DataLoader, one whose batches cannot be cut, or fewer rows than ranks.
     """
-    comm = current().comm
+    session = current()
+    if session.tail is not None and session.tail.is_one:
+        return loader
+    comm = session.comm
     seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
     return agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
 
@@ -283,7 +223,8 @@ def measured_cluster(session: Session) -> Cluster:
             for lane in lanes:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
-            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers)
+            tail = session.tail.hosts if session.tail else ()
+            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers, tail)
     return session.cluster
 
 
@@ -314,6 +255,7 @@ def _chosen(
             memory=asked.memory,
             memory_limit=asked.memory_limit,
         )
-        return replace(made, staleness=asked.staleness)
+        made = replace(made, staleness=asked.staleness, micro_batches=asked.micro_batches)
+        return with_sharing(made, profile, cluster)
     check_served(given, profile, cluster)
-    return repredicted(given, profile, cluster)
+    return with_sharing(repredicted(given, profile, cluster), profile, cluster)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm.stage import Stage
 from shoal.comm.tables import FarTable, Tables
 from shoal.core.contracts import Comm
-from shoal.core.cut import Cut, cut_of, is_cut, opened, part_of
+from shoal.core.cut import Cut, OverRanks, cut_of, is_cut, opened, part_of
 from shoal.core.pieces import local_gradient
 from shoal.profiling.updates import attributes, settings
 from shoal.profiling.updates import part_of as state_of_part
@@ -44,7 +45,7 @@ def norms_of_parts(parameters: list[nn.Parameter], order: float) -> list[Tensor]
     """The norm of every rank's parts of those parameters' gradients, in rank order (a collective); no tables'."""
     by_comm: dict[Comm, list[Tensor]] = {}
     for parameter in parameters:
-        if isinstance(cut_of(parameter), FarTable):
+        if not isinstance(cut_of(parameter), OverRanks):
             continue
         gradient = local_gradient(parameter)
         here = by_comm.setdefault(cut_of(parameter).comm, [])
@@ -148,6 +149,59 @@ class TableOptimizer:
 
     def _tables(self) -> dict[nn.Parameter, FarTable]:
         return far_tables((p for group in self._optimizer.param_groups for p in group["params"]), self._of_model)
+
+
+@final
+class StageOptimizer:
+    """The methods that take the place of an optimizer's own where tail hosts run the end of a model."""
+
+    def __init__(self, optimizer: Optimizer, number: int, stage: Stage) -> None:
+        self._optimizer, self._number, self._stage = optimizer, number, stage
+
+    def check_sent(self) -> None:
+        """Gradients are always with the tail."""
+
+    def open(self) -> None:
+        """Have the tail make the step."""
+        names = self._stage.names
+        groups = [
+            (settings(group), [names[p] for p in group["params"] if p in names])
+            for group in self._optimizer.param_groups
+        ]
+        self._stage.step(self._number, groups, attributes(self._optimizer))
+
+    def close(self) -> None:
+        """Drop what the original has made of parameters without elements."""
+        for parameter in self._held():
+            self._optimizer.state.pop(parameter, None)
+
+    def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The state in one-process form."""
+        states = self._stage.call("state", self._number)
+        held = self._held()
+        self._optimizer.state.update({p: states[name] for p, name in held.items() if name in states})
+        try:
+            return original()
+        finally:
+            self.close()
+
+    def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
+        """Take a state in one-process form."""
+        original(state_dict)
+        self._give()
+
+    def take_state(self) -> None:
+        """Give the tail what the optimizer holds of its parameters, if anything."""
+        if any(parameter in self._optimizer.state for parameter in self._held()):
+            self._give()
+
+    def _give(self) -> None:
+        states = {name: self._optimizer.state.pop(parameter, {}) for parameter, name in self._held().items()}
+        self._stage.call("take_state", self._number, states if self._stage.hosts.speaks else {})
+
+    def _held(self) -> dict[nn.Parameter, str]:
+        names = self._stage.names
+        return {p: names[p] for group in self._optimizer.param_groups for p in group["params"] if p in names}
 
 
 def _whole(its_cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,14 +16,14 @@ from shoal.core.buckets import MEMORY
 from shoal.core.contracts import Comm, Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.placement import BALANCED, Placement, check_placement
-from shoal.core.plan import Choice, Plan
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan
 from shoal.core.registry import named
 from shoal.planner.options import known, resolve
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session
 
-_COMPARED = ("model", "bucket_bytes", "lanes", "staleness")  # of a plan, beside its choices and placement
+_COMPARED = ("model", "bucket_bytes", "lanes", "staleness", "micro_batches")  # of a plan, beside its choices and placement
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 
@@ -39,6 +39,7 @@ class Request:
     memory: str
     placement: Placement
     memory_limit: float | None = None
+    micro_batches: int = MICRO_BATCHES
 
 
 def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session) -> Plan | None:
@@ -53,6 +54,8 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
     limit = asked.memory_limit
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
         raise UsageError("memory_limit is a number of bytes", got=repr(limit), do="give for instance 2e9, or None")
+    if not isinstance(asked.micro_batches, int) or asked.micro_batches < 1:
+        raise UsageError("micro_batches is a whole number, at least 1", got=repr(asked.micro_batches), do="give 4, say")
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
     servers = len(session.servers.hosts) if session.servers else 0
@@ -169,6 +172,7 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list
         "staleness": "unbounded" if asked.staleness is None else asked.staleness,
         "memory": asked.memory,
         "memory_limit": asked.memory_limit,
+        "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
         **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
     }

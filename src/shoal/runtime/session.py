@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.process_group import alone, join
+from shoal.comm.stage import TailHosts
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError, WorldError
@@ -64,12 +65,16 @@ class Session:
     optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(default_factory=WeakKeyDictionary)
     lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
     servers: Servers | None = None
+    tail: TailHosts | None = None
     broken: bool = False  # this rank ends for an error
 
     @property
     def world(self) -> World:
         """This process's place among the ranks."""
-        return World(self.comm.rank, self.comm.size, self.comm.topology.hosts[self.comm.rank])
+        comm, host = self.comm, self.comm.topology.hosts[self.comm.rank]
+        if self.tail is not None and self.tail.is_one:
+            return World(self.tail.comm.rank, self.tail.comm.workers, host)
+        return World(comm.rank, comm.size, host)
 
     def drain(self) -> None:
         """Finish what other ranks wait for: parameters that this one has updated and is sending; servers' work."""
@@ -77,6 +82,8 @@ class Session:
             lane.drain()
         if self.servers is not None:
             self.servers.end()
+        if self.tail is not None:
+            self.tail.end()
 
     def abandon(self) -> None:
         """Leave what lanes have still to do: this rank ends for an error."""
@@ -99,7 +106,8 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
     """Join the other ranks, as torchrun's environment variables say; without them this process is alone.
 
     Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server"): on those this call
-    serves until the workers have ended, and then ends the process.
+    serves until the workers have ended, and then ends the process. Where SHOAL_TAIL=T is set, the last T run the end of
+    the model (strategy "stage"): on those `parallelize` does so, and ends the process.
 
     Args:
         timeout_s: seconds after which an exchange that a rank does not take part in is an error. Whatever this says, a
@@ -107,7 +115,7 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
-        This process's place among the workers. A second call gives the same.
+        This process's place among the workers; `rank` is `size` or more on a tail host. A second call gives the same.
 
     Raises:
         MissingRank: a rank did not start in time; it is named.
@@ -124,9 +132,9 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         if min(timeout_s, start_timeout_s) <= 0:
             raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
         host = os.environ.get("SHOAL_HOST") or socket.gethostname()
-        servers = _number_of_servers()
-        comm = ThreadComm(hub=Hub(hosts=(host,))) if alone() else join(timeout_s, start_timeout_s, host, servers)
-        if comm.rank >= comm.workers:
+        servers, tail = _number_of("SHOAL_SERVERS"), _number_of("SHOAL_TAIL")
+        comm = ThreadComm(hub=Hub(hosts=(host,))) if alone() else join(timeout_s, start_timeout_s, host, servers, tail)
+        if servers and comm.rank >= comm.workers:
             for observed in filter(None, serve(comm)):
                 text.console().print(text.staleness(comm.rank, observed))
             comm.leave(None)
@@ -139,18 +147,21 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
     return session.world
 
 
-def _number_of_servers() -> int:
-    text = os.environ.get("SHOAL_SERVERS", "0")
+def _number_of(variable: str) -> int:
+    text = os.environ.get(variable, "0")
     if not text.isdigit():
-        raise UsageError("SHOAL_SERVERS is not a number", got=repr(text), do="set it to how many of the ranks serve")
+        raise UsageError(f"{variable} is not a number", got=repr(text), do="set it to how many of the ranks are that")
     return int(text)
 
 
 def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
-    """A worker's session; where there are servers every worker calls this at once."""
+    """The session of a worker, or of a tail host; where there are servers or a tail all of them call this at once."""
     if comm.workers == comm.size:
         return Session(comm, cluster)
-    return Session(comm.group(comm.workers), cluster, servers=Servers(comm))
+    if comm.topology.tail:
+        tail = TailHosts(comm)
+        return Session(comm.group(tail.peers), cluster, tail=tail)
+    return Session(comm.group(range(comm.workers)), cluster, servers=Servers(comm))
 
 
 def world() -> World:

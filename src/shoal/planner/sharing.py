@@ -1,0 +1,83 @@
+"""How tail hosts share the end of the model among themselves: a plan within the plan, for a job of their own.
+
+Each has the rows of its workers, W/T times those of one, and the layers are served as those of any job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal import strategies
+from shoal.core.contracts import Strategy
+from shoal.core.errors import PlanError
+from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Topology
+from shoal.core.plan import Plan
+from shoal.core.registry import found, named
+from shoal.planner.search import search
+
+
+def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+    """The plan with a strategy, in its choices' `exchange`, by which tail hosts share each layer that they have.
+
+    Raises:
+        PlanError: the plan names one that cannot be.
+    """
+    kinds = found(strategies, Strategy)
+    at_tail = [choice for choice in plan.choices if kinds[choice.strategy].staged]
+    given = {choice.layer: choice.exchange for choice in at_tail if choice.exchange}
+    if len(cluster.tail) < 2:
+        if given:
+            layer, how = next(iter(given.items()))
+            do = 'pin it to "stage" alone, or take more tail hosts'
+            raise PlanError(f"one tail host shares layer {layer} with nobody", got=f"stage:{how}", do=do)
+        return plan
+    if not at_tail:
+        return plan
+    usable = [name for name, kind in kinds.items() if not (kind.staged or kind.served or name == "head")]
+    for layer, how in given.items():
+        if named(strategies, Strategy, how.partition(":")[0]).name not in usable:
+            expected = ", ".join(usable)
+            raise PlanError(f"tail hosts cannot share layer {layer} so", got=f"stage:{how}", expected=expected)
+    inner = search(
+        _of_tail([choice.layer for choice in at_tail], profile, cluster),
+        replace(cluster, topology=Topology(cluster.tail), tail=(), servers=()),
+        pins=given,
+        strategies=usable,
+    )
+    for choice in inner.choices:
+        how = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy
+        plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=how))
+    return plan
+
+
+def _of_tail(names: list[str], profile: ModelProfile, cluster: Cluster) -> ModelProfile:
+    """The end of the model as its hosts have it."""
+    tail = max((tail for n in names if (tail := profile.layer(n).tail)), key=lambda each: len(each.layers))
+    more = cluster.size / len(cluster.tail)
+    layers = [layer for layer in profile.layers if layer.name in tail.layers]
+
+    def its(layer: LayerProfile) -> LayerProfile:
+        return replace(
+            layer,
+            parameters=tuple(replace(p, ready_s=p.ready_s * more) for p in layer.parameters),
+            rows=round(layer.rows * more),
+            taken=round(layer.taken * more),
+            needed_s=(layer.needed_s - tail.body_forward_s) * more,
+            forward_s=layer.forward_s * more,
+            backward_s=layer.backward_s * more,
+            own_product_s=layer.own_product_s + layer.product_s_per_row * layer.rows * (more - 1),
+            loss_rows=0,
+            feeds=layer.feeds if layer.feeds in tail.layers else "",
+            fed_by=layer.fed_by if layer.fed_by in tail.layers else "",
+            tail=None,
+        )
+
+    share = sum(layer.nbytes for layer in layers) / max(profile.nbytes, 1)
+    return ModelProfile(
+        layers=tuple(map(its, layers)),
+        forward_s=tail.forward_s * more,
+        backward_s=tail.backward_s * more,
+        optimizer_s=profile.optimizer_s * share,
+        digest=profile.digest,
+        state_bytes=profile.state_bytes * share,
+    )

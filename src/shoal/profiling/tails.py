@@ -1,0 +1,154 @@
+"""Finds the ends of a model that can run on hosts of their own: what they put out goes to the loss and nowhere else.
+
+An end is a module whose output is the very tensor that the model returns (`classifier`), or the last children of an
+nn.Sequential whose output is (4 to 6 of `classifier`). Found by one forward in which every module is watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.comm.letters import letter_bytes
+from shoal.comm.stage import backward_letter, forward_letter, loss_letter, modes
+from shoal.core.facts import ModelProfile, Tail
+from shoal.core.pieces import cut_sizes
+from shoal.profiling.identity import Layer
+from shoal.profiling.sample import Sample, tensors_in
+
+_NONE = "no module that has it puts out what the model returns"
+
+
+@dataclass(frozen=True)
+class Tails:
+    """By layer the smallest end of the model that has it, or why there is none."""
+
+    of: Mapping[str, Tail]
+    reasons: Mapping[str, str]
+
+    @classmethod
+    def find(cls, sample: Sample, layers: Sequence[Layer], micro_batches: int) -> Tails:
+        """Run the sample forward, watching."""
+        if sample.loss_fn is None:
+            reason = "there is no loss_fn that could go with it: the model returns its own loss"
+            return cls({}, {layer.name: reason for layer in layers})
+        calls, output, loss = _watched(sample)
+        of: dict[str, Tail] = {}
+        reasons = {layer.name: _NONE for layer in layers}
+        if not isinstance(output, Tensor):
+            reasons = {layer.name: "the model's output is not one tensor" for layer in layers}
+        for modules in sorted(_ends(sample.model, calls, output), key=len):
+            inside = [sample.model.get_submodule(name) for name in modules]
+            mine = [layer.name for layer in layers if any(layer.module in module.modules() for module in inside)]
+            reason = _unfit(sample, inside, [calls[name] for name in modules])
+            for name in mine:
+                if reason:
+                    reasons[name] = reason
+                elif name not in of:
+                    taken = calls[modules[0]][0][0][0]
+                    of[name] = Tail(modules, tuple(mine), micro_batches, *_bytes(sample, inside, taken, loss, micro_batches))
+        return cls(of, reasons)
+
+
+def timed(profile: ModelProfile) -> ModelProfile:
+    """The profile with the seconds of every end of the model, and of what comes before it."""
+
+    def its(tail: Tail | None) -> Tail | None:
+        if tail is None:
+            return None
+        layers = [profile.layer(name) for name in tail.layers]
+        before_s, ready_s = min(layer.needed_s for layer in layers), max(layer.ready_s for layer in layers)
+        return replace(
+            tail,
+            body_forward_s=before_s,
+            body_backward_s=max(0.0, profile.backward_s - ready_s),
+            forward_s=max(0.0, profile.forward_s - before_s),
+            backward_s=ready_s,
+        )
+
+    return replace(profile, layers=tuple(replace(layer, tail=its(layer.tail)) for layer in profile.layers))
+
+
+_Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]  # of every module: what with, by position and name; output
+
+
+def _watched(sample: Sample) -> tuple[_Calls, Any, Tensor]:
+    calls: _Calls = {}
+
+    def leave(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.setdefault(name, []).append((args, kwargs, output))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, module in sample.model.named_modules():
+            hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+        loss = sample.loss().detach()
+    return calls, calls[""][-1][2], loss
+
+
+def _ends(model: nn.Module, calls: _Calls, output: Any) -> Iterator[tuple[str, ...]]:
+    """The modules of every end, by name, in the order of their calls."""
+    for name, module in model.named_modules():
+        if [each[2] is output for each in calls.get(name, ())] != [True]:
+            continue
+        if name:
+            yield (name,)
+        if type(module) is nn.Sequential:
+            children = [f"{name}.{child}".lstrip(".") for child in module._modules]
+            for start in range(1, len(children)):
+                yield tuple(children[start:])
+
+
+def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -> str:
+    """Why these modules, which end the model, cannot run elsewhere, or ''."""
+    for its in calls:
+        if len(its) != 1 or its[0][1] or len(its[0][0]) != 1 or not isinstance(its[0][0][0], Tensor):
+            return "a module of the model's end is not called once and with one tensor"
+    if any(True for module in modules for _ in module.buffers()):
+        return "the model's end has buffers, such as the statistics of batch normalisation"
+    inside = {id(parameter) for module in modules for parameter in module.parameters()}
+    within = {each for module in modules for each in module.modules()}
+    for module in sample.model.modules():
+        if module not in within and any(id(p) in inside for p in module.parameters(recurse=False)):
+            return "the model's end has a parameter that is tied to one before it"
+    (taken,), put_out = calls[0][0][0], calls[-1][0][2]
+    rows = _rows(sample)
+    if not taken.dim() or not put_out.dim() or len(taken) % rows or len(put_out) % rows:
+        return "the model's end does not have the batch's rows in its first dimension"
+    if any(parameter.device.type != "cpu" for module in modules for parameter in module.parameters()):
+        return "tail hosts have CPUs only"
+    return ""
+
+
+def _rows(sample: Sample) -> int:
+    return next((len(tensor) for tensor in tensors_in(sample.x) if tensor.dim()), 1)
+
+
+def _bytes(
+    sample: Sample, modules: Sequence[nn.Module], taken: Tensor, loss: Tensor, micro_batches: int
+) -> tuple[float, float]:
+    """What a worker sends to the end of the model in a step, and gets from it."""
+    every = [each for module in modules for each in module.modules()]
+    parameters = [each for module in modules for each in module.parameters()]
+    sizes = cut_sizes(_rows(sample), micro_batches)
+    per_row = len(taken) // sum(sizes)
+    activations = [
+        torch.empty(size * per_row, *taken.shape[1:], dtype=taken.dtype, device="meta") if size else None
+        for size in sizes
+    ]
+    letters: list[Any] = [
+        forward_letter(None if index else modes(every, parameters), activation, of_gradients=True)
+        for index, activation in enumerate(activations)
+    ]
+    letters.append(loss_letter((sample.y,), {}, of_gradients=True))
+    letters.append(backward_letter([True] * len(parameters), 1.0, {0: loss}))
+    letters.append(None)  # the step
+    back = taken.nbytes if taken.requires_grad else 0
+    return float(sum(map(letter_bytes, letters))), float(back + letter_bytes(loss))

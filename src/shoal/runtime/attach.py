@@ -1,0 +1,153 @@
+"""Puts a plan into a model and has an engine run it: what ranks do once they have agreed on a plan.
+
+    1  open      servers, tables, a boundary for cut layers: channels, made in the same order on every rank
+    2  rewrite   the model's layers change in place; transfers come out           (rewrite/apply.py)
+    3  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
+    4  extend    optimizers learn what ranks own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal import strategies as all_strategies
+from shoal.comm.agreement import agreed
+from shoal.comm.stage import Stage
+from shoal.comm.tables import Tables
+from shoal.core.buckets import MEMORY, Buckets
+from shoal.core.contracts import Comm, OwnedTransfer, Strategy, Transfer
+from shoal.core.errors import PlanError
+from shoal.core.plan import Plan, Site
+from shoal.core.registry import named
+from shoal.rewrite.apply import apply, cuts, label, places
+from shoal.runtime.engine import Engine
+from shoal.runtime.optimizer import OwnedOptimizer, extend
+from shoal.runtime.orders import check_sendable
+from shoal.runtime.owners import Owners, tell_nobody
+from shoal.runtime.servers import ServedSite
+from shoal.runtime.session import Session
+from shoal.runtime.tables import TableForm
+from shoal.runtime.watch import watch
+from shoal.runtime.weights import Weigher
+from shoal.strategies.stage import loss_at_tail
+
+
+@dataclass(frozen=True)
+class Running:
+    """What runs a model that has been rewritten."""
+
+    engine: Engine
+    weigher: Weigher
+    owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
+    loss_fn: Callable[..., Any] | None  # to use from now on
+
+
+def attach(
+    session: Session,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    *,
+    count: Callable[[Any, Any], float | Tensor] | None = None,
+    memory: str = MEMORY[0],
+    stage: Stage | None = None,
+    weighs: bool = True,
+) -> Running:
+    """Rewrite a model for a plan, on every rank of the session alike; `weighs` says whether uneven rows are weighed."""
+    comm, buckets = session.comm, Buckets(memory)
+    servers = len(session.servers.hosts) if session.servers else 0
+    boundary = comm.channel(f"model{len(session.attached)}-boundary") if cuts(plan) else None
+    tables = _open_tables(session, model, plan, optimizers)
+    transfers = apply(model, plan, comm, servers, buckets, boundary, tables, stage)
+    engine, weigher, owners = _started(session, model, plan, transfers, optimizers, buckets, weighs)
+    others = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
+    engine.others = [each for each in others if each is not None]
+    engine.entered = [table.begin for table in tables.all] if tables else []
+    if stage is not None:
+        engine.entered = [*engine.entered, stage.entered]
+        assert loss_fn is not None
+        loss_fn = loss_at_tail(loss_fn)
+    extended = [extend(each, engine, owners, number, tables, stage) for number, each in enumerate(optimizers)]
+    owned = tuple(each for each in extended if each is not None)
+    return Running(engine, weigher, owned, watch(model, loss_fn, count, engine, weigher, owners))
+
+
+def _started(
+    session: Session,
+    model: nn.Module,
+    plan: Plan,
+    transfers: Sequence[Transfer],
+    optimizers: Sequence[Optimizer],
+    buckets: Buckets,
+    weighs: bool,
+) -> tuple[Engine, Weigher, Owners | None]:
+    """What runs the transfers, over channels made in the same order on every rank."""
+    comm, prefix = session.comm, f"model{len(session.attached)}"
+    owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
+    served = [transfer for transfer in owned if transfer.served]
+    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
+    weigher = Weigher(comm.channel(f"{prefix}-counts") if weighs and plan.staleness == 0 else None)
+    number, server_lanes = _open_servers(session, model, plan, served, optimizers)
+    engine = Engine(transfers, lanes, server_lanes, buckets)
+    session.lanes += engine.lanes
+    tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
+    engine.began = partial(tell, "exchange")
+    return engine, weigher, Owners(engine, owned, comm.rank, tell) if owned else None
+
+
+def _open_servers(
+    session: Session, model: nn.Module, plan: Plan, served: Sequence[OwnedTransfer], optimizers: Sequence[Optimizer]
+) -> tuple[int, Sequence[Comm]]:
+    """Let the servers, if the plan has any use for them, take their part."""
+    if session.servers is None or not served:
+        return 0, ()
+    _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
+    sites = [
+        ServedSite(
+            site.strategy,
+            site.exchange,
+            label(number, site),
+            {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
+            {name: place.owners[name] for name in place.parameters if name in place.owners},
+            place.spans,
+        )
+        for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
+        if _part_of_servers(site) == "owners"
+    ]
+    return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
+
+
+def _open_tables(session: Session, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> Tables | None:
+    """The way to the tables that the plan leaves to servers, if to any."""
+    tables = {
+        name: parameter
+        for site, place in places(model, plan, session.comm.rank)
+        if _part_of_servers(site) == "tables"
+        for name, parameter in place.parameters.items()
+    }
+    if session.servers is None or not tables:
+        return None
+    _check_for_servers(session, tables.values(), optimizers)
+    forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
+    return session.servers.open_tables(forms, optimizers, plan.staleness)
+
+
+def _part_of_servers(site: Site) -> str:
+    """What servers are to a site: "owners" of its parameters among others, have its "tables", or ''."""
+    strategy = named(all_strategies, Strategy, site.strategy)
+    return ("owners" if strategy.owns else "tables") if strategy.served else ""
+
+
+def _check_for_servers(session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what servers cannot own (a collective)."""
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        do = 'leave servers out, or "server" and "server_rows" out of strategies'
+        raise PlanError("servers own parameters on CPUs only", do=do)
+    agreed(session.comm, lambda: check_sendable(optimizers))

@@ -1,0 +1,447 @@
+"""A tail host: runs the end of a model for its workers, who say what to do (comm/stage.py).
+
+    a thread for each worker    receives letters, a few ahead of what is done              (Letters)
+    the main thread             takes the next letter of every worker, which ask for the same, in any order of arrival
+      FORWARD    joins the rows of its workers' micro-batch, runs the tail on them
+      LOSS       each worker's loss, over all of its micro-batches together: as one process would compute it
+      BACKWARD   one backward through all micro-batches; each activation's gradient goes back as soon as it is there
+      STEP …     what one process would do, with this process's own optimizer
+
+Several tail hosts are an ordinary job of Shoal among themselves: each has the rows of its workers, their layers are
+served by the plan's strategies. So whatever one of them does all do, in the same order, as workers do.
+Guarded by tests/equivalence/test_stage.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from threading import Condition
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.letters import fetch, post
+from shoal.comm.stage import GRADIENTS, Ask, Modes, TailHosts
+from shoal.core.contracts import Comm, Pending
+from shoal.core.errors import DeadlinePassed, RanksDiffer
+from shoal.core.plan import Choice, Plan
+from shoal.profiling.identity import model_digest
+from shoal.runtime.attach import attach
+from shoal.runtime.lanes import Answering
+from shoal.runtime.optimizer import extend
+from shoal.runtime.session import Session
+
+_AHEAD = 4  # letters of a worker that are kept
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What tail hosts are told of a model."""
+
+    modules: tuple[str, ...]
+    shared: Mapping[str, str]  # by layer, in the order in which gradients come, how they share it: "sliced:direct"
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A worker's wish: what, and of which forward and micro-batch, or loss."""
+
+    what: Ask
+    run: int
+    index: int
+    oldest: int
+    content: Any
+
+    @property
+    def key(self) -> str:
+        """Its name in messages."""
+        if self.what == Ask.FORWARD:
+            return f"micro-batch {self.index} of forward {self.run}"
+        return f"{self.what.name} of forward {self.run}" if self.run else self.what.name
+
+
+@final
+class Letters:
+    """What workers have sent and nobody has taken yet."""
+
+    def __init__(self, comm: Comm, workers: Sequence[int], timeout_s: float | None) -> None:
+        self._comm, self._timeout_s = comm, timeout_s
+        self._moved = Condition()
+        self._boxes: dict[int, deque[Letter]] = {worker: deque() for worker in workers}
+        self._answering = Answering()
+        self._last = "the beginning"
+        for worker in workers:
+            self._answering.begin(worker, partial(self._receive, worker), comm)
+
+    def next(self) -> dict[int, Letter]:
+        """The next letter of every worker, all of them of the same kind.
+
+        Raises:
+            DeadlinePassed: some have written, and one has not for as long as a receive may wait.
+            RanksDiffer: workers ask for different things.
+        """
+        since = None
+        with self._moved:
+            while missing := [worker for worker, box in self._boxes.items() if not box]:
+                there = {worker: box[0] for worker, box in self._boxes.items() if box}
+                if there and since is None:
+                    since = time.monotonic()
+                late_s = 0.0 if since is None else time.monotonic() - since
+                if there and self._timeout_s is not None and late_s > self._timeout_s:
+                    key = next(iter(there.values())).key
+                    raise DeadlinePassed(
+                        f"{key} has not come from rank {missing[0]} within {self._timeout_s:g} s",
+                        where=f"tail host, rank {self._comm.rank}, after {self._last}",
+                        got=f"it has come from {', '.join(f'rank {worker}' for worker in there)}",
+                        do="let every worker make the same calls in the same order, or raise the time-out",
+                        rank=missing[0],
+                    )
+                if not self._moved.wait(_POLL_S):
+                    self._comm.check(f"after {self._last}")
+                    self._answering.check()
+            letters = {worker: box.popleft() for worker, box in self._boxes.items()}
+            self._moved.notify_all()
+        first, *_ = letters.values()
+        for worker, letter in letters.items():
+            if (letter.what, letter.run, letter.index) != (first.what, first.run, first.index):
+                raise RanksDiffer(
+                    f"rank {worker} is at {letter.key} where rank {next(iter(letters))} is at {first.key}",
+                    where=f"tail host, rank {self._comm.rank}, after {self._last}",
+                    do="where tail hosts run the end of the model, call it (also to evaluate), its loss, backward, "
+                    "step and state_dict on every worker alike",
+                    rank=worker,
+                )
+        self._last = first.key
+        return letters
+
+    def finish(self) -> None:
+        """Wait until every worker's thread has ended, and end it."""
+        self._answering.finish(lambda: None)
+        self._answering.close()
+
+    def _receive(self, worker: int, comm: Comm) -> None:
+        what = None
+        while what != Ask.END:
+            (what, run, index, oldest), content = fetch(comm, worker)
+            with self._moved:
+                while len(self._boxes[worker]) >= _AHEAD:
+                    self._moved.wait()
+                self._boxes[worker].append(Letter(Ask(what), run, index, oldest, content))
+                self._moved.notify_all()
+
+
+@dataclass
+class _Forward:
+    """A forward of the model, with the rows of all of this host's workers."""
+
+    inputs: list[Tensor] = field(default_factory=list)  # of each micro-batch, joined
+    outputs: list[Tensor] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)  # of each micro-batch, of each worker's activation
+    whole: dict[int, Tensor] = field(default_factory=dict)  # each worker's output, apart from the tail's graph
+    losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of each worker, by number
+
+    def rows_out(self, index: int) -> list[int]:
+        """Each worker's rows of a micro-batch's output."""
+        taken, put_out = len(self.inputs[index]), len(self.outputs[index])
+        return [rows * put_out // taken if taken else 0 for rows in self.rows[index]]
+
+
+@final
+class Tail:
+    """The end of one model, on one of its hosts."""
+
+    def __init__(
+        self,
+        hosts: TailHosts,
+        modules: Sequence[nn.Module],
+        runs: Callable[[Tensor], Tensor],
+        loss_fn: Callable[..., Any],
+        optimizers: Sequence[Optimizer],
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self._comm, self._workers, self._hosts = hosts.comm, hosts.served, len(hosts.hosts)
+        self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
+        self._optimizers, self._parameters = optimizers, parameters
+        self._forwards: dict[int, _Forward] = {}
+        self._under_way: list[tuple[Pending, Tensor]] = []
+        self._do: dict[Ask, Callable[[dict[int, Letter]], None]] = {
+            Ask.FORWARD: self._forward,
+            Ask.OUTPUT: self._output,
+            Ask.LOSS: self._loss,
+            Ask.BACKWARD: self._backward,
+            Ask.STEP: self._step,
+            Ask.READ: self._read,
+            Ask.WRITE: self._write,
+            Ask.CALL: self._call,
+        }
+
+    def serve(self, letters: Letters) -> None:
+        """Do what workers ask, until they end."""
+        while (asked := letters.next())[self._workers[0]].what != Ask.END:
+            self._do[asked[self._workers[0]].what](asked)
+            while self._under_way:  # behind what they wait for; before its memory is used again
+                self._under_way.pop()[0].wait()
+
+    def _answer(self, worker: int, content: Any) -> None:
+        self._under_way += post(self._comm, worker, (), content)
+
+    def _forward(self, asked: dict[int, Letter]) -> None:
+        first = asked[self._workers[0]]
+        its_modes, of_gradients, autocast, _ = first.content
+        if its_modes is not None:
+            self._set(its_modes)
+            oldest = min(letter.oldest for letter in asked.values())
+            self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
+            self._forwards[first.run] = _Forward()
+        run = self._forwards[first.run]
+        parts = [letter.content[3] for letter in asked.values()]
+        there = [part for part in parts if part is not None]
+        if there:
+            joined = torch.cat(there) if len(there) > 1 else there[0]
+        elif self._hosts > 1:  # others may have rows, and all of them call the tail together
+            joined = run.inputs[0].detach().new_empty(0, *run.inputs[0].shape[1:])
+        else:
+            return
+        with torch.set_grad_enabled(of_gradients), _autocast(autocast):
+            joined.requires_grad_(of_gradients and joined.is_floating_point())
+            output = self._runs(joined)
+        run.inputs.append(joined)
+        run.outputs.append(output)
+        run.rows.append([0 if part is None else len(part) for part in parts])
+
+    def _set(self, its_modes: Modes) -> None:
+        every = [each for module in self._modules for each in module.modules()]
+        for module, training in zip(every, its_modes.training, strict=True):
+            module.training = training
+        for parameter, trainable in zip(self._parameters.values(), its_modes.trainable, strict=True):
+            if parameter.requires_grad != trainable:
+                parameter.requires_grad_(trainable)
+
+    def _whole(self, run: _Forward, worker: int) -> Tensor:
+        """All that the tail has put out for a worker, apart from its graph."""
+        if worker not in run.whole:
+            place = self._workers.index(worker)
+            parts = [output.detach().split(run.rows_out(i))[place] for i, output in enumerate(run.outputs)]
+            run.whole[worker] = torch.cat(parts).requires_grad_(any(output.requires_grad for output in run.outputs))
+        return run.whole[worker]
+
+    def _output(self, asked: dict[int, Letter]) -> None:
+        for worker, letter in asked.items():
+            self._answer(worker, self._whole(self._forwards[letter.run], worker).detach())
+
+    def _loss(self, asked: dict[int, Letter]) -> None:
+        for worker, letter in asked.items():
+            args, kwargs, of_gradients, autocast = letter.content
+            run = self._forwards[letter.run]
+            with torch.set_grad_enabled(of_gradients), _autocast(autocast):
+                loss = self._loss_fn(self._whole(run, worker), *args, **kwargs)
+            run.losses.setdefault(worker, {})[letter.index] = loss
+            self._answer(worker, loss.detach())
+
+    def _backward(self, asked: dict[int, Letter]) -> None:
+        run = self._forwards.pop(asked[self._workers[0]].run)
+        self._clear(asked[self._workers[0]].content[0])
+        share = self._hosts / self._comm.workers  # gradients are the mean over workers, of which this host has some
+        for worker, letter in asked.items():
+            _, weight, slopes = letter.content
+            losses = [run.losses[worker][number] for number in slopes]
+            torch.autograd.backward(losses, [slope * (weight * share) for slope in slopes.values()])
+        grads = [self._whole(run, worker).grad for worker in self._workers]
+        rows = [run.rows_out(index) for index in range(len(run.outputs))]
+        starts = [[0, *accumulate(each[place] for each in rows)] for place in range(len(self._workers))]
+        of_outputs = [
+            torch.cat(
+                [
+                    torch.zeros_like(whole := self._whole(run, worker))[starts[p][i] : starts[p][i + 1]]
+                    if grad is None
+                    else grad[starts[p][i] : starts[p][i + 1]]
+                    for p, (worker, grad) in enumerate(zip(self._workers, grads, strict=True))
+                ]
+            )
+            for i in range(len(run.outputs))
+        ]
+        back = _Back(run, 1 / share, self._send_back)
+        live = [i for i, output in enumerate(run.outputs) if output.requires_grad]
+        for index in live:
+            run.inputs[index].register_hook(partial(back.ready, index))
+        torch.autograd.backward([run.outputs[i] for i in live], [of_outputs[i] for i in live])
+        back.finish()
+
+    def _send_back(self, index: int, rows: Sequence[int], grad: Tensor) -> None:
+        for worker, part in zip(self._workers, grad.split(list(rows)), strict=True):
+            if len(part):
+                part = part.contiguous()
+                self._under_way.append((self._comm.send(part, worker), part))
+
+    def _clear(self, cleared: Sequence[bool]) -> None:
+        for parameter, none in zip(self._parameters.values(), cleared, strict=True):
+            if none:
+                parameter.grad = None
+
+    def _step(self, asked: dict[int, Letter]) -> None:
+        number, cleared, groups, now = asked[self._workers[0]].content
+        self._clear(cleared)
+        optimizer = self._optimizers[number]
+        vars(optimizer).update(now)
+        optimizer.param_groups[:] = [
+            {**settings, "params": [self._parameters[name] for name in names]} for settings, names in groups
+        ]
+        optimizer.step()
+
+    def _read(self, asked: dict[int, Letter]) -> None:
+        what, name = asked[self._workers[0]].content
+        parameter = self._parameters[name]
+        found = parameter.grad if what == GRADIENTS else parameter
+        whole = None if found is None else found.detach().clone()  # of all tail hosts together
+        for worker in asked:
+            self._answer(worker, whole)
+
+    @torch.no_grad()
+    def _write(self, asked: dict[int, Letter]) -> None:
+        what, name, whole = asked[self._workers[0]].content
+        if what == GRADIENTS:
+            self._parameters[name].grad = whole
+        else:
+            self._parameters[name].copy_(whole)
+
+    def _call(self, asked: dict[int, Letter]) -> None:
+        what, cleared, args = asked[self._workers[0]].content
+        self._clear(cleared)
+        parts: dict[str, Callable[..., Any]] = {
+            "norm": self._norm,
+            "scale": self._scale,
+            "state": self._state,
+            "take_state": self._take_state,
+        }
+        answer = parts[what](*args)
+        for worker in asked:
+            self._answer(worker, answer)
+
+    def _norm(self, number: int, order: float) -> Tensor:
+        return extend_norm(self._optimizers[number], order)
+
+    @torch.no_grad()
+    def _scale(self, number: int, factor: Tensor) -> None:
+        for group in self._optimizers[number].param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    gradient.mul_(factor.to(gradient.dtype))
+
+    def _state(self, number: int) -> dict[str, Any]:
+        """What optimizer `number` has of every parameter, in one-process form."""
+        state = self._optimizers[number].state_dict()["state"]
+        return {name: state[place] for place, name in enumerate(self._held(number)) if place in state}
+
+    def _take_state(self, number: int, states: Mapping[str, Any]) -> None:
+        whole = self._optimizers[number].state_dict()
+        for place, name in enumerate(self._held(number)):
+            whole["state"].pop(place, None)
+            if states.get(name):
+                whole["state"][place] = states[name]
+        self._optimizers[number].load_state_dict(whole)
+
+    def _held(self, number: int) -> list[str]:
+        """Names of an optimizer's parameters, in their order."""
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        return [names[p] for group in self._optimizers[number].param_groups for p in group["params"]]
+
+
+@final
+class _Back:
+    """Gradients of a forward's activations on their way to workers, the last micro-batch first."""
+
+    def __init__(self, run: _Forward, scale: float, send: Callable[[int, Sequence[int], Tensor], None]) -> None:
+        self._run, self._scale, self._send = run, scale, send
+        self._waiting = list(range(len(run.inputs)))
+        self._there: dict[int, Tensor] = {}
+
+    def ready(self, index: int, grad: Tensor) -> None:
+        """A micro-batch's is there."""
+        self._there[index] = grad * self._scale if self._scale != 1 else grad
+        while self._waiting and self._waiting[-1] in self._there:
+            index = self._waiting.pop()
+            self._send(index, self._run.rows[index], self._there.pop(index))
+
+    def finish(self) -> None:
+        """Send zeros for what the tail has not used."""
+        for index in reversed(self._waiting.copy()):
+            if index not in self._there and self._run.inputs[index].requires_grad:
+                self.ready(index, torch.zeros_like(self._run.inputs[index]))
+
+
+def extend_norm(optimizer: Any, order: float) -> Tensor:
+    """The norm of all gradients of an optimizer that has been extended."""
+    norm: Tensor = optimizer.clip_grad_norm_(math.inf, order)
+    return norm
+
+
+def _autocast(state: tuple[bool, torch.dtype]) -> Any:
+    enabled, dtype = state
+    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+
+
+def serve_tail(
+    session: Session, model: nn.Module, loss_fn: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
+) -> None:
+    """Be a tail host of a model until the workers have ended.
+
+    Raises:
+        WorldError: a rank was lost, or workers ask for different things.
+    """
+    hosts = session.tail
+    assert hosts is not None
+    letters = Letters(hosts.comm, hosts.served, session.comm.timeout_s)
+    opening = letters.next()[hosts.served[0]]
+    if opening.what == Ask.OPEN:
+        assert loss_fn is not None  # or no plan would have a stage
+        _made(session, hosts, opening.content, model, loss_fn, optimizers).serve(letters)
+    letters.finish()
+    session.close()
+
+
+def _made(
+    session: Session,
+    hosts: TailHosts,
+    opening: Opening,
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizers: Sequence[Optimizer],
+) -> Tail:
+    modules = {name: model.get_submodule(name) for name in opening.modules}
+    parameters = {f"{name}.{leaf}": p for name, module in modules.items() for leaf, p in module.named_parameters()}
+    kept = set(parameters.values())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in kept]
+        for parameter in [p for p in optimizer.state if p not in kept]:
+            del optimizer.state[parameter]
+    for parameter in model.parameters():  # of the workers: this process is the tail's from here on
+        if parameter not in kept:
+            parameter.data, parameter.grad = parameter.data.new_empty(0), None
+    tail = nn.Sequential(*modules.values())
+    if len(hosts.hosts) == 1:
+        for optimizer in optimizers:
+            extend(optimizer)
+    else:
+        attach(session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False)
+    return Tail(hosts, list(modules.values()), tail, loss_fn, optimizers, parameters)
+
+
+def _plan(tail: nn.Module, opening: Opening, hosts: int) -> Plan:
+    """How tail hosts share the layers among themselves, where these have names of their own."""
+
+    def inside(layer: str) -> str:
+        module = next(name for name in opening.modules if layer == name or layer.startswith(f"{name}."))
+        return f"{opening.modules.index(module)}{layer[len(module) :]}"
+
+    choices = [Choice(inside(layer), *how.partition(":")[::2]) for layer, how in opening.shared.items()]
+    return Plan(hosts, model_digest(tail), tuple(choices), bucket_bytes=4 << 20, lanes=3)

@@ -1,0 +1,215 @@
+"""Stage: the end of the model, its tail, runs on T hosts of its own, fed by the W workers in micro-batches.
+
+    forward     a micro-batch's activation goes to the worker's tail host, K·M·s in all, while the next is computed
+    loss        the target follows; the loss of all of the worker's rows comes back
+    backward    the activation's gradient comes back, K·M·s in all, the last micro-batch first, while the tail computes
+                that of the one before
+
+A tail host's link carries W·K·M·s/T each way, and its processor the rows of W/T workers, which it joins into one
+product. Workers hold nothing of the tail: no parameter, no gradient, no state. Several tail hosts share its layers as
+the ranks of any job do (the plan's `exchange` says how: "column_pair", "sliced" …). What a worker waits for is what is
+left of a pipeline of three stations when the last micro-batch has left it: docs/planner.md.
+Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose fully connected layers ran on nodes of their
+own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.comm.stage import GRADIENTS, VALUES, AtTail, Run, StageOutput, in_micro_batches
+from shoal.comm.stage import Stage as Tail
+from shoal.core.contracts import Exchange, Place, Strategy, Transfer
+from shoal.core.cost import Cost, Traffic
+from shoal.core.cut import cut
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, LayerProfile
+from shoal.strategies.copies import plain
+
+_SLOT = "_stage"  # where a module keeps what runs it
+
+
+@final
+class Stage(Strategy):
+    """Runs layers, from one of them to the loss, on tail hosts."""
+
+    name = "stage"
+    cuts = True
+    staged = True
+
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        if not cluster.tail:
+            return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
+        if layer.tail is None:
+            return layer.no_tail
+        return None
+
+    def needs(self, layer: LayerProfile) -> dict[str, str]:
+        return {} if layer.tail is None else {other: self.name for other in layer.tail.layers if other != layer.name}
+
+    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+        tail = max((layer.tail for layer in layers if layer.tail), key=lambda each: len(each.layers))
+        workers, hosts, count = cluster.size, len(cluster.tail), tail.micro_batches
+        joined = -(-workers // hosts)  # workers whose rows a tail host takes, at most
+        out, back = _traffic(cluster, tail.sent_bytes, 0.0), _traffic(cluster, 0.0, tail.received_bytes)
+        pace = cluster.pace("direct")  # its messages are `direct`'s
+        forward_s = _piped(tail.body_forward_s, pace.wall.of(out), joined * tail.forward_s, count)
+        backward_s = _piped(tail.body_backward_s, pace.wall.of(back), joined * tail.backward_s, count)
+        shown = 1 / count  # of the bytes: the rest hides while workers compute
+        return Cost(
+            _traffic(cluster, tail.sent_bytes, tail.received_bytes),
+            pace,
+            forward_s=forward_s - shown * pace.wall.of(out) - tail.body_forward_s - tail.forward_s,
+            backward_s=backward_s - shown * pace.wall.of(back) - tail.body_backward_s - tail.backward_s,
+            awaited=(_traffic(cluster, shown * tail.sent_bytes, 0.0), _traffic(cluster, 0.0, shown * tail.received_bytes)),
+            held=0.0,
+            elsewhere=1.0,
+        )
+
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
+        tail = place.tail
+        assert isinstance(tail, Tail)
+        for name, parameter in tail.parameters.items():
+            its = AtTail(name, parameter, tail)
+            tail.write(VALUES, name, parameter.detach())
+            if parameter.grad is not None:
+                tail.write(GRADIENTS, name, parameter.grad)
+            cut(parameter, its)
+        first, *rest = tail.modules.values()
+        run_by(first, _First(tail))
+        for module in rest:
+            run_by(module, _Rest())
+        run_by(tail.model, _Body(tail))
+        return []
+
+
+def run_by(module: nn.Module, stage: Any) -> None:
+    """From here on `stage.called(forward, …)` is what happens when the module is called."""
+    kind = type(module)
+    module.__class__ = _CLASSES.setdefault(kind, type(f"Staged{kind.__name__}", (_Staged, kind), {}))
+    module.__dict__[_SLOT] = stage
+
+
+class _Staged(nn.Module):
+    """A module that runs otherwise. Same parameters, names and repr; a copy of it is an ordinary module."""
+
+    _stage: Any = None
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stage is None:
+            return super().forward(*args, **kwargs)
+        return self._stage.called(super().forward, *args, **kwargs)
+
+    def _get_name(self) -> str:
+        return type(self).__bases__[1].__name__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return plain(self, type(self).__bases__[1], _SLOT)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+@final
+class _Body:
+    """Runs a model whose end is elsewhere, micro-batch by micro-batch."""
+
+    def __init__(self, tail: Tail) -> None:
+        self._tail = tail
+
+    def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tail = self._tail
+        if tail.running is not None:
+            return forward(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        pieces = in_micro_batches((args, kwargs), len(tensors[0]) if tensors else 1, tail.micro_batches)
+        run = tail.begin()
+        try:
+            for its_args, its_kwargs in pieces:
+                output = forward(*its_args, **its_kwargs)
+                if not isinstance(output, StageOutput) or not output.is_of(run):
+                    raise UsageError(
+                        "the model's output is not what its end has put out, which runs on tail hosts",
+                        got=type(output).__name__,
+                        do='return it as it is; or pin the layers to something else than "stage"',
+                    )
+            for _ in range(len(pieces), tail.micro_batches):
+                run.tell_forward(None)
+        finally:
+            tail.running = None
+        return StageOutput.of(run, run.tickets) if torch.is_grad_enabled() else run.output()
+
+
+@final
+class _First:
+    """Sends what the tail is called with."""
+
+    def __init__(self, tail: Tail) -> None:
+        self._tail = tail
+
+    def called(self, forward: Callable[..., Any], activation: Tensor) -> StageOutput:
+        run: Run | None = self._tail.running
+        if run is None:
+            raise UsageError(
+                "a module was called by itself that runs on tail hosts", do="call the model, as training does"
+            )
+        return run.send(activation)
+
+
+@final
+class _Rest:
+    """Lets pass what tail hosts do."""
+
+    def called(self, forward: Callable[..., Any], output: StageOutput) -> StageOutput:
+        return output
+
+
+@final
+class _AtTail:
+    """A loss of which the output is elsewhere."""
+
+    def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], StageOutput):
+            return args[0].loss(args[1:], kwargs)
+        if not args and isinstance(kwargs.get("input"), StageOutput):
+            return kwargs["input"].loss((), {name: value for name, value in kwargs.items() if name != "input"})
+        return forward(*args, **kwargs)
+
+
+def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss, computed by tail hosts where they have the output: a module changed in place, or a function wrapped."""
+    if isinstance(loss_fn, nn.Module):
+        run_by(loss_fn, _AtTail())
+        return loss_fn
+
+    @functools.wraps(loss_fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return _AtTail().called(loss_fn, *args, **kwargs)
+
+    return wrapped
+
+
+def _piped(body_s: float, link_s: float, tail_s: float, count: int) -> float:
+    """Seconds until the last of so many equal parts has gone through three stations, one after the other."""
+    return (body_s + link_s + tail_s + (count - 1) * max(body_s, link_s, tail_s)) / count
+
+
+def _traffic(cluster: Cluster, out: float, back: float) -> Traffic:
+    """What every worker sends to its tail host, and gets from it."""
+    workers, hosts = cluster.size, len(cluster.tail)
+    served = [len(range(t, workers, hosts)) for t in range(hosts)]
+    apart = [host != cluster.tail[w % hosts] for w, host in enumerate(cluster.topology.hosts)]
+    afar = [sum(apart[t::hosts]) for t in range(hosts)]
+    return Traffic(
+        sent=(*[out] * workers, *[back * its for its in served]),
+        received=(*[back] * workers, *[out * its for its in served]),
+        rounds=1,
+        leaving=(*[out * far for far in apart], *[back * far for far in afar]),
+    )
