@@ -24,6 +24,7 @@ from shoal.core.errors import ShoalError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.job import Job
 from shoal.core.placement import BALANCED, POLICIES
+from shoal.core.plan import MICRO_BATCHES
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.runtime.recipe import Recipe, load
@@ -104,11 +105,13 @@ def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         placement: str,
         memory: str,
         memory_limit: float | None,
+        micro_batches: int,
         plan: str = "auto",
         **own: Any,
     ) -> None:
         loaded = load(recipe)
-        options = PlanOptions(plan, _pins(pin) or None, strategy or None, memory, placement, memory_limit)
+        pins = _pins(pin) or None
+        options = PlanOptions(plan, pins, strategy or None, memory, placement, memory_limit, micro_batches)
         _distributed(workers)
         function(loaded, options, **own)
 
@@ -136,6 +139,13 @@ def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
             type=click.FloatRange(0, min_open=True),
             metavar="BYTES",
             help="What a rank may hold between steps; 2e9 is 2 GB.",
+        ),
+        click.option(
+            "--micro-batches",
+            type=click.IntRange(1),
+            default=MICRO_BATCHES,
+            show_default=True,
+            help="That a batch is cut into where the end of the model has hosts of its own.",
         ),
     ]
     for option in reversed(shared):
@@ -248,6 +258,7 @@ def probe(workers: int | None) -> None:
 @click.option("--hosts", default=2, show_default=True, type=click.IntRange(1), help="Hosts, a link to each.")
 @click.option("--ranks-per-host", default=1, show_default=True, type=click.IntRange(1), help="Ranks that share a host.")
 @click.option("--servers", default=0, type=click.IntRange(0), help='More hosts, as servers (strategy "server").')
+@click.option("--tail", default=0, type=click.IntRange(0), help='More hosts, for the end of models (strategy "stage").')
 @click.option("--rate", default="1gbit", show_default=True, help='Each link\'s rate, as tc writes it, or "none".')
 @click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
 @click.option("--congestion", default="cubic", show_default=True, help="TCP's congestion control (bbr, reno …).")
@@ -256,6 +267,7 @@ def lab(
     hosts: int,
     ranks_per_host: int,
     servers: int,
+    tail: int,
     rate: str,
     delay: str | None,
     congestion: str,
@@ -268,11 +280,12 @@ def lab(
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
-    built = Lab(hosts + servers, rate, delay, ranks_per_host=ranks_per_host, congestion=congestion)
+    built = Lab(hosts + servers + tail, rate, delay, ranks_per_host=ranks_per_host, congestion=congestion)
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")
-    serving = {"SHOAL_SERVERS": str(servers * ranks_per_host)} if servers else {}
-    sys.exit(built.launch(Job(command, (hosts + servers) * ranks_per_host, serving)).exit_code)
+    others = {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}
+    serving = {name: str(number * ranks_per_host) for name, number in others.items() if number}
+    sys.exit(built.launch(Job(command, (hosts + servers + tail) * ranks_per_host, serving)).exit_code)
 
 
 def _bytes_per_s(rate: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,9 +25,9 @@ from torch.utils.data import DataLoader
 from shoal.core.buckets import MEMORY
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
-from shoal.core.plan import Plan
+from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.planner.explain import explain
-from shoal.planner.search import search
+from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
 from shoal.profiling.layers import profile_model
 from shoal.report import text
@@ -34,7 +35,8 @@ from shoal.rewrite.apply import cuts
 from shoal.runtime.memory import memory
 from shoal.runtime.parallel import measured_cluster, parallelize, shard
 from shoal.runtime.recipe import Recipe
-from shoal.runtime.session import current, init, world
+from shoal.runtime.session import Session, current, init, leave, world
+from shoal.runtime.stage import serve_tail
 
 _UNMEASURED = 5  # first steps of a run, which warm up and are left out of its median step
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
@@ -52,6 +54,7 @@ class PlanOptions:
     memory: str = MEMORY[0]
     placement: str = BALANCED
     memory_limit: float | None = None
+    micro_batches: int = MICRO_BATCHES
 
 
 def train(
@@ -235,10 +238,11 @@ def plan(recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save:
     model = recipe.model()
     sample = pair(next(iter(shard(recipe.data()[0]))))
     optimizer = recipe.optimizer(model.parameters())
-    profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm)
+    _stay_behind(session)
+    profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, options.micro_batches)
     where = cluster or measured_cluster(session)
     asked = {name: value for name, value in vars(options).items() if name != "plan"}
-    made = search(profile, where, **asked)
+    made = plan_for(profile, where, **asked)
     if session.comm.rank == 0:
         text.console().print(text.explained(explain(made, profile, where)))
         if save:
@@ -249,10 +253,19 @@ def plan(recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save:
 def probe() -> Cluster:
     """Measure the links between the ranks, and print what was found."""
     init()
+    _stay_behind(current())
     cluster = measured_cluster(current())
     if world().rank == 0:
         text.console().print(text.measured_cluster(cluster))
     return cluster
+
+
+def _stay_behind(session: Session) -> None:
+    """On a tail host, where no model is parallelised: wait until the workers have ended, and end."""
+    if session.tail is not None and session.tail.is_one:
+        serve_tail(session)
+        leave(None)
+        sys.exit(0)
 
 
 def _take(loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:

@@ -6,14 +6,31 @@ Each has the rows of its workers, W/T times those of one, and the layers are ser
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from shoal import strategies
 from shoal.core.contracts import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Topology
-from shoal.core.plan import Plan
+from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
 from shoal.planner.search import search
+
+
+def plan_for(
+    profile: ModelProfile, cluster: Cluster, *, micro_batches: int = MICRO_BATCHES, staleness: int | None = 0, **how: Any
+) -> Plan:
+    """The plan that `search` finds, and how tail hosts share what it gives them.
+
+    Args:
+        profile: the model, as profiled in so many micro-batches.
+        cluster: the ranks and their links.
+        micro_batches: that a batch is cut into where the end of the model has hosts of its own.
+        staleness: steps that a worker may be ahead of the slowest, with servers.
+        how: as for `search`.
+    """
+    made = search(profile, cluster, stale=staleness != 0, **how)
+    return with_sharing(replace(made, staleness=staleness, micro_batches=micro_batches), profile, cluster)
 
 
 def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:

@@ -17,7 +17,6 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +32,8 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
-from shoal.planner.search import LANES, repredicted, search
-from shoal.planner.sharing import with_sharing
+from shoal.planner.search import LANES, repredicted
+from shoal.planner.sharing import plan_for, with_sharing
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_paces, probe_pack
@@ -159,23 +158,31 @@ def plan(
     strategies: Iterable[str] | None = None,
     placement: str | dict[str, int] = "balanced",
     memory_limit: float | None = None,
+    micro_batches: int = MICRO_BATCHES,
 ) -> Plan:
     """Plan without changing anything. With a `cluster` it needs no network; without, it measures the session's.
 
     Args:
-        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit: as for `parallelize`.
+        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit, micro_batches: as for
+            `parallelize`.
         cluster: the ranks and links to plan for.
 
     Raises:
         UsageError: as for `parallelize`; or no cluster and no session.
     """
     comm = ranks() if cluster else current().comm
-    profile = profile_model(model, loss_fn, listed(optimizer), sample, comm)
+    profile = profile_model(model, loss_fn, listed(optimizer), sample, comm, micro_batches)
     where = cluster or measured_cluster(current())
     return from_first(
         comm,
-        lambda: search(
-            profile, where, pins=pins, strategies=strategies, placement=placement, memory_limit=memory_limit
+        lambda: plan_for(
+            profile,
+            where,
+            pins=pins,
+            strategies=strategies,
+            placement=placement,
+            memory_limit=memory_limit,
+            micro_batches=micro_batches,
         ),
     )
 
@@ -245,17 +252,16 @@ def _chosen(
     if given is None:
         stale = asked.staleness != 0
         served = [name for name, kind in found(all_strategies, Strategy).items() if kind.served]
-        made = search(
+        return plan_for(
             profile,
             cluster,
             pins=asked.pins,
             strategies=served if stale else asked.strategies,
             placement=asked.placement,
-            stale=stale,
+            staleness=asked.staleness,
             memory=asked.memory,
             memory_limit=asked.memory_limit,
+            micro_batches=asked.micro_batches,
         )
-        made = replace(made, staleness=asked.staleness, micro_batches=asked.micro_batches)
-        return with_sharing(made, profile, cluster)
     check_served(given, profile, cluster)
     return with_sharing(repredicted(given, profile, cluster), profile, cluster)

@@ -23,7 +23,7 @@ from shoal.comm.stage import Stage
 from shoal.comm.tables import FarTable, Tables
 from shoal.core.contracts import Comm
 from shoal.core.cut import Cut, OverRanks, cut_of, is_cut, opened, part_of
-from shoal.core.pieces import local_gradient
+from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.profiling.updates import attributes, settings
 from shoal.profiling.updates import part_of as state_of_part
 from shoal.runtime.owners import norm
@@ -104,12 +104,32 @@ class CutOptimizer:
 
 
 @final
+class _Hidden:
+    """Gradients taken away, so that the original leaves their parameters alone."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[nn.Parameter, Tensor | None] = {}
+
+    def open(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take them away."""
+        for parameter in parameters:
+            self._gradients[parameter] = local_gradient(parameter)
+            set_local_gradient(parameter, None)
+
+    def close(self) -> None:
+        """Give them back."""
+        while self._gradients:
+            set_local_gradient(*self._gradients.popitem())
+
+
+@final
 class TableOptimizer:
     """The methods that take the place of an optimizer's own where some of its parameters are tables at servers."""
 
     def __init__(self, optimizer: Optimizer, number: int, tables: Tables) -> None:
         self._optimizer, self._number = optimizer, number  # among the model's optimizers
         self._of_model = tables  # an optimizer may have several models
+        self._hidden = _Hidden()
 
     def check_sent(self) -> None:
         """Gradients are always with the servers."""
@@ -120,11 +140,11 @@ class TableOptimizer:
         for group in self._optimizer.param_groups:
             for table in far_tables(group["params"], self._of_model).values():
                 table.step(self._number, settings(group), now)
+        self._hidden.open(self._tables())
 
     def close(self) -> None:
-        """Drop what the original has made of parameters without rows."""
-        for parameter in self._tables():
-            self._optimizer.state.pop(parameter, None)
+        """Let the tables have their gradients again."""
+        self._hidden.close()
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form."""
@@ -133,7 +153,8 @@ class TableOptimizer:
         try:
             return original()
         finally:
-            self.close()
+            for parameter in states:
+                self._optimizer.state.pop(parameter, None)
 
     def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         """Take a state in one-process form."""
@@ -157,6 +178,7 @@ class StageOptimizer:
 
     def __init__(self, optimizer: Optimizer, number: int, stage: Stage) -> None:
         self._optimizer, self._number, self._stage = optimizer, number, stage
+        self._hidden = _Hidden()
 
     def check_sent(self) -> None:
         """Gradients are always with the tail."""
@@ -169,11 +191,11 @@ class StageOptimizer:
             for group in self._optimizer.param_groups
         ]
         self._stage.step(self._number, groups, attributes(self._optimizer))
+        self._hidden.open(self._held())
 
     def close(self) -> None:
-        """Drop what the original has made of parameters without elements."""
-        for parameter in self._held():
-            self._optimizer.state.pop(parameter, None)
+        """Let the tail's parameters have their gradients again."""
+        self._hidden.close()
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form."""
@@ -183,7 +205,8 @@ class StageOptimizer:
         try:
             return original()
         finally:
-            self.close()
+            for parameter in held:
+                self._optimizer.state.pop(parameter, None)
 
     def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         """Take a state in one-process form."""

@@ -390,9 +390,12 @@ def _autocast(state: tuple[bool, torch.dtype]) -> Any:
 
 
 def serve_tail(
-    session: Session, model: nn.Module, loss_fn: Callable[..., Any] | None, optimizers: Sequence[Optimizer]
+    session: Session,
+    model: nn.Module | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizers: Sequence[Optimizer] = (),
 ) -> None:
-    """Be a tail host of a model until the workers have ended.
+    """Be a tail host of a model, if there is one, until the workers have ended.
 
     Raises:
         WorldError: a rank was lost, or workers ask for different things.
@@ -402,7 +405,7 @@ def serve_tail(
     letters = Letters(hosts.comm, hosts.served, session.comm.timeout_s)
     opening = letters.next()[hosts.served[0]]
     if opening.what == Ask.OPEN:
-        assert loss_fn is not None  # or no plan would have a stage
+        assert model is not None and loss_fn is not None  # or no plan would have a stage
         _made(session, hosts, opening.content, model, loss_fn, optimizers).serve(letters)
     letters.finish()
     session.close()
