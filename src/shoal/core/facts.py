@@ -140,10 +140,12 @@ class Tail:
     micro_batches: int
     sent_bytes: float  # to where it runs: activations, targets, and what goes with them
     received_bytes: float  # from there
+    joined: bool = True  # all micro-batches go through it at once: their transfer is hidden, its compute is not
     body_forward_s: float = 0.0  # of what comes before it
     body_backward_s: float = 0.0
     forward_s: float = 0.0  # of itself and the loss
     backward_s: float = 0.0
+    pass_s: float = 0.0  # of the last two what takes as long however few rows there are
 
 
 @dataclass(frozen=True)
@@ -233,6 +235,11 @@ class ModelProfile:
                 for layer in self.layers
             ),
         )
+
+    def joining(self, joined: bool) -> ModelProfile:
+        """The same profile, in which micro-batches go through the model's end at once, or each by itself."""
+        tails = {layer.name: layer.tail and replace(layer.tail, joined=joined) for layer in self.layers}
+        return replace(self, layers=tuple(replace(layer, tail=tails[layer.name]) for layer in self.layers))
 
     @property
     def names(self) -> dict[str, list[str]]:

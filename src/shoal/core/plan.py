@@ -72,6 +72,7 @@ class Plan:
     staleness: int | None = 0  # steps that a worker may be ahead of the slowest, with servers; None: any number
     placement: Placement = BALANCED
     micro_batches: int = MICRO_BATCHES  # that a batch is cut into where the end of the model has hosts of its own
+    joined: bool = True  # and whether these run all of them at once
 
     def sites(
         self,
@@ -201,6 +202,7 @@ class Plan:
 _TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
+    "bool": (bool,),
     "float": (float, int),
     "int | None": (int, type(None)),
     "Placement": (str, dict),
@@ -217,7 +219,7 @@ def _record(kind: type[T], row: Any, source: str) -> T:
     if unknown:
         raise PlanError(f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields))
     for name, value in row.items():
-        if not isinstance(value, _TYPES[fields[name].type]) or isinstance(value, bool):
+        if not isinstance(value, _TYPES[fields[name].type]) or (isinstance(value, bool) != (fields[name].type == "bool")):
             raise PlanError(f"{source}: {name} is of the wrong type", got=repr(value), expected=fields[name].type)
     try:
         return kind(**row)

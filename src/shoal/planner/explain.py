@@ -9,7 +9,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
 from shoal.planner.search import CUT_WORTH, OWNED_WORTH
-from shoal.planner.timeline import Predictor
+from shoal.planner.timeline import Predictor, as_planned
 
 
 def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
@@ -23,7 +23,7 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
     Returns:
         One row a layer, and the predicted step by its parts.
     """
-    predictor = Predictor(profile.placed(plan.owners(profile.names)), cluster)
+    predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.predict(plan.choices, plan.bucket_bytes, plan.lanes)
     return Explanation(
         ranks=plan.ranks,

@@ -21,7 +21,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.placement import BALANCED, Placement, check_placement, owners_of
 from shoal.core.plan import Choice, Plan, Site
 from shoal.planner.options import PLAIN, Option, common, known, options_of, pairs_of, resolve, with_needed
-from shoal.planner.timeline import Predictor
+from shoal.planner.timeline import Predictor, as_planned
 
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 LANES = 3  # in flight at once: with one, the link idles between buckets
@@ -253,6 +253,5 @@ def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[O
 
 def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """The same plan with the step time that is to be expected of it here."""
-    placed = profile.placed(plan.owners(profile.names))
-    timeline = Predictor(placed, cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    timeline = Predictor(as_planned(profile, plan), cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
     return replace(plan, predicted_s=timeline.step_s)

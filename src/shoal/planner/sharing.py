@@ -14,7 +14,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
-from shoal.planner.search import search
+from shoal.planner.search import repredicted, search
 
 
 def plan_for(
@@ -29,8 +29,10 @@ def plan_for(
         staleness: steps that a worker may be ahead of the slowest, with servers.
         how: as for `search`.
     """
-    made = search(profile, cluster, stale=staleness != 0, **how)
-    return with_sharing(replace(made, staleness=staleness, micro_batches=micro_batches), profile, cluster)
+    made = replace(search(profile, cluster, stale=staleness != 0, **how), micro_batches=micro_batches)
+    if cluster.tail:
+        made = min((repredicted(replace(made, joined=j), profile, cluster) for j in (True, False)), key=_predicted)
+    return with_sharing(replace(made, staleness=staleness), profile, cluster)
 
 
 def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
@@ -65,6 +67,10 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         how = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy
         plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=how))
     return plan
+
+
+def _predicted(plan: Plan) -> float:
+    return plan.predicted_s
 
 
 def _of_tail(names: list[str], profile: ModelProfile, cluster: Cluster) -> ModelProfile:

@@ -93,6 +93,11 @@ class Timeline:
         return main
 
 
+def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
+    """The profile with what the plan says of owners and of the end of the model."""
+    return profile.placed(plan.owners(profile.names)).joining(plan.joined)
+
+
 class Predictor:
     """Predicts steps of one model on one cluster; what it works out for a site it keeps."""
 

@@ -69,6 +69,7 @@ def timed(profile: ModelProfile) -> ModelProfile:
             body_backward_s=max(0.0, profile.backward_s - ready_s),
             forward_s=max(0.0, profile.forward_s - before_s),
             backward_s=ready_s,
+            pass_s=3 * sum(layer.product_fixed_s for layer in layers),  # output, and the gradients of input and weight
         )
 
     return replace(profile, layers=tuple(replace(layer, tail=its(layer.tail)) for layer in profile.layers))

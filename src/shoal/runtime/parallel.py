@@ -34,6 +34,7 @@ from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
 from shoal.planner.search import LANES, repredicted
 from shoal.planner.sharing import plan_for, with_sharing
+from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_paces, probe_pack
@@ -127,7 +128,7 @@ def parallelize(
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
     stage = _open_tail(session, model, chosen, profile)
     attached = attach(session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage)
-    placed = profile.placed(chosen.owners(profile.names))
+    placed = as_planned(profile, chosen)
     session.attached[model] = Attached(attached.engine, attached.weigher, chosen, placed, cluster, attached.owned)
     return model, attached.loss_fn, optimizer
 
@@ -143,7 +144,8 @@ def _open_tail(session: Session, model: nn.Module, plan: Plan, profile: ModelPro
     tails = [tail for name in at_tail if (tail := profile.layer(name).tail) is not None]
     tail = max(tails, key=lambda each: len(each.layers))
     modules = {name: model.get_submodule(name) for name in tail.modules}
-    session.tail.tell(Ask.OPEN, Opening(tail.modules, {name: choice.exchange for name, choice in at_tail.items()}))
+    shared = {name: choice.exchange for name, choice in at_tail.items()}
+    session.tail.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
     return Stage(session.tail, model, modules, plan.micro_batches)
 
 

@@ -2,9 +2,9 @@
 
     a thread for each worker    receives letters, a few ahead of what is done              (Letters)
     the main thread             takes the next letter of every worker, which ask for the same, in any order of arrival
-      FORWARD    joins the rows of its workers' micro-batch, runs the tail on them
+      FORWARD    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail on them
       LOSS       each worker's loss, over all of its micro-batches together: as one process would compute it
-      BACKWARD   one backward through all micro-batches; each activation's gradient goes back as soon as it is there
+      BACKWARD   one backward through all of it; each activation's gradient goes back as soon as it is there
       STEP …     what one process would do, with this process's own optimizer
 
 Several tail hosts are an ordinary job of Shoal among themselves: each has the rows of its workers, their layers are
@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from threading import Condition
 from typing import Any, final
 
@@ -48,6 +47,8 @@ class Opening:
     """What tail hosts are told of a model."""
 
     modules: tuple[str, ...]
+    micro_batches: int
+    joined: bool
     shared: Mapping[str, str]  # by layer, in the order in which gradients come, how they share it: "sliced:direct"
 
 
@@ -139,20 +140,37 @@ class Letters:
                 self._moved.notify_all()
 
 
+@dataclass(frozen=True)
+class _Block:
+    """Some rows of a pass: whose, and of which micro-batch."""
+
+    worker: int
+    index: int
+    rows: int
+
+
+@dataclass
+class _Pass:
+    """What has gone through the tail at once: a micro-batch of all of this host's workers, or all of theirs."""
+
+    blocks: list[_Block]
+    taken: Tensor
+    put_out: Tensor
+
+    def outputs(self, of: Tensor) -> list[tuple[_Block, Tensor]]:
+        """The blocks' parts of something that has the output's rows."""
+        more, less = len(self.put_out), max(len(self.taken), 1)
+        return list(zip(self.blocks, of.split([block.rows * more // less for block in self.blocks]), strict=True))
+
+
 @dataclass
 class _Forward:
     """A forward of the model, with the rows of all of this host's workers."""
 
-    inputs: list[Tensor] = field(default_factory=list)  # of each micro-batch, joined
-    outputs: list[Tensor] = field(default_factory=list)
-    rows: list[list[int]] = field(default_factory=list)  # of each micro-batch, of each worker's activation
+    waiting: list[tuple[_Block, Tensor]] = field(default_factory=list)  # for others to be joined with
+    passes: list[_Pass] = field(default_factory=list)
     whole: dict[int, Tensor] = field(default_factory=dict)  # each worker's output, apart from the tail's graph
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of each worker, by number
-
-    def rows_out(self, index: int) -> list[int]:
-        """Each worker's rows of a micro-batch's output."""
-        taken, put_out = len(self.inputs[index]), len(self.outputs[index])
-        return [rows * put_out // taken if taken else 0 for rows in self.rows[index]]
 
 
 @final
@@ -167,7 +185,9 @@ class Tail:
         loss_fn: Callable[..., Any],
         optimizers: Sequence[Optimizer],
         parameters: Mapping[str, nn.Parameter],
+        opening: Opening,
     ) -> None:
+        self._joined, self._micro_batches = opening.joined, opening.micro_batches
         self._comm, self._workers, self._hosts = hosts.comm, hosts.served, len(hosts.hosts)
         self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
         self._optimizers, self._parameters = optimizers, parameters
@@ -203,20 +223,23 @@ class Tail:
             self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
             self._forwards[first.run] = _Forward()
         run = self._forwards[first.run]
-        parts = [letter.content[3] for letter in asked.values()]
-        there = [part for part in parts if part is not None]
-        if there:
-            joined = torch.cat(there) if len(there) > 1 else there[0]
-        elif self._hosts > 1:  # others may have rows, and all of them call the tail together
-            joined = run.inputs[0].detach().new_empty(0, *run.inputs[0].shape[1:])
-        else:
+        parts = {worker: letter.content[3] for worker, letter in asked.items()}
+        run.waiting += [
+            (_Block(worker, first.index, len(part)), part) for worker, part in parts.items() if part is not None
+        ]
+        if self._joined and first.index + 1 < self._micro_batches:
             return
+        if not run.waiting:
+            if self._hosts == 1:
+                return
+            like = run.passes[0].taken  # others may have rows, and all of them call the tail together
+            run.waiting = [(_Block(self._workers[0], first.index, 0), like.detach().new_empty(0, *like.shape[1:]))]
+        blocks, tensors = map(list, zip(*run.waiting, strict=True))
+        run.waiting.clear()
         with torch.set_grad_enabled(of_gradients), _autocast(autocast):
-            joined.requires_grad_(of_gradients and joined.is_floating_point())
-            output = self._runs(joined)
-        run.inputs.append(joined)
-        run.outputs.append(output)
-        run.rows.append([0 if part is None else len(part) for part in parts])
+            taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+            taken.requires_grad_(of_gradients and taken.is_floating_point())
+            run.passes.append(_Pass(blocks, taken, self._runs(taken)))
 
     def _set(self, its_modes: Modes) -> None:
         every = [each for module in self._modules for each in module.modules()]
@@ -229,9 +252,10 @@ class Tail:
     def _whole(self, run: _Forward, worker: int) -> Tensor:
         """All that the tail has put out for a worker, apart from its graph."""
         if worker not in run.whole:
-            place = self._workers.index(worker)
-            parts = [output.detach().split(run.rows_out(i))[place] for i, output in enumerate(run.outputs)]
-            run.whole[worker] = torch.cat(parts).requires_grad_(any(output.requires_grad for output in run.outputs))
+            parts = [
+                part for each in run.passes for block, part in each.outputs(each.put_out.detach()) if block.worker == worker
+            ]
+            run.whole[worker] = torch.cat(parts).requires_grad_(any(each.put_out.requires_grad for each in run.passes))
         return run.whole[worker]
 
     def _output(self, asked: dict[int, Letter]) -> None:
@@ -255,32 +279,27 @@ class Tail:
             _, weight, slopes = letter.content
             losses = [run.losses[worker][number] for number in slopes]
             torch.autograd.backward(losses, [slope * (weight * share) for slope in slopes.values()])
-        grads = [self._whole(run, worker).grad for worker in self._workers]
-        rows = [run.rows_out(index) for index in range(len(run.outputs))]
-        starts = [[0, *accumulate(each[place] for each in rows)] for place in range(len(self._workers))]
-        of_outputs = [
-            torch.cat(
-                [
-                    torch.zeros_like(whole := self._whole(run, worker))[starts[p][i] : starts[p][i + 1]]
-                    if grad is None
-                    else grad[starts[p][i] : starts[p][i + 1]]
-                    for p, (worker, grad) in enumerate(zip(self._workers, grads, strict=True))
-                ]
-            )
-            for i in range(len(run.outputs))
-        ]
-        back = _Back(run, 1 / share, self._send_back)
-        live = [i for i, output in enumerate(run.outputs) if output.requires_grad]
-        for index in live:
-            run.inputs[index].register_hook(partial(back.ready, index))
-        torch.autograd.backward([run.outputs[i] for i in live], [of_outputs[i] for i in live])
-        back.finish()
+        grads = {worker: iter(self._slopes(run, worker)) for worker in self._workers}
+        slopes = [torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes]
+        live = [(each, slope) for each, slope in zip(run.passes, slopes, strict=True) if each.put_out.requires_grad]
+        for each, _ in live:
+            each.taken.register_hook(partial(self._send_back, each, 1 / share))
+        torch.autograd.backward([each.put_out for each, _ in live], [slope for _, slope in live])
 
-    def _send_back(self, index: int, rows: Sequence[int], grad: Tensor) -> None:
-        for worker, part in zip(self._workers, grad.split(list(rows)), strict=True):
-            if len(part):
+    def _slopes(self, run: _Forward, worker: int) -> list[Tensor]:
+        """The gradients of a worker's blocks of the output, in their order."""
+        whole = self._whole(run, worker)
+        grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        rows = [len(part) for each in run.passes for block, part in each.outputs(each.put_out) if block.worker == worker]
+        return list(grad.split(rows))
+
+    def _send_back(self, its: _Pass, scale: float, grad: Tensor) -> None:
+        """The gradient of a pass's input has come: to the workers, the last micro-batch first."""
+        parts = (grad * scale if scale != 1 else grad).split([block.rows for block in its.blocks])
+        for block, part in sorted(zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index):
+            if block.rows:
                 part = part.contiguous()
-                self._under_way.append((self._comm.send(part, worker), part))
+                self._under_way.append((self._comm.send(part, block.worker), part))
 
     def _clear(self, cleared: Sequence[bool]) -> None:
         for parameter, none in zip(self._parameters.values(), cleared, strict=True):
@@ -355,29 +374,6 @@ class Tail:
         return [names[p] for group in self._optimizers[number].param_groups for p in group["params"]]
 
 
-@final
-class _Back:
-    """Gradients of a forward's activations on their way to workers, the last micro-batch first."""
-
-    def __init__(self, run: _Forward, scale: float, send: Callable[[int, Sequence[int], Tensor], None]) -> None:
-        self._run, self._scale, self._send = run, scale, send
-        self._waiting = list(range(len(run.inputs)))
-        self._there: dict[int, Tensor] = {}
-
-    def ready(self, index: int, grad: Tensor) -> None:
-        """A micro-batch's is there."""
-        self._there[index] = grad * self._scale if self._scale != 1 else grad
-        while self._waiting and self._waiting[-1] in self._there:
-            index = self._waiting.pop()
-            self._send(index, self._run.rows[index], self._there.pop(index))
-
-    def finish(self) -> None:
-        """Send zeros for what the tail has not used."""
-        for index in reversed(self._waiting.copy()):
-            if index not in self._there and self._run.inputs[index].requires_grad:
-                self.ready(index, torch.zeros_like(self._run.inputs[index]))
-
-
 def extend_norm(optimizer: Any, order: float) -> Tensor:
     """The norm of all gradients of an optimizer that has been extended."""
     norm: Tensor = optimizer.clip_grad_norm_(math.inf, order)
@@ -436,7 +432,7 @@ def _made(
             extend(optimizer)
     else:
         attach(session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False)
-    return Tail(hosts, list(modules.values()), tail, loss_fn, optimizers, parameters)
+    return Tail(hosts, list(modules.values()), tail, loss_fn, optimizers, parameters, opening)
 
 
 def _plan(tail: nn.Module, opening: Opening, hosts: int) -> Plan:

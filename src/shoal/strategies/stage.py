@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.comm.stage import GRADIENTS, VALUES, AtTail, Run, StageOutput, in_micro_batches
-from shoal.comm.stage import Stage as Tail
+from shoal.comm.stage import Stage as Way
 from shoal.core.contracts import Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, Traffic
 from shoal.core.cut import cut
 from shoal.core.errors import UsageError
-from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.facts import Cluster, LayerProfile, Tail
 from shoal.strategies.copies import plain
 
+_LEAST_S = 1e-12
 _SLOT = "_stage"  # where a module keeps what runs it
 
 
@@ -59,8 +60,8 @@ class Stage(Strategy):
         joined = -(-workers // hosts)  # workers whose rows a tail host takes, at most
         out, back = _traffic(cluster, tail.sent_bytes, 0.0), _traffic(cluster, 0.0, tail.received_bytes)
         pace = cluster.pace("direct")  # its messages are `direct`'s
-        forward_s = _piped(tail.body_forward_s, pace.wall.of(out), joined * tail.forward_s, count)
-        backward_s = _piped(tail.body_backward_s, pace.wall.of(back), joined * tail.backward_s, count)
+        forward_s = _piped(tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s, joined)
+        backward_s = _piped(tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s, joined)
         shown = 1 / count  # of the bytes: the rest hides while workers compute
         return Cost(
             _traffic(cluster, tail.sent_bytes, tail.received_bytes),
@@ -74,7 +75,7 @@ class Stage(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         tail = place.tail
-        assert isinstance(tail, Tail)
+        assert isinstance(tail, Way)
         for name, parameter in tail.parameters.items():
             its = AtTail(name, parameter, tail)
             tail.write(VALUES, name, parameter.detach())
@@ -121,7 +122,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 class _Body:
     """Runs a model whose end is elsewhere, micro-batch by micro-batch."""
 
-    def __init__(self, tail: Tail) -> None:
+    def __init__(self, tail: Way) -> None:
         self._tail = tail
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +152,7 @@ class _Body:
 class _First:
     """Sends what the tail is called with."""
 
-    def __init__(self, tail: Tail) -> None:
+    def __init__(self, tail: Way) -> None:
         self._tail = tail
 
     def called(self, forward: Callable[..., Any], activation: Tensor) -> StageOutput:
@@ -196,9 +197,13 @@ def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _piped(body_s: float, link_s: float, tail_s: float, count: int) -> float:
-    """Seconds until the last of so many equal parts has gone through three stations, one after the other."""
-    return (body_s + link_s + tail_s + (count - 1) * max(body_s, link_s, tail_s)) / count
+def _piped(tail: Tail, body_s: float, link_s: float, own_s: float, workers: int) -> float:
+    """Seconds until the last micro-batch has gone through body, link and tail; `own_s` is the tail's of one worker."""
+    share = own_s / max(tail.forward_s + tail.backward_s, _LEAST_S)
+    pass_s = min(own_s, tail.pass_s * share)
+    rows_s, count = workers * (own_s - pass_s), tail.micro_batches
+    stations = [body_s, link_s] if tail.joined else [body_s, link_s, rows_s + count * pass_s]
+    return (sum(stations) + (count - 1) * max(stations)) / count + (rows_s + pass_s if tail.joined else 0.0)
 
 
 def _traffic(cluster: Cluster, out: float, back: float) -> Traffic:
