@@ -32,8 +32,13 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.comm.traced import TracedComm
+from shoal.planner.timeline import Predictor
+from shoal.profiling.identity import trainable_layers
+from shoal.rewrite.apply import sites
 from shoal.runtime.session import using
 
+COUNT_BYTES = 24  # each forward's row count, to every other rank
 WIDTH, HIDDEN, CLASSES = 6, 8, 5
 PINS = {"body.*": "replicate", "tail.*": "stage"}
 
@@ -241,3 +246,44 @@ LOOPS = [
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_loops_do(loop: Loop, optimizer: Any, tail: int) -> None:
     assert_same(built(Net), loop, optimizer=optimizer, tail=tail)
+
+
+@pytest.mark.parametrize("workers,tail", [(2, 1), (3, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize("micro_batches", [1, 4, 8])
+def test_a_step_sends_the_bytes_that_are_stated(micro_batches: int, workers: int, tail: int) -> None:
+    """Those of the workers, but for the optimizer's settings, which one of each tail host's workers sends."""
+    cluster = replace(cluster_of(workers), tail=tuple(f"tail{t}" for t in range(tail)))
+    copies, (batch, *_) = [built(Net) for _ in range(workers + tail)], features(WIDTH, CLASSES)
+
+    def work(comm: ThreadComm) -> Any:
+        traced, mine = TracedComm(comm), copies[comm.rank]
+        x, y = rows_of(batch, min(comm.rank, workers - 1), workers)
+        with using(traced, cluster) as session, suppress(SystemExit):
+            optimizer = sgd(mine.parameters())
+            pins = PINS | {"body.*": "replicate:direct"}
+            _, loss_fn, _ = shoal.parallelize(
+                mine, F.cross_entropy, optimizer, sample=(x, y), pins=pins, micro_batches=micro_batches
+            )
+            attached = session.attached[mine]
+            counts = [traced.counts.bytes_sent, traced.counts.bytes_received, traced.counts.bytes_leaving]
+            plain(mine, loss_fn, optimizer, [(x, y)])
+            after = [traced.counts.bytes_sent, traced.counts.bytes_received, traced.counts.bytes_leaving]
+            predictor = Predictor(attached.profile, attached.cluster)
+            layers = {layer.name: layer for layer in trainable_layers(mine)}
+            costs = [predictor.cost(site).traffic for site in sites(attached.plan, layers)]
+            apart = workers - attached.cluster.topology.hosts.count(attached.cluster.topology.hosts[comm.rank])
+            stated = [
+                sum(t.sent[comm.rank] for t in costs) + COUNT_BYTES * (workers - 1),
+                sum(t.received[comm.rank] for t in costs) + COUNT_BYTES * (workers - 1),
+                sum((t.leaving or t.sent)[comm.rank] for t in costs) + COUNT_BYTES * apart,
+            ]
+            return [b - a for a, b in zip(counts, after, strict=True)], stated
+        return None
+
+    hosts = cluster.topology.hosts + cluster.tail
+    results = run(workers + tail, work, timeout_s=20, hosts=hosts, tail=tail)
+    for rank, (counted, stated) in enumerate(results[:workers]):
+        if rank < tail:
+            assert 0 < counted[0] - stated[0] < 2000
+            counted[0], counted[2] = stated[0], stated[2]
+        assert counted == stated

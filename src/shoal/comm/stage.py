@@ -216,6 +216,7 @@ class Run:
         self._landing: dict[int, tuple[Pending, Tensor]] = {}
         self._gone = False
         self._output: Tensor | None = None
+        self._since_s = perf_counter()  # the main thread computes
 
     def send(self, activation: Tensor) -> StageOutput:
         """The tail's first module is called with this."""
@@ -231,8 +232,10 @@ class Run:
     def tell_forward(self, activation: Tensor | None) -> int:
         """Send a micro-batch's activation, or that it has none: its number."""
         index, self._index = self._index, self._index + 1
+        self._note(f"forward of micro-batch {index}", self._since_s)
         content = forward_letter(None if index else self._modes, activation, of_gradients=self._of_gradients)
         self.stage.hosts.tell(Ask.FORWARD, content, self.number, index, self.stage.oldest)
+        self._since_s = perf_counter()
         return index
 
     def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tickets: Sequence[Tensor]) -> Tensor:
@@ -242,8 +245,7 @@ class Run:
         hosts.tell(Ask.LOSS, loss_letter(args, kwargs, of_gradients=torch.is_grad_enabled()), self.number, number)
         begin_s = perf_counter()
         value = hosts.answer()
-        if hosts.comm.recorder is not None:
-            hosts.comm.recorder.note("wait for the loss", MAIN, begin_s)
+        self._note("wait for the loss", begin_s)
         if not torch.is_grad_enabled():
             return value
         loss: Tensor = _Loss.apply(self, number, value, *tickets)  # type: ignore[no-untyped-call]
@@ -271,13 +273,15 @@ class Run:
             for number in sorted(self._forms, reverse=True):
                 landed = torch.empty_like(self._forms[number], memory_format=torch.contiguous_format)
                 self._landing[number] = hosts.receive(landed), landed
+        else:
+            self._note(f"backward of micro-batch {index + 1}", self._since_s)
         if index not in self._landing:
             return None
         begin_s = perf_counter()
         pending, landed = self._landing.pop(index)
         pending.wait()
-        if hosts.comm.recorder is not None:
-            hosts.comm.recorder.note(f"wait for gradient of micro-batch {index}", MAIN, begin_s)
+        self._note(f"wait for the gradient of micro-batch {index}", begin_s)
+        self._since_s = perf_counter()
         return landed
 
     def output(self) -> Tensor:
@@ -286,6 +290,11 @@ class Run:
             self.stage.hosts.tell(Ask.OUTPUT, None, self.number)
             self._output = self.stage.hosts.answer()
         return self._output
+
+    def _note(self, what: str, begin_s: float) -> None:
+        recorder = self.stage.hosts.comm.recorder
+        if recorder is not None:
+            recorder.note(what, MAIN, begin_s)
 
     def keep(self, index: int, activation: Tensor) -> None:
         """Note that a micro-batch's activation takes a gradient."""
@@ -329,7 +338,7 @@ class StageOutput(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _REQUIRES_GRAD:
+        if func == _REQUIRES_GRAD:
             return bool(args[0]._tickets) and args[0]._tickets[0].requires_grad
 
         def whole(leaf: Any) -> Any:

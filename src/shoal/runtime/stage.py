@@ -32,6 +32,7 @@ from shoal.comm.stage import GRADIENTS, Ask, Modes, TailHosts
 from shoal.core.contracts import Comm, Pending
 from shoal.core.errors import DeadlinePassed, RanksDiffer
 from shoal.core.plan import Choice, Plan
+from shoal.core.trace import MAIN, Recorder
 from shoal.profiling.identity import model_digest
 from shoal.runtime.attach import attach
 from shoal.runtime.lanes import Answering
@@ -193,6 +194,7 @@ class Tail:
         self._optimizers, self._parameters = optimizers, parameters
         self._forwards: dict[int, _Forward] = {}
         self._under_way: list[tuple[Pending, Tensor]] = []
+        self._recorder: Recorder | None = None
         self._do: dict[Ask, Callable[[dict[int, Letter]], None]] = {
             Ask.FORWARD: self._forward,
             Ask.OUTPUT: self._output,
@@ -206,10 +208,16 @@ class Tail:
 
     def serve(self, letters: Letters) -> None:
         """Do what workers ask, until they end."""
-        while (asked := letters.next())[self._workers[0]].what != Ask.END:
-            self._do[asked[self._workers[0]].what](asked)
+        while (first := (asked := letters.next())[self._workers[0]]).what != Ask.END:
+            begin_s = time.perf_counter()
+            self._do[first.what](asked)
+            self._note(first.key, begin_s)
             while self._under_way:  # behind what they wait for; before its memory is used again
                 self._under_way.pop()[0].wait()
+
+    def _note(self, what: str, begin_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.note(what, MAIN, begin_s)
 
     def _answer(self, worker: int, content: Any) -> None:
         self._under_way += post(self._comm, worker, (), content)
@@ -299,6 +307,7 @@ class Tail:
         for block, part in sorted(zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index):
             if block.rows:
                 part = part.contiguous()
+                self._note(f"gradient of micro-batch {block.index} to rank {block.worker}", time.perf_counter())
                 self._under_way.append((self._comm.send(part, block.worker), part))
 
     def _clear(self, cleared: Sequence[bool]) -> None:
@@ -340,10 +349,16 @@ class Tail:
             "scale": self._scale,
             "state": self._state,
             "take_state": self._take_state,
+            "record": self._record,
         }
         answer = parts[what](*args)
         for worker in asked:
             self._answer(worker, answer)
+
+    def _record(self) -> Recorder | None:
+        """Begin to note what this host does; what it has done since it was last asked to."""
+        before, self._recorder = self._recorder, Recorder()
+        return before
 
     def _norm(self, number: int, order: float) -> Tensor:
         return extend_norm(self._optimizers[number], order)
