@@ -117,7 +117,10 @@ def main() -> None:
             same = [each for number, each in runs if number == count]
             both = [statistics.median(way) for way in zip(*(s for each in same for s in each["shown_s"]), strict=True)]
             its[count] = sum(both)
-            print(f"{name}, {count} in flight: shown {both[0] * 1e3:.1f} ms forward, {both[1] * 1e3:.1f} ms back", flush=True)
+            print(
+                f"{name}, {count} in flight: shown {both[0] * 1e3:.1f} ms forward, {both[1] * 1e3:.1f} ms back",
+                flush=True,
+            )
             print(timeline(*same[-1]["step"]))
             figures[f"{name}, {count} in flight"] = {"forward_s": both[0], "back_s": both[1]}
         figures[f"{name}, hidden"] = 1 - its[MICRO_BATCHES[-1]] / its[MICRO_BATCHES[0]]

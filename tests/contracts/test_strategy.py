@@ -45,8 +45,8 @@ class Net(nn.Module):
 
 
 def pins() -> list[str]:
-    """Every strategy, with every exact exchange that it takes."""
-    kinds = found(strategies, Strategy)
+    """Every strategy, with every exact exchange that it takes; of "stage" see equivalence/test_stage.py."""
+    kinds = {name: kind for name, kind in found(strategies, Strategy).items() if not kind.staged}
     carried = [
         f"{name}:{exchange}"
         for name, kind in kinds.items()

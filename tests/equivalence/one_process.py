@@ -43,7 +43,8 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
-ALL_CUTS = [name for name, kind in found(strategies, Strategy).items() if kind.cuts and name != "row_pair"]
+HERE = {name: kind for name, kind in found(strategies, Strategy).items() if not kind.staged}  # without hosts of its own
+ALL_CUTS = [name for name, kind in HERE.items() if kind.cuts and name != "row_pair"]
 CUTS = [name for name in ALL_CUTS if name in ("column", "row")]  # those that serve linear layers anywhere
 OTHERS = [name for name, kind in found(strategies, Strategy).items() if not (kind.bucketed or kind.cuts or kind.served)]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances

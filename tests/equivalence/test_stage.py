@@ -50,7 +50,12 @@ class Net(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, WIDTH))
         self.tail = nn.Sequential(
-            nn.ReLU(), nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES)
+            nn.ReLU(),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.Tanh(),
+            nn.Linear(HIDDEN, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, CLASSES),
         )
 
     def forward(self, x: Tensor) -> Tensor:

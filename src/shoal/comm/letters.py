@@ -1,8 +1,8 @@
 """Letters: anything that pickle knows, tensors in it as they are, in one direction between two ranks.
 
-    40 bytes              four numbers that say what it is about, and the length of
-    the text              the content, pickled, with the forms of its tensors in their places
-    each tensor           as it lies in memory
+40 bytes              four numbers that say what it is about, and the length of
+the text              the content, pickled, with the forms of its tensors in their places
+each tensor           as it lies in memory
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def persistent_load(self, number: Any) -> Tensor:
-        return self._tensors[number]
+        tensor: Tensor = self._tensors[number]
+        return tensor
 
 
 def _written(content: Any) -> tuple[bytes, list[Tensor]]:

@@ -84,6 +84,8 @@ class _Landing:
 class ProcessGroupComm(Comm):
     """A channel over one torch.distributed process group."""
 
+    timeout_s: float
+
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, topology: Topology) -> None:
         self.rank = group.rank()
         self.size = group.size()
@@ -201,9 +203,7 @@ def alone() -> bool:
     return not dist.is_initialized() and os.environ.get("WORLD_SIZE", size) == "1"
 
 
-def join(
-    timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, tail: int = 0
-) -> ProcessGroupComm:
+def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, tail: int = 0) -> ProcessGroupComm:
     """Join the ranks that torchrun's environment variables describe.
 
     The last `servers` of them are servers, or the last `tail` run the end of the model.
@@ -288,9 +288,7 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _call_roll(
-    store: Store, rank: int, size: int, host: str, others: Mapping[str, int], timeout_s: float
-) -> Topology:
+def _call_roll(store: Store, rank: int, size: int, host: str, others: Mapping[str, int], timeout_s: float) -> Topology:
     """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
     where = f"rank {rank}, host {host}"
     mine = {"WORLD_SIZE": size, **others}

@@ -219,7 +219,9 @@ def _record(kind: type[T], row: Any, source: str) -> T:
     if unknown:
         raise PlanError(f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields))
     for name, value in row.items():
-        if not isinstance(value, _TYPES[fields[name].type]) or (isinstance(value, bool) != (fields[name].type == "bool")):
+        if not isinstance(value, _TYPES[fields[name].type]) or (
+            isinstance(value, bool) != (fields[name].type == "bool")
+        ):
             raise PlanError(f"{source}: {name} is of the wrong type", got=repr(value), expected=fields[name].type)
     try:
         return kind(**row)

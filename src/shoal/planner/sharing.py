@@ -18,7 +18,12 @@ from shoal.planner.search import repredicted, search
 
 
 def plan_for(
-    profile: ModelProfile, cluster: Cluster, *, micro_batches: int = MICRO_BATCHES, staleness: int | None = 0, **how: Any
+    profile: ModelProfile,
+    cluster: Cluster,
+    *,
+    micro_batches: int = MICRO_BATCHES,
+    staleness: int | None = 0,
+    **how: Any,
 ) -> Plan:
     """The plan that `search` finds, and how tail hosts share what it gives them.
 

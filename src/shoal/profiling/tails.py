@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.letters import letter_bytes
-from shoal.comm.stage import backward_letter, forward_letter, loss_letter, modes
+from shoal.comm.tail_hosts import backward_letter, forward_letter, loss_letter, modes
 from shoal.core.facts import ModelProfile, Tail
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.identity import Layer
@@ -51,7 +51,9 @@ class Tails:
                     reasons[name] = reason
                 elif name not in of:
                     taken = calls[modules[0]][0][0][0]
-                    of[name] = Tail(modules, tuple(mine), micro_batches, *_bytes(sample, inside, taken, loss, micro_batches))
+                    of[name] = Tail(
+                        modules, tuple(mine), micro_batches, *_bytes(sample, inside, taken, loss, micro_batches)
+                    )
         return cls(of, reasons)
 
 

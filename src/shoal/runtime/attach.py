@@ -1,9 +1,9 @@
 """Puts a plan into a model and has an engine run it: what ranks do once they have agreed on a plan.
 
-    1  open      servers, tables, a boundary for cut layers: channels, made in the same order on every rank
-    2  rewrite   the model's layers change in place; transfers come out           (rewrite/apply.py)
-    3  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
-    4  extend    optimizers learn what ranks own
+1  open      servers, tables, a boundary for cut layers: channels, made in the same order on every rank
+2  rewrite   the model's layers change in place; transfers come out           (rewrite/apply.py)
+3  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
+4  extend    optimizers learn what ranks own
 """
 
 from __future__ import annotations

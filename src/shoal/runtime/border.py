@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.comm.cut_output import CutOutput
-from shoal.comm.stage import StageOutput
+from shoal.comm.stage_output import StageOutput
 from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
 from shoal.runtime.weights import Weight

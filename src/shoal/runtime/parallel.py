@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 from shoal import exchange as exchanges
 from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
-from shoal.comm.stage import Ask, Stage
+from shoal.comm.stage import Stage
+from shoal.comm.tail_hosts import Ask
 from shoal.core.contracts import Exchange, Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Link, ModelProfile

@@ -23,7 +23,14 @@ from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session
 
-_COMPARED = ("model", "bucket_bytes", "lanes", "staleness", "micro_batches", "joined")  # of a plan, beside its choices and placement
+_COMPARED = (
+    "model",
+    "bucket_bytes",
+    "lanes",
+    "staleness",
+    "micro_batches",
+    "joined",
+)  # of a plan, beside its choices and placement
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 

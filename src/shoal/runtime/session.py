@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.process_group import alone, join
-from shoal.comm.stage import TailHosts
+from shoal.comm.tail_hosts import TailHosts
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError, WorldError

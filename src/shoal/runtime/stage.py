@@ -1,6 +1,6 @@
 """A tail host: runs the end of a model for its workers, who say what to do (comm/stage.py).
 
-    a thread for each worker    receives letters, a few ahead of what is done              (Letters)
+    a thread for each worker    receives letters, a few ahead of what is done              (inbox.py)
     the main thread             takes the next letter of every worker, which ask for the same, in any order of arrival
       FORWARD    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail on them
       LOSS       each worker's loss, over all of its micro-batches together: as one process would compute it
@@ -16,31 +16,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Condition
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.letters import fetch, post
-from shoal.comm.stage import GRADIENTS, Ask, Modes, TailHosts
-from shoal.core.contracts import Comm, Pending
-from shoal.core.errors import DeadlinePassed, RanksDiffer
+from shoal.comm.letters import post
+from shoal.comm.tail_hosts import GRADIENTS, Ask, Modes, TailHosts
+from shoal.core.contracts import Pending
 from shoal.core.plan import Choice, Plan
 from shoal.core.trace import MAIN, Recorder
 from shoal.profiling.identity import model_digest
 from shoal.runtime.attach import attach
-from shoal.runtime.lanes import Answering
+from shoal.runtime.inbox import Letter, Letters
 from shoal.runtime.optimizer import extend
 from shoal.runtime.session import Session
-
-_AHEAD = 4  # letters of a worker that are kept
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,94 +45,6 @@ class Opening:
     micro_batches: int
     joined: bool
     shared: Mapping[str, str]  # by layer, in the order in which gradients come, how they share it: "sliced:direct"
-
-
-@dataclass(frozen=True)
-class Letter:
-    """A worker's wish: what, and of which forward and micro-batch, or loss."""
-
-    what: Ask
-    run: int
-    index: int
-    oldest: int
-    content: Any
-
-    @property
-    def key(self) -> str:
-        """Its name in messages."""
-        if self.what == Ask.FORWARD:
-            return f"micro-batch {self.index} of forward {self.run}"
-        return f"{self.what.name} of forward {self.run}" if self.run else self.what.name
-
-
-@final
-class Letters:
-    """What workers have sent and nobody has taken yet."""
-
-    def __init__(self, comm: Comm, workers: Sequence[int], timeout_s: float | None) -> None:
-        self._comm, self._timeout_s = comm, timeout_s
-        self._moved = Condition()
-        self._boxes: dict[int, deque[Letter]] = {worker: deque() for worker in workers}
-        self._answering = Answering()
-        self._last = "the beginning"
-        for worker in workers:
-            self._answering.begin(worker, partial(self._receive, worker), comm)
-
-    def next(self) -> dict[int, Letter]:
-        """The next letter of every worker, all of them of the same kind.
-
-        Raises:
-            DeadlinePassed: some have written, and one has not for as long as a receive may wait.
-            RanksDiffer: workers ask for different things.
-        """
-        since = None
-        with self._moved:
-            while missing := [worker for worker, box in self._boxes.items() if not box]:
-                there = {worker: box[0] for worker, box in self._boxes.items() if box}
-                if there and since is None:
-                    since = time.monotonic()
-                late_s = 0.0 if since is None else time.monotonic() - since
-                if there and self._timeout_s is not None and late_s > self._timeout_s:
-                    key = next(iter(there.values())).key
-                    raise DeadlinePassed(
-                        f"{key} has not come from rank {missing[0]} within {self._timeout_s:g} s",
-                        where=f"tail host, rank {self._comm.rank}, after {self._last}",
-                        got=f"it has come from {', '.join(f'rank {worker}' for worker in there)}",
-                        do="let every worker make the same calls in the same order, or raise the time-out",
-                        rank=missing[0],
-                    )
-                if not self._moved.wait(_POLL_S):
-                    self._comm.check(f"after {self._last}")
-                    self._answering.check()
-            letters = {worker: box.popleft() for worker, box in self._boxes.items()}
-            self._moved.notify_all()
-        first, *_ = letters.values()
-        for worker, letter in letters.items():
-            if (letter.what, letter.run, letter.index) != (first.what, first.run, first.index):
-                raise RanksDiffer(
-                    f"rank {worker} is at {letter.key} where rank {next(iter(letters))} is at {first.key}",
-                    where=f"tail host, rank {self._comm.rank}, after {self._last}",
-                    do="where tail hosts run the end of the model, call it (also to evaluate), its loss, backward, "
-                    "step and state_dict on every worker alike",
-                    rank=worker,
-                )
-        self._last = first.key
-        return letters
-
-    def finish(self) -> None:
-        """Wait until every worker's thread has ended, and end it."""
-        self._answering.finish(lambda: None)
-        self._answering.close()
-
-    def _receive(self, worker: int, comm: Comm) -> None:
-        what = None
-        while what != Ask.END:
-            (what, run, index, oldest), content = fetch(comm, worker)
-            with self._moved:
-                while len(self._boxes[worker]) >= _AHEAD:
-                    self._moved.wait()
-                self._boxes[worker].append(Letter(Ask(what), run, index, oldest, content))
-                self._moved.notify_all()
 
 
 @dataclass(frozen=True)
@@ -261,7 +167,10 @@ class Tail:
         """All that the tail has put out for a worker, apart from its graph."""
         if worker not in run.whole:
             parts = [
-                part for each in run.passes for block, part in each.outputs(each.put_out.detach()) if block.worker == worker
+                part
+                for each in run.passes
+                for block, part in each.outputs(each.put_out.detach())
+                if block.worker == worker
             ]
             run.whole[worker] = torch.cat(parts).requires_grad_(any(each.put_out.requires_grad for each in run.passes))
         return run.whole[worker]
@@ -298,7 +207,9 @@ class Tail:
         """The gradients of a worker's blocks of the output, in their order."""
         whole = self._whole(run, worker)
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
-        rows = [len(part) for each in run.passes for block, part in each.outputs(each.put_out) if block.worker == worker]
+        rows = [
+            len(part) for each in run.passes for block, part in each.outputs(each.put_out) if block.worker == worker
+        ]
         return list(grad.split(rows))
 
     def _send_back(self, its: _Pass, scale: float, grad: Tensor) -> None:
@@ -361,7 +272,9 @@ class Tail:
         return before
 
     def _norm(self, number: int, order: float) -> Tensor:
-        return extend_norm(self._optimizers[number], order)
+        optimizer: Any = self._optimizers[number]  # which has been extended
+        norm: Tensor = optimizer.clip_grad_norm_(math.inf, order)
+        return norm
 
     @torch.no_grad()
     def _scale(self, number: int, factor: Tensor) -> None:
@@ -387,12 +300,6 @@ class Tail:
         """Names of an optimizer's parameters, in their order."""
         names = {parameter: name for name, parameter in self._parameters.items()}
         return [names[p] for group in self._optimizers[number].param_groups for p in group["params"]]
-
-
-def extend_norm(optimizer: Any, order: float) -> Tensor:
-    """The norm of all gradients of an optimizer that has been extended."""
-    norm: Tensor = optimizer.clip_grad_norm_(math.inf, order)
-    return norm
 
 
 def _autocast(state: tuple[bool, torch.dtype]) -> Any:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.comm.stage import GRADIENTS, VALUES, AtTail, Run, StageOutput, in_micro_batches
+from shoal.comm.stage import AtTail
 from shoal.comm.stage import Stage as Way
+from shoal.comm.stage_output import Run, StageOutput, in_micro_batches
+from shoal.comm.tail_hosts import GRADIENTS, VALUES
 from shoal.core.contracts import Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, Traffic
 from shoal.core.cut import cut
@@ -68,7 +70,10 @@ class Stage(Strategy):
             pace,
             forward_s=forward_s - shown * pace.wall.of(out) - tail.body_forward_s - tail.forward_s,
             backward_s=backward_s - shown * pace.wall.of(back) - tail.body_backward_s - tail.backward_s,
-            awaited=(_traffic(cluster, shown * tail.sent_bytes, 0.0), _traffic(cluster, 0.0, shown * tail.received_bytes)),
+            awaited=(
+                _traffic(cluster, shown * tail.sent_bytes, 0.0),
+                _traffic(cluster, 0.0, shown * tail.received_bytes),
+            ),
             held=0.0,
             elsewhere=1.0,
         )
@@ -131,7 +136,7 @@ class _Body:
             return forward(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
         pieces = in_micro_batches((args, kwargs), len(tensors[0]) if tensors else 1, tail.micro_batches)
-        run = tail.begin()
+        run = Run(tail)
         try:
             for its_args, its_kwargs in pieces:
                 output = forward(*its_args, **its_kwargs)

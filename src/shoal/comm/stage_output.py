@@ -1,0 +1,247 @@
+"""A model whose end runs on hosts of its own: a worker's way to them.
+
+    worker w                                                     its tail host, w mod T   (runtime/stage.py)
+      forward of micro-batch i   FORWARD  the activation    ──▶  joins the rows of its workers, runs the tail
+      … of the next, meanwhile
+      loss_fn(output, target)    LOSS     the target        ──▶  the loss of all of this worker's rows
+                                          the loss          ◀──
+      backward                   BACKWARD its weight        ──▶  gradients, last micro-batch first
+      … of micro-batch i                  of the activation ◀──  while that of the one before is computed
+      optimizer.step()           STEP     the settings      ──▶  an update as in one process
+
+What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever looks at it gets the
+output (OUTPUT), without a gradient. To all else the tail's parameters look whole (core/cut.py), and whatever is done
+with them is done by all workers together. Guarded by tests/equivalence/test_stage.py.
+Reference: Huang et al., "GPipe", 2019, section 2 (micro-batches); multi-node Caffe's net that is cut over nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.comm.boundary import refuse_second_derivative
+from shoal.comm.stage import Stage
+from shoal.comm.tail_hosts import Ask, backward_letter, forward_letter, loss_letter
+from shoal.core.contracts import Pending
+from shoal.core.errors import UsageError
+from shoal.core.pieces import cut_sizes
+from shoal.core.trace import MAIN
+
+
+@final
+class Run:
+    """One forward of the model, and what follows from it."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.number, self._modes = stage.begin(self)
+        self.tickets: list[Tensor] = []  # of each micro-batch, for autograd
+        self._of_gradients = torch.is_grad_enabled()
+        self._index = 0
+        self._forms: dict[int, Tensor] = {}  # of activations that take a gradient
+        self._losses = 0
+        self._slopes: dict[int, Tensor] = {}  # of the losses
+        self._landing: dict[int, tuple[Pending, Tensor]] = {}
+        self._gone = False
+        self._output: Tensor | None = None
+        self._since_s = perf_counter()  # the main thread computes
+
+    def send(self, activation: Tensor) -> StageOutput:
+        """The tail's first module is called with this."""
+        index = self._index
+        with torch._C.DisableTorchFunctionSubclass():  # the parts, which are empty: what autograd looks for
+            parts = [parameter for parameter in self.stage.parameters.values() if parameter.requires_grad]
+            ticket: Tensor = _Sent.apply(self, activation, self.stage.anchor, *parts)  # type: ignore[no-untyped-call]
+        if index == self._index:
+            raise AssertionError("the activation has not been sent")
+        self.tickets.append(ticket)
+        return StageOutput.of(self, [ticket])
+
+    def tell_forward(self, activation: Tensor | None) -> int:
+        """Send a micro-batch's activation, or that it has none: its number."""
+        index, self._index = self._index, self._index + 1
+        self._note(f"forward of micro-batch {index}", self._since_s)
+        content = forward_letter(None if index else self._modes, activation, of_gradients=self._of_gradients)
+        self.stage.hosts.tell(Ask.FORWARD, content, self.number, index, self.stage.oldest)
+        self._since_s = perf_counter()
+        return index
+
+    def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tickets: Sequence[Tensor]) -> Tensor:
+        """The loss, of what this is the first argument; the rest are given."""
+        number, self._losses = self._losses, self._losses + 1
+        hosts = self.stage.hosts
+        hosts.tell(Ask.LOSS, loss_letter(args, kwargs, of_gradients=torch.is_grad_enabled()), self.number, number)
+        begin_s = perf_counter()
+        value: Tensor = hosts.answer()
+        self._note("wait for the loss", begin_s)
+        if not torch.is_grad_enabled():
+            return value
+        loss: Tensor = _Loss.apply(self, number, value, *tickets)  # type: ignore[no-untyped-call]
+        return loss
+
+    def slope(self, number: int, grad: Tensor) -> bool:
+        """Note the gradient of a loss; whether it is the first in this backward."""
+        if self._gone:
+            raise UsageError(
+                "a second backward through a forward whose end ran on tail hosts",
+                do="call the model again, or add the losses before backward",
+            )
+        first = not self._slopes
+        self._slopes[number] = grad
+        return first
+
+    def backward(self, index: int, weight: Tensor) -> Tensor | None:
+        """The gradient of a micro-batch's activation; `weight` is what gradients are to be multiplied by."""
+        hosts = self.stage.hosts
+        if not self._gone:
+            self._gone = True
+            cleared = self.stage.cleared()
+            self.stage.mark()
+            hosts.tell(Ask.BACKWARD, backward_letter(cleared, float(weight), self._slopes), self.number)
+            for number in sorted(self._forms, reverse=True):
+                landed = torch.empty_like(self._forms[number], memory_format=torch.contiguous_format)
+                self._landing[number] = hosts.receive(landed), landed
+        else:
+            self._note(f"backward of micro-batch {index + 1}", self._since_s)
+        if index not in self._landing:
+            return None
+        begin_s = perf_counter()
+        pending, landed = self._landing.pop(index)
+        pending.wait()
+        self._note(f"wait for the gradient of micro-batch {index}", begin_s)
+        self._since_s = perf_counter()
+        return landed
+
+    def output(self) -> Tensor:
+        """What the tail has put out for this worker's rows; a collective, once."""
+        if self._output is None:
+            self.stage.hosts.tell(Ask.OUTPUT, None, self.number)
+            output: Tensor = self.stage.hosts.answer()
+            self._output = output
+        return self._output
+
+    def _note(self, what: str, begin_s: float) -> None:
+        recorder = self.stage.hosts.comm.recorder
+        if recorder is not None:
+            recorder.note(what, MAIN, begin_s)
+
+    def keep(self, index: int, activation: Tensor) -> None:
+        """Note that a micro-batch's activation takes a gradient."""
+        self._forms[index] = activation.detach()
+
+
+@final
+class StageOutput(Tensor):
+    """What tail hosts have put out: the loss takes it as it is; whoever looks at it gets it, without a gradient."""
+
+    _run: Run
+    _tickets: list[Tensor]
+    _over: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, run: Run, tickets: Sequence[Tensor]) -> StageOutput:
+        """The output of these micro-batches."""
+        output: StageOutput = torch.empty(0).as_subclass(cls)
+        output._run, output._tickets = run, list(tickets)
+        return output
+
+    def over(self, after: Callable[[Tensor], Tensor]) -> StageOutput:
+        """The same, whose gradients come back through `after`."""
+        return StageOutput.of(self._run, [after(ticket) for ticket in self._tickets])
+
+    def is_of(self, run: Run) -> bool:
+        """Whether it is what that forward has put out."""
+        return self._run is run
+
+    def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The loss at the tail, of this and these."""
+        return self._run.loss(args, kwargs, self._tickets)
+
+    def whole(self) -> Tensor:
+        """The output itself, whose gradient is an error."""
+        output = self._run.output()
+        if not torch.is_grad_enabled() or not output.is_floating_point():
+            return output
+        seen: Tensor = _Seen.apply(output, *self._tickets)  # type: ignore[no-untyped-call]
+        return seen
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _REQUIRES_GRAD:
+            return bool(args[0]._tickets) and args[0]._tickets[0].requires_grad
+
+        def whole(leaf: Any) -> Any:
+            return leaf.whole() if isinstance(leaf, StageOutput) else leaf
+
+        args, kwargs = pytree.tree_map(whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Sent(torch.autograd.Function):
+    """An activation on its way to the tail, and its gradient back; gives a ticket, whose gradient is the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, activation: Tensor, anchor: Tensor, *parts: Tensor) -> Tensor:
+        ctx.run, ctx.others = run, 1 + len(parts)
+        ctx.index = run.tell_forward(activation)
+        if ctx.needs_input_grad[1]:
+            run.keep(ctx.index, activation)
+        return torch.zeros((), dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        return None, ctx.run.backward(ctx.index, weight), *[None] * ctx.others
+
+
+class _Loss(torch.autograd.Function):
+    """A loss that the tail has computed; back go, beside its own gradient, tickets' of 1."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, number: int, value: Tensor, *tickets: Tensor) -> Tensor:
+        ctx.run, ctx.number, ctx.tickets = run, number, len(tickets)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative()
+        weight = float(ctx.run.slope(ctx.number, grad))
+        return None, None, None, *[torch.tensor(weight, dtype=torch.float64)] * ctx.tickets
+
+
+class _Seen(torch.autograd.Function):
+    """An output that was brought from the tail."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *tickets: Tensor) -> Tensor:
+        ctx.tickets = len(tickets)
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        raise UsageError(
+            "the output of a tail on hosts of its own goes into something else than the loss",
+            do="train by the loss_fn that parallelize returned, called with the model's output as it is; or pin the "
+            'tail\'s layers to something else than "stage"',
+        )
+
+
+def in_micro_batches(batch: Any, rows: int, count: int) -> list[Any]:
+    """A batch cut into at most so many, by the rows of every tensor that has so many."""
+    sizes = [size for size in cut_sizes(rows, count) if size]
+
+    def split(leaf: Any) -> Any:
+        whole = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows
+        return leaf.split(sizes) if whole else [leaf] * len(sizes)
+
+    leaves, form = pytree.tree_flatten(batch)
+    return [pytree.tree_unflatten(list(each), form) for each in zip(*map(split, leaves), strict=True)]
+
+
+_REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009

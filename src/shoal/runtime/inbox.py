@@ -1,0 +1,108 @@
+"""A tail host's letters from its workers: received ahead of what is done, taken one from each worker at a time."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Condition
+from typing import Any, final
+
+from shoal.comm.letters import fetch
+from shoal.comm.tail_hosts import Ask
+from shoal.core.contracts import Comm
+from shoal.core.errors import DeadlinePassed, RanksDiffer
+from shoal.runtime.lanes import Answering
+
+_AHEAD = 4  # letters of a worker that are kept
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A worker's wish: what, and of which forward and micro-batch, or loss."""
+
+    what: Ask
+    run: int
+    index: int
+    oldest: int
+    content: Any
+
+    @property
+    def key(self) -> str:
+        """Its name in messages."""
+        if self.what == Ask.FORWARD:
+            return f"micro-batch {self.index} of forward {self.run}"
+        return f"{self.what.name} of forward {self.run}" if self.run else self.what.name
+
+
+@final
+class Letters:
+    """What workers have sent and nobody has taken yet."""
+
+    def __init__(self, comm: Comm, workers: Sequence[int], timeout_s: float | None) -> None:
+        self._comm, self._timeout_s = comm, timeout_s
+        self._moved = Condition()
+        self._boxes: dict[int, deque[Letter]] = {worker: deque() for worker in workers}
+        self._answering = Answering()
+        self._last = "the beginning"
+        for worker in workers:
+            self._answering.begin(worker, partial(self._receive, worker), comm)
+
+    def next(self) -> dict[int, Letter]:
+        """The next letter of every worker, all of them of the same kind.
+
+        Raises:
+            DeadlinePassed: some have written, and one has not for as long as a receive may wait.
+            RanksDiffer: workers ask for different things.
+        """
+        since = None
+        with self._moved:
+            while missing := [worker for worker, box in self._boxes.items() if not box]:
+                there = {worker: box[0] for worker, box in self._boxes.items() if box}
+                if there and since is None:
+                    since = time.monotonic()
+                late_s = 0.0 if since is None else time.monotonic() - since
+                if there and self._timeout_s is not None and late_s > self._timeout_s:
+                    key = next(iter(there.values())).key
+                    raise DeadlinePassed(
+                        f"{key} has not come from rank {missing[0]} within {self._timeout_s:g} s",
+                        where=f"tail host, rank {self._comm.rank}, after {self._last}",
+                        got=f"it has come from {', '.join(f'rank {worker}' for worker in there)}",
+                        do="let every worker make the same calls in the same order, or raise the time-out",
+                        rank=missing[0],
+                    )
+                if not self._moved.wait(_POLL_S):
+                    self._comm.check(f"after {self._last}")
+                    self._answering.check()
+            letters = {worker: box.popleft() for worker, box in self._boxes.items()}
+            self._moved.notify_all()
+        first, *_ = letters.values()
+        for worker, letter in letters.items():
+            if (letter.what, letter.run, letter.index) != (first.what, first.run, first.index):
+                raise RanksDiffer(
+                    f"rank {worker} is at {letter.key} where rank {next(iter(letters))} is at {first.key}",
+                    where=f"tail host, rank {self._comm.rank}, after {self._last}",
+                    do="where tail hosts run the end of the model, call it (also to evaluate), its loss, backward, "
+                    "step and state_dict on every worker alike",
+                    rank=worker,
+                )
+        self._last = first.key
+        return letters
+
+    def finish(self) -> None:
+        """Wait until every worker's thread has ended, and end it."""
+        self._answering.finish(lambda: None)
+        self._answering.close()
+
+    def _receive(self, worker: int, comm: Comm) -> None:
+        what = None
+        while what != Ask.END:
+            (what, run, index, oldest), content = fetch(comm, worker)
+            with self._moved:
+                while len(self._boxes[worker]) >= _AHEAD:
+                    self._moved.wait()
+                self._boxes[worker].append(Letter(Ask(what), run, index, oldest, content))
+                self._moved.notify_all()
