@@ -21,6 +21,8 @@ from one_process import (
     cluster_of,
     difference,
     features,
+    integers,
+    numbers,
     plain,
     rows_of,
     sgd,
@@ -31,8 +33,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import shoal
+from shoal.comm.faulty import Drop, Fault, FaultyComm
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import TracedComm
+from shoal.core.cut import cut_of
+from shoal.core.errors import DeadlinePassed, RanksDiffer, UsageError
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
@@ -91,7 +97,7 @@ def together(
             with suppress(SystemExit):
                 _, its_loss, _ = shoal.parallelize(mine, its_loss, its, sample=own[0], **how)
                 plan = session.attached[mine].plan
-                assert any(choice.strategy == "stage" for choice in plan.choices)
+                assert how["pins"] is not PINS or any(choice.strategy == "stage" for choice in plan.choices)
                 return loop(mine, its_loss, its, own), state(mine)
         assert comm.rank >= workers
         return None, {}
@@ -292,3 +298,255 @@ def test_a_step_sends_the_bytes_that_are_stated(micro_batches: int, workers: int
             assert 0 < counted[0] - stated[0] < 2000
             counted[0], counted[2] = stated[0], stated[2]
         assert counted == stated
+
+
+class Tokens(nn.Module):
+    """Rows of tokens in the body, which the tail takes as one dimension, and pools."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, WIDTH)
+        self.ends = nn.ModuleDict({"pool": Pooled()})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.ends["pool"](torch.tanh(self.table(ids)))
+
+
+class Pooled(nn.Module):
+    """Not nn.Sequential: it is an end of the model as a whole, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.frozen = nn.Linear(CLASSES, CLASSES).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(torch.relu(self.head(x))).mean(1)
+
+
+def tokens() -> list[Batch]:
+    return [(integers(7, 12, 3, seed=s), integers(CLASSES, 12, seed=s)) for s in range(5)]
+
+
+@pytest.mark.parametrize("tail", [1, 2])
+def test_the_end_is_a_module_of_any_kind(tail: int) -> None:
+    pins = {"table": "replicate", "ends.*": "stage"}
+    assert_same(built(Tokens), given=tokens(), pins=pins, tail=tail, loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+@pytest.mark.parametrize("pin", ["2", "4", "1[0-9]"])
+@pytest.mark.parametrize("tail", [1, 2])
+def test_the_end_is_the_last_children_of_a_sequential(tail: int, pin: str) -> None:
+    layers = [nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(inplace=True)]
+    more = [nn.Linear(HIDDEN, HIDDEN), *(nn.Tanh() for _ in range(5)), nn.Linear(HIDDEN, CLASSES), nn.Dropout(0.0)]
+    model = built(lambda: nn.Sequential(*layers, *more))
+    assert_same(model, pins={pin: "stage"}, tail=tail, strategies=["replicate", "sliced"])
+
+
+def test_a_body_that_is_frozen() -> None:
+    model = built(Net)
+    model.body.requires_grad_(False)
+    assert_same(model, pins={"tail.*": "stage"})
+
+
+def ignoring(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=0)
+
+
+@pytest.mark.parametrize("tail", [1, 2])
+def test_a_loss_counts_its_own_terms(tail: int) -> None:
+    assert_same(built(Net), loss_fn=ignoring, count=lambda output, target: (target != 0).sum(), tail=tail)
+
+
+def looking(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> Any:
+    """Outputs are looked at, in training and in evaluation."""
+    seen = []
+    for x, y in its:
+        output = model(x)
+        seen.append((output.argmax(1) == y).sum())
+        loss = loss_fn(output, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            seen += [loss.clone(), loss_fn(model(x), y), model(x[:1]).sum(), output.shape[1] * output.float().mean()]
+    return torch.stack([each.double() for each in seen])
+
+
+def test_outputs_are_what_they_are_in_one_process() -> None:
+    model, batches = built(Net), features(WIDTH, CLASSES)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    _, seen = together(model, looking, workers=2, given=batches)
+    for rank in range(2):  # each on its rows, and no gradients exchanged but those of both
+        first = looking(copies[rank], F.cross_entropy, sgd(copies[rank].parameters()), [rows_of(batches[0], rank, 2)])
+        assert torch.allclose(seen[rank][0], first[0]) and torch.allclose(seen[rank][1], first[1])
+        assert seen[rank].isfinite().all()
+
+
+def of_inputs(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> Tensor:
+    x, y = its[0][0].requires_grad_(), its[0][1]
+    loss_fn(model(x), y).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_gradients_of_inputs_are_this_ranks_own() -> None:
+    model, batch = built(Net), features(WIDTH, CLASSES)[0]
+    _, grads = together(model, of_inputs, workers=2)
+    for rank in range(2):
+        x, y = rows_of(batch, rank, 2)
+        F.cross_entropy(model(x.requires_grad_()), y).backward()
+        assert torch.allclose(grads[rank], x.grad)
+
+
+def copied(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> tuple[Tensor, Tensor, str]:
+    plain(model, loss_fn, optimizer, its[:1])
+    one = copy.deepcopy(model)
+    assert type(one) is Net and type(one.tail) is nn.Sequential
+    return one(its[0][0]).detach(), model(its[0][0]).detach().clone(), repr(model)
+
+
+def test_a_copy_is_an_ordinary_model() -> None:
+    _, results = together(built(Net), copied)
+    for ours, theirs, text in results:
+        assert torch.allclose(ours, theirs)
+        assert text == repr(built(Net))
+
+
+def loaded_before(model: Any, optimizer: Any) -> None:
+    plain(model, F.cross_entropy, optimizer, features(WIDTH, CLASSES)[:2])
+
+
+@pytest.mark.parametrize("tail", [1, 2])
+def test_an_optimizer_brings_its_state(tail: int) -> None:
+    def loop(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        if not hasattr(optimizer, "accumulate"):
+            loaded_before(model, optimizer)
+        plain(model, loss_fn, optimizer, its)
+
+    assert_same(built(Net), loop, optimizer=adamw, before=loaded_before, tail=tail)
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "another loss": (lambda m, loss_fn, o, its: m(its[0][0]).pow(2).mean().backward(), "something else than the loss"),
+    "twice": (lambda m, loss_fn, o, its: twice(loss_fn(m(its[0][0]), its[0][1])), "second backward"),
+    "by itself": (lambda m, loss_fn, o, its: m.tail(its[0][0]), "called by itself"),
+    "penalty": (lambda m, loss_fn, o, its: sum(p.pow(2).sum() for p in m.parameters()).backward(), "weight_decay"),
+    "data": (lambda m, loss_fn, o, its: m.tail[1].weight.data.zero_(), "would not reach the rest"),
+}
+
+
+def twice(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_use_is_named(wrong: str) -> None:
+    loop, words = WRONG[wrong]
+    with pytest.raises(UsageError, match=words):
+        together(built(Net), loop)
+
+
+def alone(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """Rank 0 evaluates by itself."""
+    plain(model, loss_fn, optimizer, its[:1])
+    if shoal.world().rank == 0:
+        with torch.no_grad():
+            model(its[0][0])
+    plain(model, loss_fn, optimizer, its[1:])
+
+
+def test_a_rank_that_does_something_else_is_named() -> None:
+    with pytest.raises(RanksDiffer, match=r"rank 1 is at micro-batch .* where rank 0 is at OUTPUT|rank 1 is at"):
+        together(built(Net), alone)
+
+
+class Halved(Net):
+    """What the tail puts out is not what the model returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class Normed(Net):
+    """A tail with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail[2] = nn.BatchNorm1d(HIDDEN)
+
+
+class Tied(Net):
+    """A tail with a parameter of the body's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail[3].bias = self.body[0].bias
+
+
+CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "not the end": (Net, {"pins": {"body.*": "stage"}}, "no module that has it puts out what the model returns"),
+    "half of it": (Net, {"pins": {"tail.1": "stage", "tail.3": "replicate"}}, "stage serves layer tail.1 only beside"),
+    "something behind it": (Halved, {}, "no module that has it puts out what the model returns"),
+    "buffers": (Normed, {}, "has buffers"),
+    "tied": (Tied, {}, "tied to"),
+    "its own loss": (Net, {"loss_fn": None}, "loss"),
+    "shared by one": (Net, {"pins": {"tail.*": "stage:column"}}, "one tail host shares layer"),
+    "shared by what is no way": (Net, {"pins": {"tail.*": "stage:head"}, "tail": 2}, "cannot share layer"),
+    "shared by nothing there is": (Net, {"pins": {"tail.*": "stage:coloumn"}, "tail": 2}, "column"),
+    "no micro-batch": (Net, {"micro_batches": 0}, "micro_batches is a whole number"),
+    "no tail hosts": (Net, {"tail": 0}, "there are no tail hosts"),
+}
+
+
+@pytest.mark.parametrize("what", CANNOT)
+def test_what_cannot_be_a_tail_says_why(what: str) -> None:
+    make, how, words = CANNOT[what]
+    with pytest.raises(UsageError, match=words):
+        together(built(make), **how)
+
+
+def faulty(fault: Fault, tail: int = 1) -> None:
+    """Two workers and a tail train with a fault."""
+    batches, copies = features(WIDTH, CLASSES), [built(Net) for _ in range(2 + tail)]
+    cluster = replace(cluster_of(2), tail=tuple(f"tail{t}" for t in range(tail)))
+
+    def work(comm: ThreadComm) -> None:
+        model = copies[comm.rank]
+        own = [rows_of(batch, comm.rank % 2, 2) for batch in batches]
+        state_of = FaultyComm(comm, [])
+        with using(state_of, cluster), suppress(SystemExit):
+            optimizer = sgd(model.parameters())
+            _, loss_fn, _ = shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], pins=PINS)
+            plain(model, loss_fn, optimizer, own[:1])
+            if comm.rank == fault.rank:
+                hosts = cut_of(model.tail[1].weight).stage.hosts
+                hosts.comm = FaultyComm(hosts.comm, [fault])
+            plain(model, loss_fn, optimizer, own[1:])
+
+    run(2 + tail, work, timeout_s=2, hosts=cluster.topology.hosts + cluster.tail, tail=tail)
+
+
+def test_a_micro_batch_that_does_not_come_is_named_by_its_key() -> None:
+    with pytest.raises(DeadlinePassed, match=r"micro-batch [01] of forward 2 has not come from rank 1 within 2 s"):
+        faulty(Drop(rank=1, at=4))
+
+
+def test_a_stage_is_planned_where_it_pays() -> None:
+    """Wide layers behind a narrow body, over slow links: whatever workers do among themselves takes longer."""
+    wide = 700
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, wide), nn.ReLU(), nn.Linear(wide, wide))
+
+    model = built(make, torch.float32)
+    batch = numbers(12, WIDTH, dtype=torch.float32), integers(wide, 12)
+    link = Link(latency_s=1e-4, bytes_per_s=1e6)
+    hosts = Topology(("a", "b", "c"))
+    how = {"sample": batch, "strategies": ["replicate", "stage"]}
+    args = model, F.cross_entropy, sgd(model.parameters())
+    planned = shoal.plan(*args, cluster=Cluster(hosts, link, 2.0, tail=("d",)), **how)
+    assert [choice.strategy for choice in planned.choices] == ["stage", "stage", "replicate"]
+    without = shoal.plan(*args, cluster=Cluster(hosts, link, 2.0), **how)
+    assert planned.predicted_s < without.predicted_s / 3

@@ -54,20 +54,20 @@ class Run:
 
     def send(self, activation: Tensor) -> StageOutput:
         """The tail's first module is called with this."""
-        index = self._index
         with torch._C.DisableTorchFunctionSubclass():  # the parts, which are empty: what autograd looks for
             parts = [parameter for parameter in self.stage.parameters.values() if parameter.requires_grad]
             ticket: Tensor = _Sent.apply(self, activation, self.stage.anchor, *parts)  # type: ignore[no-untyped-call]
-        if index == self._index:
-            raise AssertionError("the activation has not been sent")
         self.tickets.append(ticket)
         return StageOutput.of(self, [ticket])
 
-    def tell_forward(self, activation: Tensor | None) -> int:
-        """Send a micro-batch's activation, or that it has none: its number."""
+    def tell_forward(self, activation: Tensor | None, *, back: bool) -> int:
+        """Send a micro-batch's activation, whose gradient is to come back or not, or that it has none: its number."""
         index, self._index = self._index, self._index + 1
         self._note(f"forward of micro-batch {index}", self._since_s)
-        content = forward_letter(None if index else self._modes, activation, of_gradients=self._of_gradients)
+        if back and activation is not None:
+            self._forms[index] = activation.detach()
+        modes = None if index else self._modes
+        content = forward_letter(modes, activation, of_gradients=self._of_gradients, back=back)
         self.stage.hosts.tell(Ask.FORWARD, content, self.number, index, self.stage.oldest)
         self._since_s = perf_counter()
         return index
@@ -131,10 +131,6 @@ class Run:
         if recorder is not None:
             recorder.note(what, MAIN, begin_s)
 
-    def keep(self, index: int, activation: Tensor) -> None:
-        """Note that a micro-batch's activation takes a gradient."""
-        self._forms[index] = activation.detach()
-
 
 @final
 class StageOutput(Tensor):
@@ -189,9 +185,7 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, activation: Tensor, anchor: Tensor, *parts: Tensor) -> Tensor:
         ctx.run, ctx.others = run, 1 + len(parts)
-        ctx.index = run.tell_forward(activation)
-        if ctx.needs_input_grad[1]:
-            run.keep(ctx.index, activation)
+        ctx.index = run.tell_forward(activation, back=ctx.needs_input_grad[1])
         return torch.zeros((), dtype=torch.float64)
 
     @staticmethod

@@ -106,9 +106,11 @@ def modes(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> M
     return Modes(tuple(each.training for each in modules), tuple(each.requires_grad for each in parameters))
 
 
-def forward_letter(its_modes: Modes | None, activation: Tensor | None, *, of_gradients: bool) -> tuple[Any, ...]:
-    """A micro-batch; with the first goes what is set."""
-    return its_modes, of_gradients, _autocast(), activation
+def forward_letter(
+    its_modes: Modes | None, activation: Tensor | None, *, of_gradients: bool, back: bool
+) -> tuple[Any, ...]:
+    """A micro-batch, and whether its gradient is to come back; with the first goes what is set."""
+    return its_modes, of_gradients, back, _autocast(), activation
 
 
 def loss_letter(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_gradients: bool) -> tuple[Any, ...]:

@@ -35,6 +35,26 @@ class LayerExplanation:
 
 
 @dataclass(frozen=True)
+class Route:
+    """What a worker sends to the end of the model, on a host of its own, and gets from it in a step."""
+
+    worker: str  # rank and host
+    to: str
+    sent_bytes: float
+    received_bytes: float
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The end of the model on hosts of its own."""
+
+    layers: tuple[str, ...]
+    micro_batches: int
+    joined: bool  # these go through it at once
+    routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True)
 class Explanation:
     """A plan's layers, in the order their gradients come, and the predicted step by its parts."""
 
@@ -50,6 +70,7 @@ class Explanation:
     sent_bytes: float  # by the busiest rank in one step
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # who owns what
+    stage: Stage | None = None
 
     @property
     def step_s(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal import strategies
 from shoal.core.contracts import Strategy
-from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Route, Stage
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
@@ -38,7 +38,23 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
         sent_bytes=timeline.sent_bytes,
         layers=tuple(_layer(plan, choice, predictor, timeline.step_s) for choice in plan.choices),
         placement=plan.placement,
+        stage=_stage(plan, predictor, cluster),
     )
+
+
+def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
+    """Who sends what to whom, where tail hosts run the end of the model."""
+    at_tail = [choice.layer for choice in plan.choices if predictor.strategy(choice.strategy).staged]
+    tails = [tail for name in at_tail if (tail := predictor.layer(name).tail) is not None]
+    if not tails or not cluster.tail:
+        return None
+    tail = max(tails, key=lambda each: len(each.layers))
+    routes = []
+    for worker, host in enumerate(cluster.topology.hosts):
+        mine = worker % len(cluster.tail)
+        to = f"rank {cluster.size + mine} ({cluster.tail[mine]})"
+        routes.append(Route(f"rank {worker} ({host})", to, tail.sent_bytes, tail.received_bytes))
+    return Stage(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
 
 
 def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float) -> LayerExplanation:

@@ -98,15 +98,16 @@ def _watched(sample: Sample) -> tuple[_Calls, Any, Tensor]:
 
 def _ends(model: nn.Module, calls: _Calls, output: Any) -> Iterator[tuple[str, ...]]:
     """The modules of every end, by name, in the order of their calls."""
+    takers = [name for name, own in calls.items() if any(arg is output for args, _, _ in own for arg in args)]
     for name, module in model.named_modules():
         if [each[2] is output for each in calls.get(name, ())] != [True]:
             continue
-        if name:
-            yield (name,)
-        if type(module) is nn.Sequential:
-            children = [f"{name}.{child}".lstrip(".") for child in module._modules]
-            for start in range(1, len(children)):
-                yield tuple(children[start:])
+        children = [f"{name}.{child}".lstrip(".") for child in module._modules] if type(module) is nn.Sequential else []
+        for end in ((name,), *(tuple(children[start:]) for start in range(1, len(children)))):
+            inside = tuple(f"{each}." for each in end)
+            within = all(f"{taker}.".startswith(inside) for taker in takers)  # a dropout of nothing gives what it takes
+            if within and end != ("",):
+                yield end
 
 
 def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -> str:
@@ -147,7 +148,7 @@ def _bytes(
         for size in sizes
     ]
     letters: list[Any] = [
-        forward_letter(None if index else modes(every, parameters), activation, of_gradients=True)
+        forward_letter(None if index else modes(every, parameters), activation, of_gradients=True, back=True)
         for index, activation in enumerate(activations)
     ]
     letters.append(loss_letter((sample.y,), {}, of_gradients=True))

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shoal.core.explanation import Alternative, Explanation, LayerExplanation
+from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Stage
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED, Placement
 
@@ -26,6 +26,8 @@ def explained(explanation: Explanation, *, alternatives: bool = True) -> Rendera
     parts: list[RenderableType] = [_layers(explanation)]
     if alternatives:
         parts.append(_alternatives(explanation))
+    if explanation.stage is not None:
+        parts.append(_routes(explanation.stage))
     parts.append(_step(explanation))
     return Group(*parts)
 
@@ -82,6 +84,19 @@ def _ways(row: LayerExplanation) -> list[tuple[str, str, str, str, str, str]]:
             cells = _mb(other.sent_bytes), _ms(other.link_s), _ms(other.step_s)
             ways.append(("", "  " + _served(other), *cells, ""))
     return ways + [("", "  " + name, "", "", "", f"cannot: {why}") for name, why in refused.items()]
+
+
+def _routes(stage: Stage) -> Table:
+    at_once = "which go through it at once" if stage.joined else "one after the other"
+    title = f"the end of the model, {', '.join(stage.layers)}: {stage.micro_batches} micro-batches a step, {at_once}"
+    table = Table(title=title, title_justify="left")
+    for name in ("from", "to"):
+        table.add_column(name, no_wrap=True)
+    for name in ("activations and targets", "loss and gradients back"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for route in stage.routes:
+        table.add_row(route.worker, route.to, _mb(route.sent_bytes), _mb(route.received_bytes))
+    return table
 
 
 def _step(explanation: Explanation) -> Text:

@@ -139,11 +139,18 @@ def _open_tail(session: Session, model: nn.Module, plan: Plan, profile: ModelPro
     at_tail = {c.layer: c for c in plan.choices if named(all_strategies, Strategy, c.strategy).staged}
     if session.tail is None or not at_tail:
         return None
+    tails = [tail for name in at_tail if (tail := profile.layer(name).tail) is not None]
+    tail = max(tails, key=lambda each: len(each.layers))
+    if set(tail.layers) != set(at_tail):
+        raise PlanError(
+            "the layers that the plan gives to tail hosts are no end of the model",
+            got=", ".join(at_tail),
+            expected=", ".join(tail.layers),
+            do="give all of these to them, or none",
+        )
     if session.tail.taken:
         raise PlanError("the tail hosts run the end of another model", do='leave "stage" out of this one\'s strategies')
     session.tail.taken = True
-    tails = [tail for name in at_tail if (tail := profile.layer(name).tail) is not None]
-    tail = max(tails, key=lambda each: len(each.layers))
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}
     session.tail.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))

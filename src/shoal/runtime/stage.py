@@ -54,6 +54,7 @@ class _Block:
     worker: int
     index: int
     rows: int
+    back: bool  # its gradient goes to the worker
 
 
 @dataclass
@@ -130,29 +131,31 @@ class Tail:
 
     def _forward(self, asked: dict[int, Letter]) -> None:
         first = asked[self._workers[0]]
-        its_modes, of_gradients, autocast, _ = first.content
+        its_modes, of_gradients, _, autocast, _ = first.content
         if its_modes is not None:
             self._set(its_modes)
             oldest = min(letter.oldest for letter in asked.values())
             self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
             self._forwards[first.run] = _Forward()
         run = self._forwards[first.run]
-        parts = {worker: letter.content[3] for worker, letter in asked.items()}
-        run.waiting += [
-            (_Block(worker, first.index, len(part)), part) for worker, part in parts.items() if part is not None
-        ]
+        for worker, letter in asked.items():
+            *_, back, _, activation = letter.content
+            if activation is not None:
+                run.waiting.append((_Block(worker, first.index, len(activation), back), activation))
         if self._joined and first.index + 1 < self._micro_batches:
             return
         if not run.waiting:
             if self._hosts == 1:
                 return
             like = run.passes[0].taken  # others may have rows, and all of them call the tail together
-            run.waiting = [(_Block(self._workers[0], first.index, 0), like.detach().new_empty(0, *like.shape[1:]))]
+            run.waiting = [
+                (_Block(self._workers[0], first.index, 0, False), like.detach().new_empty(0, *like.shape[1:]))
+            ]
         blocks, tensors = map(list, zip(*run.waiting, strict=True))
         run.waiting.clear()
         with torch.set_grad_enabled(of_gradients), _autocast(autocast):
             taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-            taken.requires_grad_(of_gradients and taken.is_floating_point())
+            taken.requires_grad_(of_gradients and any(block.back for block in blocks))
             run.passes.append(_Pass(blocks, taken, self._runs(taken)))
 
     def _set(self, its_modes: Modes) -> None:
@@ -200,7 +203,8 @@ class Tail:
         slopes = [torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes]
         live = [(each, slope) for each, slope in zip(run.passes, slopes, strict=True) if each.put_out.requires_grad]
         for each, _ in live:
-            each.taken.register_hook(partial(self._send_back, each, 1 / share))
+            if each.taken.requires_grad:
+                each.taken.register_hook(partial(self._send_back, each, 1 / share))
         torch.autograd.backward([each.put_out for each, _ in live], [slope for _, slope in live])
 
     def _slopes(self, run: _Forward, worker: int) -> list[Tensor]:
@@ -216,7 +220,7 @@ class Tail:
         """The gradient of a pass's input has come: to the workers, the last micro-batch first."""
         parts = (grad * scale if scale != 1 else grad).split([block.rows for block in its.blocks])
         for block, part in sorted(zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index):
-            if block.rows:
+            if block.back:
                 part = part.contiguous()
                 self._note(f"gradient of micro-batch {block.index} to rank {block.worker}", time.perf_counter())
                 self._under_way.append((self._comm.send(part, block.worker), part))

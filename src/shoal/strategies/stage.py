@@ -147,7 +147,7 @@ class _Body:
                         do='return it as it is; or pin the layers to something else than "stage"',
                     )
             for _ in range(len(pieces), tail.micro_batches):
-                run.tell_forward(None)
+                run.tell_forward(None, back=False)
         finally:
             tail.running = None
         return StageOutput.of(run, run.tickets) if torch.is_grad_enabled() else run.output()
