@@ -69,8 +69,9 @@ def bench(
         raise UsageError(f"there is no peer called {unknown[0]!r}", expected=", ".join(PEERS), do="name one of these")
     if init().size == 1:
         raise UsageError("a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`")
-    if current().servers is not None:
-        raise UsageError("peers know no servers", do="leave out --servers: shoal lab --hosts 4 -- shoal bench …")
+    if current().servers is not None or current().tail is not None:
+        do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"
+        raise UsageError("peers know no servers, and no tail hosts", do=do)
     batch = pair(next(iter(shard(recipe.data()[0]))))
     work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
     shoal = _shoal(work, options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -240,7 +240,52 @@ def saving(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
     plain(model, loss_fn, optimizer, its[4:])
 
 
+def penalised(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    for x, y in its:
+        penalty = sum(0.1 * p.pow(2).sum() for p in model.parameters())
+        optimizer.zero_grad()
+        (loss_fn(model(x), y) + penalty).backward()
+        optimizer.step()
+
+
+def scaled(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """Gradients that are not finite are skipped, by all."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step, (x, y) in enumerate(its):
+        optimizer.zero_grad()
+        scaler.scale(loss_fn(model(x), y) * (float("inf") if step == 2 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def sending_once(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    for first, second in zip(its[::2], its[1::2], strict=False):
+        optimizer.zero_grad()
+        with optimizer.accumulate() if hasattr(optimizer, "accumulate") else nullcontext():
+            loss_fn(model(first[0]), first[1]).backward()
+        loss_fn(model(second[0]), second[1]).backward()
+        optimizer.step()
+
+
+def by_closure(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    for x, y in its:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
 LOOPS = [
+    penalised,
+    scaled,
+    sending_once,
+    by_closure,
     clipping,
     clipping_by_the_optimizer,
     accumulating,
@@ -431,7 +476,6 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "another loss": (lambda m, loss_fn, o, its: m(its[0][0]).pow(2).mean().backward(), "something else than the loss"),
     "twice": (lambda m, loss_fn, o, its: twice(loss_fn(m(its[0][0]), its[0][1])), "second backward"),
     "by itself": (lambda m, loss_fn, o, its: m.tail(its[0][0]), "called by itself"),
-    "penalty": (lambda m, loss_fn, o, its: sum(p.pow(2).sum() for p in m.parameters()).backward(), "weight_decay"),
     "data": (lambda m, loss_fn, o, its: m.tail[1].weight.data.zero_(), "would not reach the rest"),
 }
 
@@ -485,12 +529,24 @@ class Tied(Net):
         self.tail[3].bias = self.body[0].bias
 
 
+class Learning(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output * self.scale, target)
+
+
 CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "not the end": (Net, {"pins": {"body.*": "stage"}}, "no module that has it puts out what the model returns"),
     "half of it": (Net, {"pins": {"tail.1": "stage", "tail.3": "replicate"}}, "stage serves layer tail.1 only beside"),
     "something behind it": (Halved, {}, "no module that has it puts out what the model returns"),
     "buffers": (Normed, {}, "has buffers"),
     "tied": (Tied, {}, "tied to"),
+    "a loss that learns": (Net, {"loss_fn": Learning()}, "the loss has parameters of its own"),
     "its own loss": (Net, {"loss_fn": None}, "loss"),
     "shared by one": (Net, {"pins": {"tail.*": "stage:column"}}, "one tail host shares layer"),
     "shared by what is no way": (Net, {"pins": {"tail.*": "stage:head"}, "tail": 2}, "cannot share layer"),

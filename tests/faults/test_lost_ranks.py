@@ -250,7 +250,7 @@ def test_one_backward_more_on_one_rank_is_a_deadline() -> None:
     assert error.value.rank in (1, 2)
 
 
-# Trains over one server, which has a table and slices, and which rank 0 kills at step 3.
+# Trains over one server, which has a table and slices, or one tail host, either of which rank 0 kills at step 3.
 SERVED = """
 import os, signal
 from pathlib import Path
@@ -264,12 +264,14 @@ where = Path(os.environ["PID_FILE"])
 if os.environ["RANK"] == "2":
     where.write_text(str(os.getpid()))
 world = shoal.init(timeout_s=60.0)
-current().cluster = shoal.Cluster(shoal.Topology(("a", "b")), Link(1e-4, 1e8), 1.0, servers=("c",))
+third = {os.environ["KIND"]: ("c",)}
+current().cluster = shoal.Cluster(shoal.Topology(("a", "b")), Link(1e-4, 1e8), 1.0, **third)
+pins = {"servers": {"0": "server_rows", "2": "server"}, "tail": {"0": "replicate", "2": "stage"}}
 torch.manual_seed(world.rank)
 x, y = torch.randint(50, (4,)), torch.randint(0, 3, (4,))
 model = nn.Sequential(nn.Embedding(50, 8), nn.ReLU(), nn.Linear(8, 3))
 loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins={"0": "server_rows", "2": "server"})
+shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins=pins[os.environ["KIND"]])
 for step in range(1000):
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
@@ -280,8 +282,11 @@ for step in range(1000):
 
 
 @pytest.mark.processes
-def test_a_server_that_dies_ends_the_job_with_its_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    variables = {"PID_FILE": str(tmp_path / "pid"), "SHOAL_SERVERS": "1"}
+@pytest.mark.parametrize("kind", ["servers", "tail"])
+def test_a_server_or_a_tail_host_that_dies_ends_the_job_with_its_name(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"PID_FILE": str(tmp_path / "pid"), "KIND": kind, f"SHOAL_{kind.upper()}": "1"}
     result = Local().launch(Job((sys.executable, "-c", SERVED), 3, variables))
     assert result.exit_codes == (1, 1, 137)
     said = "PeerLost: a peer was lost: rank 2 (host "

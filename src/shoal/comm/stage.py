@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from shoal.comm.tail_hosts import GRADIENTS, VALUES, Ask, Modes, TailHosts, modes
 from shoal.core.cut import Cut, CutParameter, cut_of, is_cut, part_of
-from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient, set_local_gradient
 
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
@@ -127,11 +126,9 @@ class AtTail(Cut):
         return whole
 
     def mean(self, wholes: Tensor) -> Tensor:
-        raise UsageError(
-            f"a gradient of parameter {self.name}, which is at tail hosts, that comes without a call of the model",
-            where="a penalty on parameters",
-            do='use weight_decay, or pin the layer to something else than "stage"',
-        )
+        self.begin()
+        self.stage.hosts.tell(Ask.ADD, (self._key, self.stage.cleared(), wholes))
+        return self.part(wholes)
 
     def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
         def whole(leaf: Any) -> Any:

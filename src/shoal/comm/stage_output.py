@@ -65,7 +65,7 @@ class Run:
         index, self._index = self._index, self._index + 1
         self._note(f"forward of micro-batch {index}", self._since_s)
         if back and activation is not None:
-            self._forms[index] = activation.detach()
+            self._forms[index] = torch.empty_like(activation, device="meta")
         modes = None if index else self._modes
         content = forward_letter(modes, activation, of_gradients=self._of_gradients, back=back)
         self.stage.hosts.tell(Ask.FORWARD, content, self.number, index, self.stage.oldest)
@@ -105,7 +105,8 @@ class Run:
             self.stage.mark()
             hosts.tell(Ask.BACKWARD, backward_letter(cleared, float(weight), self._slopes), self.number)
             for number in sorted(self._forms, reverse=True):
-                landed = torch.empty_like(self._forms[number], memory_format=torch.contiguous_format)
+                form = self._forms[number]
+                landed = torch.empty(form.shape, dtype=form.dtype)
                 self._landing[number] = hosts.receive(landed), landed
         else:
             self._note(f"backward of micro-batch {index + 1}", self._since_s)

@@ -36,6 +36,7 @@ class Ask(IntEnum):
     READ = 7
     WRITE = 8
     CALL = 9
+    ADD = 10
 
 
 @final

@@ -34,8 +34,12 @@ class Tails:
     @classmethod
     def find(cls, sample: Sample, layers: Sequence[Layer], micro_batches: int) -> Tails:
         """Run the sample forward, watching."""
+        reason = ""
         if sample.loss_fn is None:
             reason = "there is no loss_fn that could go with it: the model returns its own loss"
+        elif isinstance(sample.loss_fn, nn.Module) and any(p.requires_grad for p in sample.loss_fn.parameters()):
+            reason = "the loss has parameters of its own"
+        if reason:
             return cls({}, {layer.name: reason for layer in layers})
         calls, output, loss = _watched(sample)
         of: dict[str, Tail] = {}

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.letters import post
 from shoal.comm.tail_hosts import GRADIENTS, Ask, Modes, TailHosts
-from shoal.core.contracts import Pending
+from shoal.core.contracts import Comm, Pending
 from shoal.core.plan import Choice, Plan
 from shoal.core.trace import MAIN, Recorder
 from shoal.profiling.identity import model_digest
@@ -88,6 +88,7 @@ class Tail:
     def __init__(
         self,
         hosts: TailHosts,
+        among: Comm,
         modules: Sequence[nn.Module],
         runs: Callable[[Tensor], Tensor],
         loss_fn: Callable[..., Any],
@@ -95,6 +96,7 @@ class Tail:
         parameters: Mapping[str, nn.Parameter],
         opening: Opening,
     ) -> None:
+        self._among = among  # the hosts themselves
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
         self._comm, self._workers, self._hosts = hosts.comm, hosts.served, len(hosts.hosts)
         self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
@@ -111,6 +113,7 @@ class Tail:
             Ask.READ: self._read,
             Ask.WRITE: self._write,
             Ask.CALL: self._call,
+            Ask.ADD: self._add,
         }
 
     def serve(self, letters: Letters) -> None:
@@ -256,6 +259,18 @@ class Tail:
         else:
             self._parameters[name].copy_(whole)
 
+    @torch.no_grad()
+    def _add(self, asked: dict[int, Letter]) -> None:
+        """A gradient that workers have found without the tail: the mean of all of theirs."""
+        name, cleared, _ = asked[self._workers[0]].content
+        self._clear(cleared)
+        mean = torch.stack([letter.content[2] for letter in asked.values()]).sum(0) / self._comm.workers
+        if self._hosts > 1:
+            self._among.all_reduce(mean)
+        parameter = self._parameters[name]
+        before = parameter.grad
+        parameter.grad = mean if before is None else before + mean
+
     def _call(self, asked: dict[int, Letter]) -> None:
         what, cleared, args = asked[self._workers[0]].content
         self._clear(cleared)
@@ -358,7 +373,7 @@ def _made(
             extend(optimizer)
     else:
         attach(session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False)
-    return Tail(hosts, list(modules.values()), tail, loss_fn, optimizers, parameters, opening)
+    return Tail(hosts, session.comm, list(modules.values()), tail, loss_fn, optimizers, parameters, opening)
 
 
 def _plan(tail: nn.Module, opening: Opening, hosts: int) -> Plan:
