@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from one_process import (
     sgd,
     state,
 )
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
@@ -39,10 +43,13 @@ from shoal.comm.traced import TracedComm
 from shoal.core.cut import cut_of
 from shoal.core.errors import DeadlinePassed, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.plan import Plan
+from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
+from shoal.report import text
 from shoal.rewrite.apply import sites
-from shoal.runtime.session import using
+from shoal.runtime.session import current, using
 
 COUNT_BYTES = 24  # each forward's row count, to every other rank
 WIDTH, HIDDEN, CLASSES = 6, 8, 5
@@ -97,7 +104,7 @@ def together(
             with suppress(SystemExit):
                 _, its_loss, _ = shoal.parallelize(mine, its_loss, its, sample=own[0], **how)
                 plan = session.attached[mine].plan
-                assert how["pins"] is not PINS or any(choice.strategy == "stage" for choice in plan.choices)
+                assert how["pins"] not in (PINS, None) or any(choice.strategy == "stage" for choice in plan.choices)
                 return loop(mine, its_loss, its, own), state(mine)
         assert comm.rank >= workers
         return None, {}
@@ -453,9 +460,9 @@ def copied(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> tuple[
 
 def test_a_copy_is_an_ordinary_model() -> None:
     _, results = together(built(Net), copied)
-    for ours, theirs, text in results:
+    for ours, theirs, said in results:
         assert torch.allclose(ours, theirs)
-        assert text == repr(built(Net))
+        assert said == repr(built(Net))
 
 
 def loaded_before(model: Any, optimizer: Any) -> None:
@@ -606,3 +613,31 @@ def test_a_stage_is_planned_where_it_pays() -> None:
     assert [choice.strategy for choice in planned.choices] == ["stage", "stage", "replicate"]
     without = shoal.plan(*args, cluster=Cluster(hosts, link, 2.0), **how)
     assert planned.predicted_s < without.predicted_s / 3
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_plan_is_saved_edited_and_given_back(joined: bool, tmp_path: Path) -> None:
+    plans: list[Plan] = []
+
+    def keep(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        plans.append(current().attached[model].plan)
+
+    together(built(Net), keep, tail=2, micro_batches=3)
+    choices = [replace(c, exchange="row") if c.layer == "tail.3" else c for c in plans[0].choices]
+    replace(plans[0], choices=tuple(choices), joined=joined).save(tmp_path / "plan.json")
+    given = Plan.load(tmp_path / "plan.json")
+    assert (given.joined, given.micro_batches) == (joined, 3)
+    assert_same(built(Net), tail=2, pins=None, plan=given)
+
+
+def test_the_plan_says_who_sends_what_to_whom() -> None:
+    def keep(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> str:
+        attached = current().attached[model]
+        console = Console(width=200, file=io.StringIO())
+        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster), alternatives=False))
+        return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+    _, (said, *_) = together(built(Net), keep, workers=3, tail=2)
+    assert "the end of the model, tail.1, tail.3, tail.5: 4 micro-batches a step" in said
+    for worker, host in enumerate((3, 4, 3)):
+        assert re.search(rf"rank {worker} \(host\d\) +│ rank {host} \(tail{host - 3}\) +│ +0\.00 MB │ +0\.00 MB", said)
