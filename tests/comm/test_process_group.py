@@ -180,14 +180,21 @@ def test_two_processes_with_one_rank_are_told(store: TCPStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "differs"), [("WORLD_SIZE", {"WORLD_SIZE": 4}), ("SHOAL_SERVERS", {"SHOAL_SERVERS": 1})]
+    ("variable", "differs"),
+    [("WORLD_SIZE", {"WORLD_SIZE": 4}), ("SHOAL_SERVERS", {"SHOAL_SERVERS": 1}), ("SHOAL_TAIL", {"SHOAL_TAIL": 1})],
 )
 def test_a_rank_started_otherwise_is_told(store: TCPStore, variable: str, differs: dict[str, int]) -> None:
-    meeting, alike = PrefixStore("shoal/0", store), {"WORLD_SIZE": 3, "SHOAL_SERVERS": 0}
+    meeting, alike = PrefixStore("shoal/0", store), {"WORLD_SIZE": 3, "SHOAL_SERVERS": 0, "SHOAL_TAIL": 0}
     for rank, others in [(1, {}), (2, differs)]:
         meeting.set(f"here/{rank}", json.dumps({"host": f"h{rank}", **alike, **others}))
     with pytest.raises(RanksDiffer, match=rf"rank 2 \(host h2\) was started with another {variable}"):
         join(60, 5, "here")
+
+
+@pytest.mark.parametrize(("servers", "tail"), [(0, 2), (1, 1)])
+def test_a_tail_that_cannot_be_is_refused(store: TCPStore, servers: int, tail: int) -> None:
+    with pytest.raises(UsageError, match="a tail needs two workers"):
+        join(60, 5, "here", servers, tail)
 
 
 @pytest.mark.processes

@@ -29,7 +29,7 @@ from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import Product, ProductCost, measure_products
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sample import LossFn, Sample
-from shoal.profiling.tails import Tails, timed
+from shoal.profiling.tails import Tails, noted_calls, timed
 from shoal.profiling.timeline import Clock, Step, Watched, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.updates import whole_updates
@@ -71,7 +71,7 @@ def profile_model(
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
         by_rows = agreed(comm, lambda: rowwise(checked, layers, comm.size), SampleError)
-        borrowed, seen, step = _measured_step(checked, layers, by_rows, clock, comm)
+        borrowed, seen, tails, step = _measured_step(checked, layers, by_rows, clock, comm, micro_batches)
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
@@ -82,7 +82,6 @@ def profile_model(
         update = OptimizerCost.of(optimizers)
         outside = outside_use(model, layers, borrowed, by_rows)
         together = whole_updates(model.parameters(), optimizers)
-        tails = agreed(comm, lambda: Tails.find(checked, layers, micro_batches), SampleError)
         fed_by = {taker: feeder for feeder, taker in seen.feeds.items()}
         mine = ModelProfile(
             layers=tuple(
@@ -99,7 +98,7 @@ def profile_model(
                     distinct=seen.distinct.get(layer.name, 0),
                     whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
                     joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
-                    tail=tails.of.get(layer.name),
+                    tail=tails.found.get(layer.name),
                     no_tail=tails.reasons[layer.name],
                 )
                 for layer in layers
@@ -121,9 +120,10 @@ def _meet(comm: Comm) -> None:
 
 
 def _measured_step(
-    sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm
-) -> tuple[dict[str, str], Ends, Step]:
-    """Warm up, finding borrowed weights and what goes into the loss, then measure some steps in a row, as in training.
+    sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm, micro_batches: int
+) -> tuple[dict[str, str], Ends, Tails, Step]:
+    """Warm up, finding borrowed weights, what goes into the loss, and the model's ends; then measure some steps in a
+    row, as in training.
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the other way round: so
     each rank's times are medians. In training all wait in every step for whoever is slowest in it, which is more than
@@ -132,16 +132,17 @@ def _measured_step(
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
 
-    def warm_up() -> tuple[dict[str, str], Ends, Step]:
-        with Readers(sample.model, layers).watching() as readers:
-            sample.loss()
-        return readers.borrowed, Ends.of(sample, layers, by_rows), watch_step(sample, layers, clock)
+    def warm_up() -> tuple[dict[str, str], Ends, Tails, Step]:
+        with Readers(sample.model, layers).watching() as readers, noted_calls(sample.model) as calls:
+            tails = Tails.of(sample, layers, calls, sample.loss(), micro_batches)
+        calls.clear()  # which hold every activation
+        return readers.borrowed, Ends.of(sample, layers, by_rows), tails, watch_step(sample, layers, clock)
 
     def measure() -> Step:
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
-    borrowed, seen, first = agreed(comm, warm_up, SampleError)
+    borrowed, seen, tails, first = agreed(comm, warm_up, SampleError)
     left_s = _BUDGET_S - (time.perf_counter() - start)
     affordable = min(max(_FEWEST, int(_ENOUGH_S / first.total_s)), int(left_s / first.total_s), _MOST)
     count = max(1, min(comm.gather_objects(affordable)))
@@ -150,7 +151,7 @@ def _measured_step(
     mine = usual(steps)
     ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])
     usual_s, *slowest_s = [max(same) for same in zip(*ranks, strict=True)]
-    return borrowed, seen, mine.times(max(1.0, median(slowest_s) / usual_s))
+    return borrowed, seen, tails, mine.times(max(1.0, median(slowest_s) / usual_s))
 
 
 def _layer_profile(

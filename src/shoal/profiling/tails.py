@@ -7,7 +7,7 @@ nn.Sequential whose output is (4 to 6 of `classifier`). Found by one forward in 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from shoal.core.pieces import cut_sizes
 from shoal.profiling.identity import Layer
 from shoal.profiling.sample import Sample, tensors_in
 
+Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]  # of every module: what with, by position and name; output
 _NONE = "no module that has it puts out what the model returns"
 
 
@@ -28,24 +29,24 @@ _NONE = "no module that has it puts out what the model returns"
 class Tails:
     """By layer the smallest end of the model that has it, or why there is none."""
 
-    of: Mapping[str, Tail]
+    found: Mapping[str, Tail]
     reasons: Mapping[str, str]
 
     @classmethod
-    def find(cls, sample: Sample, layers: Sequence[Layer], micro_batches: int) -> Tails:
-        """Run the sample forward, watching."""
+    def of(cls, sample: Sample, layers: Sequence[Layer], calls: Calls, loss: Tensor, micro_batches: int) -> Tails:
+        """From a forward of the sample in which all calls were noted, and its loss."""
         reason = ""
         if sample.loss_fn is None:
             reason = "there is no loss_fn that could go with it: the model returns its own loss"
         elif isinstance(sample.loss_fn, nn.Module) and any(p.requires_grad for p in sample.loss_fn.parameters()):
             reason = "the loss has parameters of its own"
+        output = calls[""][-1][2]
+        if not isinstance(output, Tensor):
+            reason = reason or "the model's output is not one tensor"
         if reason:
             return cls({}, {layer.name: reason for layer in layers})
-        calls, output, loss = _watched(sample)
-        of: dict[str, Tail] = {}
+        found: dict[str, Tail] = {}
         reasons = {layer.name: _NONE for layer in layers}
-        if not isinstance(output, Tensor):
-            reasons = {layer.name: "the model's output is not one tensor" for layer in layers}
         for modules in sorted(_ends(sample.model, calls, output), key=len):
             inside = [sample.model.get_submodule(name) for name in modules]
             mine = [layer.name for layer in layers if any(layer.module in module.modules() for module in inside)]
@@ -53,12 +54,10 @@ class Tails:
             for name in mine:
                 if reason:
                     reasons[name] = reason
-                elif name not in of:
-                    taken = calls[modules[0]][0][0][0]
-                    of[name] = Tail(
-                        modules, tuple(mine), micro_batches, *_bytes(sample, inside, taken, loss, micro_batches)
-                    )
-        return cls(of, reasons)
+                elif name not in found:
+                    nbytes = _bytes(sample, inside, calls[modules[0]][0][0][0], loss.detach(), micro_batches)
+                    found[name] = Tail(modules, tuple(mine), micro_batches, *nbytes)
+        return cls(found, reasons)
 
 
 def timed(profile: ModelProfile) -> ModelProfile:
@@ -81,11 +80,10 @@ def timed(profile: ModelProfile) -> ModelProfile:
     return replace(profile, layers=tuple(replace(layer, tail=its(layer.tail)) for layer in profile.layers))
 
 
-_Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]  # of every module: what with, by position and name; output
-
-
-def _watched(sample: Sample) -> tuple[_Calls, Any, Tensor]:
-    calls: _Calls = {}
+@contextmanager
+def noted_calls(model: nn.Module) -> Iterator[Calls]:
+    """Note every call of every module inside."""
+    calls: Calls = {}
 
     def leave(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -94,13 +92,12 @@ def _watched(sample: Sample) -> tuple[_Calls, Any, Tensor]:
         return hook
 
     with ExitStack() as hooks:
-        for name, module in sample.model.named_modules():
+        for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
-        loss = sample.loss().detach()
-    return calls, calls[""][-1][2], loss
+        yield calls
 
 
-def _ends(model: nn.Module, calls: _Calls, output: Any) -> Iterator[tuple[str, ...]]:
+def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ...]]:
     """The modules of every end, by name, in the order of their calls."""
     takers = [name for name, own in calls.items() if any(arg is output for args, _, _ in own for arg in args)]
     for name, module in model.named_modules():
@@ -110,7 +107,7 @@ def _ends(model: nn.Module, calls: _Calls, output: Any) -> Iterator[tuple[str, .
         for end in ((name,), *(tuple(children[start:]) for start in range(1, len(children)))):
             inside = tuple(f"{each}." for each in end)
             within = all(f"{taker}.".startswith(inside) for taker in takers)  # a dropout of nothing gives what it takes
-            if within and end != ("",):
+            if within and end != ("",) and all(each in calls for each in end):
                 yield end
 
 
