@@ -239,7 +239,8 @@ def plan(recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save:
     sample = pair(next(iter(shard(recipe.data()[0]))))
     optimizer = recipe.optimizer(model.parameters())
     _stay_behind(session)
-    profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, options.micro_batches)
+    pieces = options.micro_batches if session.tail else None
+    profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, pieces)
     where = cluster or measured_cluster(session)
     asked = {name: value for name, value in vars(options).items() if name != "plan"}
     made = plan_for(profile, where, **asked)

@@ -14,10 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.comm.tail_hosts import GRADIENTS, VALUES, Ask, Modes, TailHosts, modes
+from shoal.comm.tail_hosts import (
+    GRADIENTS,
+    VALUES,
+    Ask,
+    Modes,
+    TailHosts,
+    has_hooks,
+    modes,
+    modules_of,
+    parameters_of,
+    plain_settings,
+)
 from shoal.core.cut import Cut, CutParameter, cut_of, is_cut, part_of
+from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient, set_local_gradient
 
+Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]  # of an optimizer: settings, and names of parameters
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
 
 
@@ -29,20 +42,27 @@ class Stage:
         hosts: the way to them.
         model: all of it.
         modules: those that make the tail, in the order in which they are called, by dotted name.
+        loss_fn: what goes with it.
         micro_batches: how many a batch is cut into.
+        alike: whether every rank is to call the body as often as the others, however few rows it has.
     """
 
     def __init__(
-        self, hosts: TailHosts, model: nn.Module, modules: Mapping[str, nn.Module], micro_batches: int
+        self,
+        hosts: TailHosts,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        loss_fn: Any,
+        micro_batches: int,
+        *,
+        alike: bool,
     ) -> None:
         self.hosts, self.model, self.modules, self.micro_batches = hosts, model, modules, micro_batches
-        self.parameters: dict[str, nn.Parameter] = {
-            f"{name}.{leaf}": parameter
-            for name, module in modules.items()
-            for leaf, parameter in module.named_parameters()
-        }
+        self.alike = alike
+        self.parameters = parameters_of(modules)
         self.names = {parameter: name for name, parameter in self.parameters.items()}
-        self._modules = [each for module in modules.values() for each in module.modules()]
+        self._modules = modules_of(modules.values(), loss_fn)
+        self._settings = [plain_settings(module) for module in self._modules]
         self._runs = 0
         self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that somebody has still
         self.anchor = torch.zeros((), requires_grad=True)
@@ -53,7 +73,17 @@ class Stage:
         self._runs += 1
         self.running = run
         self._alive[run] = self._runs
-        return self._runs, modes(self._modules, self.parameters.values())
+        for name, module in self.modules.items():
+            hooked = next((type(each).__name__ for each in module.modules() if has_hooks(each)), None)
+            if hooked is not None:
+                raise UsageError(
+                    f"a {hooked} has a hook, which would not be called, as it runs on tail hosts",
+                    where=f"module {name}",
+                    do='take it away, or pin the module\'s layers to something else than "stage"',
+                )
+        before, self._settings = self._settings, [plain_settings(module) for module in self._modules]
+        changed = [None if old == new else new for old, new in zip(before, self._settings, strict=True)]
+        return self._runs, modes(self._modules, self.parameters.values(), changed)
 
     @property
     def oldest(self) -> int:
@@ -65,11 +95,13 @@ class Stage:
         for cut in self._cuts():
             cut.begin()
 
-    def mark(self) -> None:
-        """There are gradients, with the tail."""
-        for parameter in self.parameters.values():
-            if parameter.requires_grad:
-                set_local_gradient(parameter, torch.empty(0, dtype=parameter.dtype))
+    def wanted(self) -> list[bool]:
+        """Which parameters the running backward is to give a gradient; from here on they have one, with the tail."""
+        wanted = [p.requires_grad and _is_reached(p) for p in self.parameters.values()]
+        for parameter, its in zip(self.parameters.values(), wanted, strict=True):
+            if its:
+                _mark(parameter)
+        return wanted
 
     def cleared(self) -> tuple[bool, ...]:
         """Which parameters have no gradient; those that somebody has seen and changed are told of before."""
@@ -77,17 +109,15 @@ class Stage:
             cut.tell()
         return tuple(local_gradient(parameter) is None for parameter in self.parameters.values())
 
-    def step(
-        self, number: int, groups: Sequence[tuple[Mapping[str, Any], Sequence[str]]], now: Mapping[str, Any]
-    ) -> None:
-        """Have optimizer `number` make a step by these groups, settings and names, and these attributes."""
+    def step(self, number: int, groups: Groups, now: Mapping[str, Any]) -> None:
+        """Have optimizer `number` make a step by these groups and attributes."""
         cleared = self.cleared()
         self.hosts.tell(Ask.STEP, (number, cleared, groups, now) if self.hosts.speaks else None)
 
-    def call(self, what: str, *args: Any) -> Any:
-        """Have the tail do one of the rarer things, and wait for its answer."""
+    def call(self, what: str, number: int = 0, groups: Groups = (), args: Sequence[Any] = ()) -> Any:
+        """Have the tail do one of the rarer things with an optimizer of these groups, and wait for its answer."""
         cleared = self.cleared()
-        self.hosts.tell(Ask.CALL, (what, cleared, args))
+        self.hosts.tell(Ask.CALL, (what, number, cleared, groups, args))
         return self.hosts.answer()
 
     def read(self, what: str, name: str) -> Tensor | None:
@@ -128,6 +158,7 @@ class AtTail(Cut):
     def mean(self, wholes: Tensor) -> Tensor:
         self.begin()
         self.stage.hosts.tell(Ask.ADD, (self._key, self.stage.cleared(), wholes))
+        _mark(self._parameter)  # what comes next in this backward must not take it for one without a gradient
         return self.part(wholes)
 
     def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
@@ -164,5 +195,18 @@ class AtTail(Cut):
         """A backward begins: what somebody saw of the gradient is not all of it any more."""
         self.tell()
         if self._seen is not None and local_gradient(self._parameter) is not None:
-            set_local_gradient(self._parameter, torch.empty(0, dtype=self.like.dtype))
+            _mark(self._parameter)
         self._seen = self._its_part = None
+
+
+def _mark(parameter: nn.Parameter) -> None:
+    """Note that there is a gradient, with the tail."""
+    set_local_gradient(parameter, torch.empty(0, dtype=parameter.dtype))
+
+
+def _is_reached(parameter: nn.Parameter) -> bool:
+    """Whether the running backward comes to a parameter."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        function = parameter.view_as(parameter).grad_fn
+    accumulator: Any = None if function is None else function.next_functions[0][0]
+    return bool(torch._C._will_engine_execute_node(accumulator))

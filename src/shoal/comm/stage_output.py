@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from shoal.comm.boundary import refuse_second_derivative
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask, backward_letter, forward_letter, loss_letter
+from shoal.comm.threads import DONE
 from shoal.core.contracts import Pending
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
@@ -41,7 +42,6 @@ class Run:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.number, self._modes = stage.begin(self)
-        self.tickets: list[Tensor] = []  # of each micro-batch, for autograd
         self._of_gradients = torch.is_grad_enabled()
         self._index = 0
         self._forms: dict[int, Tensor] = {}  # of activations that take a gradient
@@ -57,7 +57,6 @@ class Run:
         with torch._C.DisableTorchFunctionSubclass():  # the parts, which are empty: what autograd looks for
             parts = [parameter for parameter in self.stage.parameters.values() if parameter.requires_grad]
             ticket: Tensor = _Sent.apply(self, activation, self.stage.anchor, *parts)  # type: ignore[no-untyped-call]
-        self.tickets.append(ticket)
         return StageOutput.of(self, [ticket])
 
     def tell_forward(self, activation: Tensor | None, *, back: bool) -> int:
@@ -74,6 +73,11 @@ class Run:
 
     def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tickets: Sequence[Tensor]) -> Tensor:
         """The loss, of what this is the first argument; the rest are given."""
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in _leaves(args, kwargs)):
+            raise UsageError(
+                "the loss is given something beside the output that takes a gradient, which would get none",
+                do='detach it, or pin the end of the model to something else than "stage"',
+            )
         number, self._losses = self._losses, self._losses + 1
         hosts = self.stage.hosts
         hosts.tell(Ask.LOSS, loss_letter(args, kwargs, of_gradients=torch.is_grad_enabled()), self.number, number)
@@ -88,10 +92,7 @@ class Run:
     def slope(self, number: int, grad: Tensor) -> bool:
         """Note the gradient of a loss; whether it is the first in this backward."""
         if self._gone:
-            raise UsageError(
-                "a second backward through a forward whose end ran on tail hosts",
-                do="call the model again, or add the losses before backward",
-            )
+            raise twice()
         first = not self._slopes
         self._slopes[number] = grad
         return first
@@ -101,13 +102,12 @@ class Run:
         hosts = self.stage.hosts
         if not self._gone:
             self._gone = True
-            cleared = self.stage.cleared()
-            self.stage.mark()
-            hosts.tell(Ask.BACKWARD, backward_letter(cleared, float(weight), self._slopes), self.number)
+            cleared, wanted = self.stage.cleared(), self.stage.wanted()
+            hosts.tell(Ask.BACKWARD, backward_letter(cleared, wanted, float(weight), self._slopes), self.number)
             for number in sorted(self._forms, reverse=True):
                 form = self._forms[number]
                 landed = torch.empty(form.shape, dtype=form.dtype)
-                self._landing[number] = hosts.receive(landed), landed
+                self._landing[number] = hosts.receive(landed) if landed.numel() else DONE, landed
         else:
             self._note(f"backward of micro-batch {index + 1}", self._since_s)
         if index not in self._landing:
@@ -152,6 +152,11 @@ class StageOutput(Tensor):
         """The same, whose gradients come back through `after`."""
         return StageOutput.of(self._run, [after(ticket) for ticket in self._tickets])
 
+    @property
+    def tickets(self) -> list[Tensor]:
+        """What autograd finds of each micro-batch."""
+        return self._tickets
+
     def is_of(self, run: Run) -> bool:
         """Whether it is what that forward has put out."""
         return self._run is run
@@ -173,6 +178,14 @@ class StageOutput(Tensor):
         if func == _REQUIRES_GRAD:
             return bool(args[0]._tickets) and args[0]._tickets[0].requires_grad
 
+        name = getattr(func, "__name__", "")
+        changes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("register_", "retain", "__set"))
+        if changes or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")):
+            raise UsageError(
+                f"{name} on an output of tail hosts would change a copy of it",
+                do='do it in the loss, or in the model before; or pin the model\'s end to something else than "stage"',
+            )
+
         def whole(leaf: Any) -> Any:
             return leaf.whole() if isinstance(leaf, StageOutput) else leaf
 
@@ -192,7 +205,10 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        return None, ctx.run.backward(ctx.index, weight), *[None] * ctx.others
+        run, ctx.run = ctx.run, None  # a loss that is kept keeps no more
+        if run is None:
+            raise twice()
+        return None, run.backward(ctx.index, weight), *[None] * ctx.others
 
 
 class _Loss(torch.autograd.Function):
@@ -206,7 +222,10 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative()
-        weight = float(ctx.run.slope(ctx.number, grad))
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise twice()
+        weight = float(run.slope(ctx.number, grad))
         return None, None, None, *[torch.tensor(weight, dtype=torch.float64)] * ctx.tickets
 
 
@@ -227,9 +246,21 @@ class _Seen(torch.autograd.Function):
         )
 
 
-def in_micro_batches(batch: Any, rows: int, count: int) -> list[Any]:
-    """A batch cut into at most so many, by the rows of every tensor that has so many."""
-    sizes = [size for size in cut_sizes(rows, count) if size]
+def twice() -> UsageError:
+    """Why there is no second backward."""
+    return UsageError(
+        "a second backward through a forward whose end ran on tail hosts",
+        do="call the model again, or add the losses before backward",
+    )
+
+
+def _leaves(args: Any, kwargs: Any) -> list[Any]:
+    return pytree.tree_leaves((args, kwargs))
+
+
+def in_micro_batches(batch: Any, rows: int, count: int, *, alike: bool = False) -> list[Any]:
+    """A batch cut into at most so many, or exactly so many (`alike`), by the rows of every tensor that has so many."""
+    sizes = [size for size in cut_sizes(rows, count) if size or alike] or [0]
 
     def split(leaf: Any) -> Any:
         whole = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows

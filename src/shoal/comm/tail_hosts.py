@@ -57,7 +57,7 @@ class TailHosts:
         self._mine = workers + comm.rank % tail  # that serves this rank, if it is a worker
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
         self._ended = self.is_one
-        self.taken = False  # by a model
+        self.calls = 0  # of parallelize: the hosts take part in the first
 
     @property
     def speaks(self) -> bool:
@@ -98,13 +98,52 @@ class TailHosts:
 class Modes:
     """What the model's code has set that the tail must be run with."""
 
-    training: tuple[bool, ...]  # of every module of the tail
+    training: tuple[bool, ...]  # of every module of the tail, and of the loss
     trainable: tuple[bool, ...]  # of every parameter
+    settings: tuple[Mapping[str, Any] | None, ...]  # of every module the plain attributes, if they have changed
 
 
-def modes(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> Modes:
+def modes(
+    modules: Sequence[nn.Module],
+    parameters: Iterable[nn.Parameter],
+    settings: Sequence[Mapping[str, Any] | None] | None = None,
+) -> Modes:
     """What is set now."""
-    return Modes(tuple(each.training for each in modules), tuple(each.requires_grad for each in parameters))
+    training, trainable = (each.training for each in modules), (each.requires_grad for each in parameters)
+    return Modes(tuple(training), tuple(trainable), tuple(settings or [None] * len(modules)))
+
+
+def modules_of(modules: Iterable[nn.Module], loss_fn: Any) -> list[nn.Module]:
+    """Those of the tail, and of the loss, if it is one."""
+    return [each for module in (*modules, loss_fn) if isinstance(module, nn.Module) for each in module.modules()]
+
+
+def parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of some modules by dotted name, each once."""
+    first: dict[nn.Parameter, str] = {}
+    for name, module in modules.items():
+        for leaf, parameter in module.named_parameters():
+            first.setdefault(parameter, f"{name}.{leaf}")
+    return {name: parameter for parameter, name in first.items()}
+
+
+def plain_settings(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes that are plain values."""
+    return {n: v for n, v in vars(module).items() if not n.startswith("_") and n != "training" and _is_plain(v)}
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        value is None
+        or isinstance(value, int | float | str)
+        or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody looks at what goes into a module, or out of it."""
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own)
 
 
 def forward_letter(
@@ -119,9 +158,11 @@ def loss_letter(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_gradient
     return args, dict(kwargs), of_gradients, _autocast()
 
 
-def backward_letter(cleared: Sequence[bool], weight: float, slopes: Mapping[int, Tensor]) -> tuple[Any, ...]:
-    """The parameters without a gradient so far, this worker's weight, and the gradients of its losses."""
-    return tuple(cleared), weight, dict(slopes)
+def backward_letter(
+    cleared: Sequence[bool], wanted: Sequence[bool], weight: float, slopes: Mapping[int, Tensor]
+) -> tuple[Any, ...]:
+    """Parameters without a gradient so far, and those that are to get one; this worker's weight; its losses' slopes."""
+    return tuple(cleared), tuple(wanted), weight, dict(slopes)
 
 
 def _autocast() -> tuple[bool, torch.dtype]:

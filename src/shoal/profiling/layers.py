@@ -22,14 +22,13 @@ from shoal.comm.agreement import agreed
 from shoal.core.contracts import Comm
 from shoal.core.errors import SampleError
 from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
-from shoal.core.plan import MICRO_BATCHES
 from shoal.profiling.ends import Ends
 from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import Product, ProductCost, measure_products
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sample import LossFn, Sample
-from shoal.profiling.tails import Tails, noted_calls, timed
+from shoal.profiling.tails import Tails, timed
 from shoal.profiling.timeline import Clock, Step, Watched, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.updates import whole_updates
@@ -45,7 +44,7 @@ def profile_model(
     optimizers: Sequence[Optimizer],
     sample: Any,
     comm: Comm,
-    micro_batches: int = MICRO_BATCHES,
+    micro_batches: int | None = None,
 ) -> ModelProfile:
     """Measure a training step of the model on one batch, on all ranks at once.
 
@@ -55,7 +54,7 @@ def profile_model(
         optimizers: those of the model; their step is measured on copies.
         sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of keyword arguments.
         comm: the ranks that measure together; with one rank nothing is exchanged.
-        micro_batches: that a batch is cut into, where the end of the model runs on hosts of its own.
+        micro_batches: that a batch is cut into, where the end of the model may run on hosts of its own.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -99,7 +98,7 @@ def profile_model(
                     whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
                     joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
                     tail=tails.found.get(layer.name),
-                    no_tail=tails.reasons[layer.name],
+                    no_tail=tails.reasons.get(layer.name, ""),
                 )
                 for layer in layers
             ),
@@ -120,7 +119,7 @@ def _meet(comm: Comm) -> None:
 
 
 def _measured_step(
-    sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm, micro_batches: int
+    sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm, pieces: int | None
 ) -> tuple[dict[str, str], Ends, Tails, Step]:
     """Warm up, finding borrowed weights, what goes into the loss, and the model's ends; then measure some steps in a
     row, as in training.
@@ -133,9 +132,9 @@ def _measured_step(
     start = time.perf_counter()
 
     def warm_up() -> tuple[dict[str, str], Ends, Tails, Step]:
-        with Readers(sample.model, layers).watching() as readers, noted_calls(sample.model) as calls:
-            tails = Tails.of(sample, layers, calls, sample.loss(), micro_batches)
-        calls.clear()  # which hold every activation
+        with Readers(sample.model, layers).watching() as readers:
+            sample.loss()
+        tails = Tails.find(sample, layers, pieces) if pieces else Tails({}, {})
         return readers.borrowed, Ends.of(sample, layers, by_rows), tails, watch_step(sample, layers, clock)
 
     def measure() -> Step:

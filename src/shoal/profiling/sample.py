@@ -63,7 +63,7 @@ class Sample:
             SampleError: either of them raised, or what came out cannot be trained on.
         """
         try:
-            output = self._output()
+            output = self.output()
         except Exception as error:
             raise self._refused("the model does not take the sample", error) from error
         if self.loss_fn is None:
@@ -85,7 +85,8 @@ class Sample:
         """Every tensor of the sample."""
         return tensors_in((self.x, self.y))
 
-    def _output(self) -> Any:
+    def output(self) -> Any:
+        """Run the model."""
         if isinstance(self.x, tuple):
             return self.model(*self.x)
         if isinstance(self.x, Mapping):

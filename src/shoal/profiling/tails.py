@@ -6,7 +6,7 @@ nn.Sequential whose output is (4 to 6 of `classifier`). Found by one forward in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,13 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.letters import letter_bytes
-from shoal.comm.tail_hosts import backward_letter, forward_letter, loss_letter, modes
+from shoal.comm.stage_output import in_micro_batches
+from shoal.comm.tail_hosts import (
+    backward_letter,
+    forward_letter,
+    has_hooks,
+    loss_letter,
+    modes,
+    modules_of,
+    parameters_of,
+)
 from shoal.core.facts import ModelProfile, Tail
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.identity import Layer
 from shoal.profiling.sample import Sample, tensors_in
 
 Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]  # of every module: what with, by position and name; output
+_WITHIN = 1e-3  # as sums of other lengths may differ in float16
+_CUT = (
+    "in micro-batches what comes before it gives something else (batch normalisation, or rows that are not the first "
+    "dimension); micro_batches=1 does not cut the batch"
+)
 _NONE = "no module that has it puts out what the model returns"
 
 
@@ -33,31 +47,29 @@ class Tails:
     reasons: Mapping[str, str]
 
     @classmethod
-    def of(cls, sample: Sample, layers: Sequence[Layer], calls: Calls, loss: Tensor, micro_batches: int) -> Tails:
-        """From a forward of the sample in which all calls were noted, and its loss."""
-        reason = ""
-        if sample.loss_fn is None:
-            reason = "there is no loss_fn that could go with it: the model returns its own loss"
-        elif isinstance(sample.loss_fn, nn.Module) and any(p.requires_grad for p in sample.loss_fn.parameters()):
-            reason = "the loss has parameters of its own"
+    def find(cls, sample: Sample, layers: Sequence[Layer], micro_batches: int) -> Tails:
+        """Run the sample forward, watching."""
+        with _noted_calls(sample.model) as calls:
+            loss = sample.loss().detach()
         output = calls[""][-1][2]
-        if not isinstance(output, Tensor):
-            reason = reason or "the model's output is not one tensor"
+        reason = _unfit_loss(sample, output)
         if reason:
             return cls({}, {layer.name: reason for layer in layers})
         found: dict[str, Tail] = {}
         reasons = {layer.name: _NONE for layer in layers}
-        for modules in sorted(_ends(sample.model, calls, output), key=len):
+        ends = sorted(_ends(sample.model, calls, output), key=len)
+        differing = _differing(sample, {modules[0] for modules in ends}, micro_batches)
+        for modules in ends:
             inside = [sample.model.get_submodule(name) for name in modules]
             mine = [layer.name for layer in layers if any(layer.module in module.modules() for module in inside)]
             reason = _unfit(sample, inside, [calls[name] for name in modules])
             for name in mine:
-                if reason:
-                    reasons[name] = reason
+                if reason or modules[0] in differing:
+                    reasons[name] = reason or _CUT
                 elif name not in found:
-                    nbytes = _bytes(sample, inside, calls[modules[0]][0][0][0], loss.detach(), micro_batches)
+                    nbytes = _bytes(sample, inside, calls[modules[0]][0][0][0], loss, micro_batches)
                     found[name] = Tail(modules, tuple(mine), micro_batches, *nbytes)
-        return cls(found, reasons)
+        return cls(found, {name: "" if name in found else reason for name, reason in reasons.items()})
 
 
 def timed(profile: ModelProfile) -> ModelProfile:
@@ -81,7 +93,7 @@ def timed(profile: ModelProfile) -> ModelProfile:
 
 
 @contextmanager
-def noted_calls(model: nn.Module) -> Iterator[Calls]:
+def _noted_calls(model: nn.Module) -> Iterator[Calls]:
     """Note every call of every module inside."""
     calls: Calls = {}
 
@@ -95,6 +107,54 @@ def noted_calls(model: nn.Module) -> Iterator[Calls]:
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
         yield calls
+
+
+def _unfit_loss(sample: Sample, output: Any) -> str:
+    """Why the loss cannot be computed elsewhere, or ''."""
+    if sample.loss_fn is None:
+        return "there is no loss_fn that could go with it: the model returns its own loss"
+    if not isinstance(output, Tensor):
+        return "the model's output is not one tensor"
+    leaf = output.detach().requires_grad_()
+    nodes, seen = [sample.loss_fn(leaf, sample.y).grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if getattr(node, "variable", leaf) is not leaf:
+                return "the loss reads parameters itself"
+            nodes += [each for each, _ in node.next_functions]
+    return ""
+
+
+def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
+    """The modules that would be called with something else if the batch were cut, as evaluation shows."""
+    if micro_batches == 1:
+        return set()
+    if any(isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training for each in sample.model.modules()):
+        return set(first)
+    training = [(module, module.training) for module in sample.model.modules()]
+
+    def taken(x: Any) -> dict[str, Tensor]:
+        with torch.no_grad(), _noted_calls(sample.model) as calls:
+            replace(sample, x=x).output()
+        return {name: calls[name][0][0][0] for name in first}
+
+    try:
+        sample.model.eval()
+        whole = taken(sample.x)
+        parts = [taken(piece) for piece in in_micro_batches(sample.x, _rows(sample), micro_batches)]
+    except Exception:  # it does not take a part of the batch
+        return set(first)
+    finally:
+        for module, was in training:
+            module.training = was
+    return {name for name in first if not _close(whole[name], [part[name] for part in parts])}
+
+
+def _close(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    joined = torch.cat(list(parts)) if all(part.dim() for part in parts) else whole.new_empty(0)
+    return joined.shape == whole.shape and torch.allclose(joined.double(), whole.double(), rtol=_WITHIN, atol=_WITHIN)
 
 
 def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ...]]:
@@ -116,6 +176,8 @@ def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -
     for its in calls:
         if len(its) != 1 or its[0][1] or len(its[0][0]) != 1 or not isinstance(its[0][0][0], Tensor):
             return "a module of the model's end is not called once and with one tensor"
+    if any(has_hooks(each) for module in modules for each in module.modules()):
+        return "a module of the model's end has hooks, which would not be called here"
     if any(True for module in modules for _ in module.buffers()):
         return "the model's end has buffers, such as the statistics of batch normalisation"
     inside = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -140,8 +202,8 @@ def _bytes(
     sample: Sample, modules: Sequence[nn.Module], taken: Tensor, loss: Tensor, micro_batches: int
 ) -> tuple[float, float]:
     """What a worker sends to the end of the model in a step, and gets from it."""
-    every = [each for module in modules for each in module.modules()]
-    parameters = [each for module in modules for each in module.parameters()]
+    every = modules_of(modules, sample.loss_fn)
+    parameters = list(parameters_of({str(number): module for number, module in enumerate(modules)}).values())
     sizes = cut_sizes(_rows(sample), micro_batches)
     per_row = len(taken) // sum(sizes)
     activations = [
@@ -153,7 +215,7 @@ def _bytes(
         for index, activation in enumerate(activations)
     ]
     letters.append(loss_letter((sample.y,), {}, of_gradients=True))
-    letters.append(backward_letter([True] * len(parameters), 1.0, {0: loss}))
+    letters.append(backward_letter([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss}))
     letters.append(None)  # the step
     back = taken.nbytes if taken.requires_grad else 0
     return float(sum(map(letter_bytes, letters))), float(back + letter_bytes(loss))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
+from inspect import Parameter, signature
 from types import MethodType
 from typing import Any, Protocol
 
@@ -77,6 +78,9 @@ def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Non
         return method(original, *args, **kwargs)
 
     update_wrapper(replacement, original)  # a scheduler's mark on `step` is taken along
+    its = signature(original)  # a scaler looks for its arguments in it
+    itself = Parameter("self", Parameter.POSITIONAL_ONLY)
+    replacement.__dict__["__signature__"] = its.replace(parameters=[itself, *its.parameters.values()])
     optimizer.__dict__[name] = MethodType(replacement, optimizer)
 
 

@@ -40,6 +40,7 @@ from shoal.runtime.parts import (
     TableOptimizer,
     cut_parameters,
     far_tables,
+    groups_at_tail,
     norms_of_parts,
 )
 
@@ -141,7 +142,8 @@ def _clip_grad_norm(
     norms += norms_of_parts([p for p in parameters if is_cut(p)], norm_type)
     norms += [each for table in tables.values() for each in table.norms(norm_type)]
     at_tail = [(each.stage, each.number) for each in served if each.stage is not None]
-    norms += [stage.call("norm", number, norm_type).double() for stage, number in at_tail]
+    for stage, number in at_tail:
+        norms.append(stage.call("norm", number, groups_at_tail(stage, optimizer), [norm_type]).double())
     for owners in all_owners:
         norms += owners.norms(parameters, norm_type)
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
@@ -153,7 +155,8 @@ def _clip_grad_norm(
     for table in tables.values():
         table.scale(factor)
     for stage, number in at_tail:
-        stage.call("scale", number, factor)
+        stage.call("scale", number, groups_at_tail(stage, optimizer), [factor])
+        stage.entered()  # what somebody saw of gradients is not what they are now
     for owners in all_owners:
         owners.scale(parameters, factor)
     return total.to(parameters[0].device, parameters[0].dtype)

@@ -110,6 +110,8 @@ def parallelize(
         serve_tail(session, model, loss_fn, listed(optimizer))
         leave(None)
         sys.exit(0)
+    if session.tail is not None:
+        session.tail.calls += 1
     asked = Request(plan, pins, strategies, count, staleness, memory, placement, memory_limit, micro_batches)
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
@@ -121,20 +123,23 @@ def parallelize(
             extend(each)
         return model, loss_fn, optimizer
     comm.reached("parallelize: measuring the model")
-    profile = profile_model(model, loss_fn, optimizers, sample, comm, given.micro_batches if given else micro_batches)
+    pieces = (given.micro_batches if given else micro_batches) if session.tail else None
+    profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
     give_back_freed()
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
-    stage = _open_tail(session, model, chosen, profile)
+    stage = _open_tail(session, model, loss_fn, chosen, profile)
     attached = attach(session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage)
     placed = as_planned(profile, chosen)
     session.attached[model] = Attached(attached.engine, attached.weigher, chosen, placed, cluster, attached.owned)
     return model, attached.loss_fn, optimizer
 
 
-def _open_tail(session: Session, model: nn.Module, plan: Plan, profile: ModelProfile) -> Stage | None:
+def _open_tail(
+    session: Session, model: nn.Module, loss_fn: Callable[..., Any] | None, plan: Plan, profile: ModelProfile
+) -> Stage | None:
     """The way to the end of the model, if the plan has it on tail hosts."""
     at_tail = {c.layer: c for c in plan.choices if named(all_strategies, Strategy, c.strategy).staged}
     if session.tail is None or not at_tail:
@@ -148,13 +153,17 @@ def _open_tail(session: Session, model: nn.Module, plan: Plan, profile: ModelPro
             expected=", ".join(tail.layers),
             do="give all of these to them, or none",
         )
-    if session.tail.taken:
-        raise PlanError("the tail hosts run the end of another model", do='leave "stage" out of this one\'s strategies')
-    session.tail.taken = True
+    if session.tail.calls > 1:
+        raise PlanError(
+            "tail hosts run the end of the model that is parallelised first",
+            do='parallelise this one first, or leave "stage" out of its strategies',
+        )
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}
     session.tail.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
-    return Stage(session.tail, model, modules, plan.micro_batches)
+    others = [named(all_strategies, Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
+    alike = any(strategy.cuts for strategy in others)
+    return Stage(session.tail, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
 
 def plan(
@@ -181,7 +190,8 @@ def plan(
         UsageError: as for `parallelize`; or no cluster and no session.
     """
     comm = ranks() if cluster else current().comm
-    profile = profile_model(model, loss_fn, listed(optimizer), sample, comm, micro_batches)
+    tail = cluster.tail if cluster else current().tail
+    profile = profile_model(model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None)
     where = cluster or measured_cluster(current())
     return from_first(
         comm,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.stage import Stage
+from shoal.comm.stage import Groups, Stage
 from shoal.comm.tables import FarTable, Tables
 from shoal.core.contracts import Comm
 from shoal.core.cut import Cut, OverRanks, cut_of, is_cut, opened, part_of
@@ -172,6 +172,12 @@ class TableOptimizer:
         return far_tables((p for group in self._optimizer.param_groups for p in group["params"]), self._of_model)
 
 
+def groups_at_tail(stage: Stage, optimizer: Optimizer) -> Groups:
+    """An optimizer's groups: the settings, and the names of those parameters that tail hosts have."""
+    names = stage.names
+    return [(settings(group), [names[p] for p in group["params"] if p in names]) for group in optimizer.param_groups]
+
+
 @final
 class StageOptimizer:
     """The methods that take the place of an optimizer's own where tail hosts run the end of a model."""
@@ -185,12 +191,7 @@ class StageOptimizer:
 
     def open(self) -> None:
         """Have the tail make the step."""
-        names = self._stage.names
-        groups = [
-            (settings(group), [names[p] for p in group["params"] if p in names])
-            for group in self._optimizer.param_groups
-        ]
-        self._stage.step(self._number, groups, attributes(self._optimizer))
+        self._stage.step(self._number, groups_at_tail(self._stage, self._optimizer), attributes(self._optimizer))
         self._hidden.open(self._held())
 
     def close(self) -> None:
@@ -199,7 +200,7 @@ class StageOptimizer:
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form."""
-        states = self._stage.call("state", self._number)
+        states = self._stage.call("state", self._number, groups_at_tail(self._stage, self._optimizer))
         held = self._held()
         self._optimizer.state.update({p: states[name] for p, name in held.items() if name in states})
         try:
@@ -220,7 +221,8 @@ class StageOptimizer:
 
     def _give(self) -> None:
         states = {name: self._optimizer.state.pop(parameter, {}) for parameter, name in self._held().items()}
-        self._stage.call("take_state", self._number, states if self._stage.hosts.speaks else {})
+        groups = groups_at_tail(self._stage, self._optimizer)
+        self._stage.call("take_state", self._number, groups, [states if self._stage.hosts.speaks else {}])
 
     def _held(self) -> dict[nn.Parameter, str]:
         names = self._stage.names

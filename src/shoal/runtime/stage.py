@@ -26,8 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.letters import post
-from shoal.comm.tail_hosts import GRADIENTS, Ask, Modes, TailHosts
+from shoal.comm.stage import Groups
+from shoal.comm.tail_hosts import GRADIENTS, Ask, Modes, TailHosts, modules_of, parameters_of
 from shoal.core.contracts import Comm, Pending
+from shoal.core.errors import UsageError
 from shoal.core.plan import Choice, Plan
 from shoal.core.trace import MAIN, Recorder
 from shoal.profiling.identity import model_digest
@@ -150,21 +152,32 @@ class Tail:
         if not run.waiting:
             if self._hosts == 1:
                 return
-            like = run.passes[0].taken  # others may have rows, and all of them call the tail together
-            run.waiting = [
-                (_Block(self._workers[0], first.index, 0, False), like.detach().new_empty(0, *like.shape[1:]))
-            ]
-        blocks, tensors = map(list, zip(*run.waiting, strict=True))
+            like, its = run.passes[0].taken, run.passes[0].blocks[0]  # others may have rows, and all of them are called
+            block = _Block(self._workers[0], first.index, 0, its.back)
+            run.waiting = [(block, like.detach().new_empty(0, *like.shape[1:]))]
+        alike: dict[Any, list[tuple[_Block, Tensor]]] = {}
+        for each in run.waiting:
+            alike.setdefault((each[1].shape[1:], each[1].dtype), []).append(each)
         run.waiting.clear()
+        if len(alike) > 1 and self._hosts > 1:
+            raise UsageError(
+                "tail hosts that share layers take activations of one shape from all workers",
+                got=", ".join(str(tuple(shape)) for shape, _ in alike),
+                do="pad batches alike on every worker, or take one tail host",
+            )
         with torch.set_grad_enabled(of_gradients), _autocast(autocast):
-            taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-            taken.requires_grad_(of_gradients and any(block.back for block in blocks))
-            run.passes.append(_Pass(blocks, taken, self._runs(taken)))
+            for same in alike.values():
+                blocks, tensors = map(list, zip(*same, strict=True))
+                taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+                taken.requires_grad_(of_gradients and any(block.back for block in blocks))
+                put_out = self._runs(taken.clone() if taken.requires_grad else taken)  # it may begin in place
+                run.passes.append(_Pass(blocks, taken, put_out))
 
     def _set(self, its_modes: Modes) -> None:
-        every = [each for module in self._modules for each in module.modules()]
-        for module, training in zip(every, its_modes.training, strict=True):
+        every = modules_of(self._modules, self._loss_fn)
+        for module, training, settings in zip(every, its_modes.training, its_modes.settings, strict=True):
             module.training = training
+            vars(module).update(settings or {})
         for parameter, trainable in zip(self._parameters.values(), its_modes.trainable, strict=True):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
@@ -184,6 +197,9 @@ class Tail:
     def _output(self, asked: dict[int, Letter]) -> None:
         for worker, letter in asked.items():
             self._answer(worker, self._whole(self._forwards[letter.run], worker).detach())
+        run = asked[self._workers[0]].run
+        if not any(each.put_out.requires_grad for each in self._forwards[run].passes):
+            del self._forwards[run]  # nothing follows
 
     def _loss(self, asked: dict[int, Letter]) -> None:
         for worker, letter in asked.items():
@@ -195,20 +211,34 @@ class Tail:
             self._answer(worker, loss.detach())
 
     def _backward(self, asked: dict[int, Letter]) -> None:
-        run = self._forwards.pop(asked[self._workers[0]].run)
-        self._clear(asked[self._workers[0]].content[0])
+        run = self._forwards[asked[self._workers[0]].run]
+        cleared, wanted, _, _ = asked[self._workers[0]].content
+        self._clear(cleared)
         share = self._hosts / self._comm.workers  # gradients are the mean over workers, of which this host has some
         for worker, letter in asked.items():
-            _, weight, slopes = letter.content
+            *_, weight, slopes = letter.content
             losses = [run.losses[worker][number] for number in slopes]
             torch.autograd.backward(losses, [slope * (weight * share) for slope in slopes.values()])
         grads = {worker: iter(self._slopes(run, worker)) for worker in self._workers}
         slopes = [torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes]
         live = [(each, slope) for each, slope in zip(run.passes, slopes, strict=True) if each.put_out.requires_grad]
+        reached: set[int] = set()
         for each, _ in live:
             if each.taken.requires_grad:
-                each.taken.register_hook(partial(self._send_back, each, 1 / share))
-        torch.autograd.backward([each.put_out for each, _ in live], [slope for _, slope in live])
+                each.taken.register_hook(partial(self._send_back, each, 1 / share, reached))
+        parameters = zip(self._parameters.values(), wanted, strict=True)
+        into: list[Tensor] = [parameter for parameter, its in parameters if its]
+        into += [each.taken for each, _ in live if each.taken.requires_grad]
+        if into:
+            every = len(into) == sum(p.requires_grad for p in self._parameters.values()) + len(live)
+            outputs, their_slopes = zip(*live, strict=True)
+            put_out = [each.put_out for each in outputs]
+            torch.autograd.backward(put_out, list(their_slopes), inputs=None if every else into)
+        for each in reversed(run.passes):  # where the tail does not pass gradients on
+            if id(each) not in reached:
+                self._send_back(each, 1.0, reached, torch.zeros_like(each.taken))
+        run.passes, run.losses = [], {}  # but outputs may still be looked at
+        run.whole = {worker: whole.detach() for worker, whole in run.whole.items()}
 
     def _slopes(self, run: _Forward, worker: int) -> list[Tensor]:
         """The gradients of a worker's blocks of the output, in their order."""
@@ -219,11 +249,12 @@ class Tail:
         ]
         return list(grad.split(rows))
 
-    def _send_back(self, its: _Pass, scale: float, grad: Tensor) -> None:
+    def _send_back(self, its: _Pass, scale: float, reached: set[int], grad: Tensor) -> None:
         """The gradient of a pass's input has come: to the workers, the last micro-batch first."""
+        reached.add(id(its))
         parts = (grad * scale if scale != 1 else grad).split([block.rows for block in its.blocks])
         for block, part in sorted(zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index):
-            if block.back:
+            if block.back and block.rows:
                 part = part.contiguous()
                 self._note(f"gradient of micro-batch {block.index} to rank {block.worker}", time.perf_counter())
                 self._under_way.append((self._comm.send(part, block.worker), part))
@@ -237,11 +268,16 @@ class Tail:
         number, cleared, groups, now = asked[self._workers[0]].content
         self._clear(cleared)
         optimizer = self._optimizers[number]
+        for name in ("grad_scale", "found_inf"):  # a scaler's, for one step
+            vars(optimizer).pop(name, None)
         vars(optimizer).update(now)
-        optimizer.param_groups[:] = [
+        self._regroup(number, groups)
+        optimizer.step()
+
+    def _regroup(self, number: int, groups: Groups) -> None:
+        self._optimizers[number].param_groups[:] = [
             {**settings, "params": [self._parameters[name] for name in names]} for settings, names in groups
         ]
-        optimizer.step()
 
     def _read(self, asked: dict[int, Letter]) -> None:
         what, name = asked[self._workers[0]].content
@@ -272,8 +308,10 @@ class Tail:
         parameter.grad = mean if before is None else before + mean
 
     def _call(self, asked: dict[int, Letter]) -> None:
-        what, cleared, args = asked[self._workers[0]].content
+        what, number, cleared, groups, args = asked[self._workers[0]].content
         self._clear(cleared)
+        if groups:
+            self._regroup(number, groups)
         parts: dict[str, Callable[..., Any]] = {
             "norm": self._norm,
             "scale": self._scale,
@@ -281,11 +319,11 @@ class Tail:
             "take_state": self._take_state,
             "record": self._record,
         }
-        answer = parts[what](*args)
+        answer = parts[what](number, *args)
         for worker in asked:
             self._answer(worker, answer)
 
-    def _record(self) -> Recorder | None:
+    def _record(self, number: int) -> Recorder | None:
         """Begin to note what this host does; what it has done since it was last asked to."""
         before, self._recorder = self._recorder, Recorder()
         return before
@@ -357,7 +395,7 @@ def _made(
     optimizers: Sequence[Optimizer],
 ) -> Tail:
     modules = {name: model.get_submodule(name) for name in opening.modules}
-    parameters = {f"{name}.{leaf}": p for name, module in modules.items() for leaf, p in module.named_parameters()}
+    parameters = parameters_of(modules)
     kept = set(parameters.values())
     for optimizer in optimizers:
         for group in optimizer.param_groups:

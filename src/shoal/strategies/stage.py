@@ -50,8 +50,8 @@ class Stage(Strategy):
         if not cluster.tail:
             return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
         if layer.tail is None:
-            return layer.no_tail
-        return None
+            return layer.no_tail or "nobody has looked whether it is in an end of the model"
+        return layer.joint_update or None
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
         return {} if layer.tail is None else {other: self.name for other in layer.tail.layers if other != layer.name}
@@ -135,8 +135,10 @@ class _Body:
         if tail.running is not None:
             return forward(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-        pieces = in_micro_batches((args, kwargs), len(tensors[0]) if tensors else 1, tail.micro_batches)
+        rows = len(tensors[0]) if tensors else 1
+        pieces = in_micro_batches((args, kwargs), rows, tail.micro_batches, alike=tail.alike)
         run = Run(tail)
+        tickets: list[Tensor] = []
         try:
             for its_args, its_kwargs in pieces:
                 output = forward(*its_args, **its_kwargs)
@@ -146,11 +148,12 @@ class _Body:
                         got=type(output).__name__,
                         do='return it as it is; or pin the layers to something else than "stage"',
                     )
+                tickets += output.tickets
             for _ in range(len(pieces), tail.micro_batches):
                 run.tell_forward(None, back=False)
         finally:
             tail.running = None
-        return StageOutput.of(run, run.tickets) if torch.is_grad_enabled() else run.output()
+        return StageOutput.of(run, tickets) if torch.is_grad_enabled() else run.output()
 
 
 @final
