@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.faulty import Drop, Fault, FaultyComm
+from shoal.comm.stage_output import StageOutput
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import TracedComm
 from shoal.core.cut import cut_of
@@ -288,7 +289,92 @@ def by_closure(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> No
         optimizer.step(closure)
 
 
+def penalised_afterwards(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    for x, y in its:
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), y)
+        (loss + sum(0.1 * p.pow(2).sum() + 0.1 * p.abs().sum() for p in model.parameters())).backward()
+        sum(0.1 * p.pow(2).sum() for p in model.tail.parameters()).backward()
+        optimizer.step()
+
+
+def attacked(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """A gradient of inputs changes no parameter's; nor does a backward into some of them change the others'."""
+    for x, y in its:
+        optimizer.zero_grad()
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(loss_fn(model(x), y), x)
+        x = (x + 0.1 * slope.sign()).detach()
+        loss_fn(model(x), y).backward(inputs=[*model.body.parameters(), model.tail[1].weight])
+        loss_fn(model(x / 2), y).backward()
+        optimizer.step()
+
+
+def freezing_in_between(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    for x, y in its:
+        optimizer.zero_grad()
+        loss_fn(model(x), y).backward()
+        loss = loss_fn(model(x / 2), y)
+        model.tail[3].requires_grad_(False)
+        loss.backward()
+        model.tail[3].requires_grad_(True)
+        optimizer.step()
+
+
+def counting(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """Outputs and losses are looked at when all is done, and kept."""
+    kept = []
+    for x, y in its:
+        output = model(x)
+        loss = loss_fn(output, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            kept.append((loss, (output.argmax(1) == y).sum(), loss_fn(output, y), output))
+    if isinstance(kept[0][3], StageOutput):
+        assert cut_of(model.tail[1].weight).stage.oldest == 1  # as outputs are kept
+        kept = [each[:3] for each in kept]
+        model(its[0][0])
+        assert cut_of(model.tail[1].weight).stage.oldest >= len(its), "losses keep what is over"
+
+
+def regrouping(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """Groups change, before states are loaded and gradients clipped."""
+    head = list(model.tail[5].parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if all(p is not other for other in head)]
+    plain(model, loss_fn, optimizer, its[:2])
+    optimizer.add_param_group({"params": head, "lr": 0.01})
+    loss_fn(model(its[2][0]), its[2][1]).backward()
+    clip = getattr(optimizer, "clip_grad_norm_", None) or (lambda most: clip_of(optimizer, most))
+    [float(p.grad.norm()) for p in model.parameters()]
+    clip(0.05)
+    for parameter in model.parameters():
+        parameter.grad.add_(0.01)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    plain(model, loss_fn, optimizer, its[3:])
+
+
+def clip_of(optimizer: Any, most: float) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], most)
+
+
+def setting(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """What modules are told in the middle of training."""
+    for step, batch in enumerate(its):
+        model.tail[4].negative_slope = 0.1 * step
+        plain(model, loss_fn, optimizer, [batch])
+
+
 LOOPS = [
+    penalised_afterwards,
+    attacked,
+    freezing_in_between,
+    counting,
+    regrouping,
+    setting,
     penalised,
     scaled,
     sending_once,
@@ -479,12 +565,100 @@ def test_an_optimizer_brings_its_state(tail: int) -> None:
     assert_same(built(Net), loop, optimizer=adamw, before=loaded_before, tail=tail)
 
 
+class Probe(Net):
+    """A tail that passes no gradient on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail[0] = Stop()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.body(x))
+
+
+class Stop(nn.Module):
+    """A gradient ends here."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class Linked(Net):
+    """A tail with one parameter in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail[3].bias = self.tail[1].bias
+
+
+@pytest.mark.parametrize("tail", [1, 2])
+@pytest.mark.parametrize("make", [Probe, Linked])
+def test_tails_of_other_kinds(make: Any, tail: int) -> None:
+    assert_same(built(make), tail=tail)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("shared", ["cut", "sliced", "by inputs", "factor"])
+def test_tail_hosts_some_of_which_have_no_rows(shared: str, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.planner.sharing._predicted", lambda plan: plan.joined != joined)
+    pins = {"body.*": "replicate"} | SHARED[shared]
+    assert_same(built(Net), workers=2, tail=2, uneven=True, micro_batches=8, pins=pins)
+
+
+@pytest.mark.parametrize("body", ["column", "row"])
+def test_a_body_that_is_cut_and_ranks_with_fewer_rows_than_micro_batches(body: str) -> None:
+    assert_same(built(Net), uneven=True, pins={"body.*": body, "tail.*": "stage"})
+
+
+def test_sequences_of_other_lengths_on_every_worker() -> None:
+    def loop(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        longest = 1 + shoal.world().rank
+        plain(model, loss_fn, optimizer, [(ids[:, :longest], y) for ids, y in its])
+
+    _, losses = together(built(Tokens), loop, given=tokens(), pins={"table": "replicate", "ends.*": "stage"})
+    assert losses == [None] * 3
+    with pytest.raises(UsageError, match="of one shape from all workers"):
+        together(built(Tokens), loop, workers=4, tail=2, given=tokens(), pins={"table": "replicate", "ends.*": "stage"})
+
+
+def test_a_scaler_and_a_fused_optimizer() -> None:
+    def loop(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        scaled(model, loss_fn, optimizer, its[:3])
+        plain(model, loss_fn, optimizer, its[3:])
+
+    def fused(parameters: Any) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.05, fused=True)
+
+    assert_same(built(Net), loop, optimizer=fused)
+
+
+def rows_of_none(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> Tensor:
+    x = its[0][0][: 2 * shoal.world().rank]
+    with torch.no_grad():
+        return model(x)
+
+
+def test_a_rank_without_rows_evaluates_beside_the_others() -> None:
+    _, outputs = together(built(Net), rows_of_none)
+    assert [tuple(output.shape) for output in outputs] == [(0, CLASSES), (2, CLASSES), (4, CLASSES)]
+
+
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "another loss": (lambda m, loss_fn, o, its: m(its[0][0]).pow(2).mean().backward(), "something else than the loss"),
     "twice": (lambda m, loss_fn, o, its: twice(loss_fn(m(its[0][0]), its[0][1])), "second backward"),
     "by itself": (lambda m, loss_fn, o, its: m.tail(its[0][0]), "called by itself"),
+    "in place": (lambda m, loss_fn, o, its: m(its[0][0]).mul_(2), "mul_ on an output of tail hosts"),
+    "an item": (lambda m, loss_fn, o, its: m(its[0][0]).__setitem__(0, 1.0), "__setitem__ on an output of tail hosts"),
+    "a hook": (lambda m, loss_fn, o, its: m(its[0][0]).register_hook(print), "register_hook on an output"),
+    "a target": (lambda m, loss_fn, o, its: loss_fn(m(its[0][0]), m(its[0][0])), "beside the output that takes a grad"),
+    "hooks": (lambda m, loss_fn, o, its: hooked(m)(its[0][0]), "has a hook, which would not be called"),
     "data": (lambda m, loss_fn, o, its: m.tail[1].weight.data.zero_(), "would not reach the rest"),
 }
+
+
+def hooked(model: Any) -> Any:
+    model.tail[3].register_forward_hook(print)
+    return model
 
 
 def twice(loss: Tensor) -> None:
@@ -528,6 +702,44 @@ class Normed(Net):
         self.tail[2] = nn.BatchNorm1d(HIDDEN)
 
 
+class Turned(Net):
+    """Rows are not the first dimension of what it takes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.body(torch.softmax(x, 0)))
+
+
+class NormedBody(Net):
+    """Statistics of micro-batches would be others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[1] = nn.BatchNorm1d(HIDDEN)
+
+
+class Hooked(Net):
+    """Somebody looks into its tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail[1].register_forward_pre_hook(lambda module, args: None)
+
+
+class Normalising(torch.optim.SGD):
+    """Looks at all gradients at once."""
+
+    def step(self, closure: Any = None) -> None:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        clip = torch.nn.utils.clip_grad_norm_(own, 1.0)
+        assert clip.isfinite()
+        super().step()
+
+
+def second(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    other = built(Net)
+    shoal.parallelize(other, loss_fn, sgd(other.parameters()), sample=its[0], pins=PINS)
+
+
 class Tied(Net):
     """A tail with a parameter of the body's."""
 
@@ -553,7 +765,12 @@ CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "something behind it": (Halved, {}, "no module that has it puts out what the model returns"),
     "buffers": (Normed, {}, "has buffers"),
     "tied": (Tied, {}, "tied to"),
-    "a loss that learns": (Net, {"loss_fn": Learning()}, "the loss has parameters of its own"),
+    "a loss that learns": (Net, {"loss_fn": Learning()}, "the loss reads parameters itself"),
+    "changed by micro-batches": (Turned, {}, "micro_batches=1 does not cut the batch"),
+    "normalised in batches": (NormedBody, {}, "micro_batches=1 does not cut the batch"),
+    "hooks": (Hooked, {}, "has hooks"),
+    "all gradients at once": (Net, {"optimizer": lambda own: Normalising(own, 0.1)}, "Normalising updates several"),
+    "a second model": (Net, {"loop": second}, "the model that is parallelised first"),
     "its own loss": (Net, {"loss_fn": None}, "loss"),
     "shared by one": (Net, {"pins": {"tail.*": "stage:column"}}, "one tail host shares layer"),
     "shared by what is no way": (Net, {"pins": {"tail.*": "stage:head"}, "tail": 2}, "cannot share layer"),

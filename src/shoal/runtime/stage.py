@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -36,6 +36,7 @@ from shoal.profiling.identity import model_digest
 from shoal.runtime.attach import attach
 from shoal.runtime.inbox import Letter, Letters
 from shoal.runtime.optimizer import extend
+from shoal.runtime.passes import Block, Forward, Pass
 from shoal.runtime.session import Session
 
 
@@ -47,40 +48,6 @@ class Opening:
     micro_batches: int
     joined: bool
     shared: Mapping[str, str]  # by layer, in the order in which gradients come, how they share it: "sliced:direct"
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of a pass: whose, and of which micro-batch."""
-
-    worker: int
-    index: int
-    rows: int
-    back: bool  # its gradient goes to the worker
-
-
-@dataclass
-class _Pass:
-    """What has gone through the tail at once: a micro-batch of all of this host's workers, or all of theirs."""
-
-    blocks: list[_Block]
-    taken: Tensor
-    put_out: Tensor
-
-    def outputs(self, of: Tensor) -> list[tuple[_Block, Tensor]]:
-        """The blocks' parts of something that has the output's rows."""
-        more, less = len(self.put_out), max(len(self.taken), 1)
-        return list(zip(self.blocks, of.split([block.rows * more // less for block in self.blocks]), strict=True))
-
-
-@dataclass
-class _Forward:
-    """A forward of the model, with the rows of all of this host's workers."""
-
-    waiting: list[tuple[_Block, Tensor]] = field(default_factory=list)  # for others to be joined with
-    passes: list[_Pass] = field(default_factory=list)
-    whole: dict[int, Tensor] = field(default_factory=dict)  # each worker's output, apart from the tail's graph
-    losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of each worker, by number
 
 
 @final
@@ -103,7 +70,7 @@ class Tail:
         self._comm, self._workers, self._hosts = hosts.comm, hosts.served, len(hosts.hosts)
         self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
         self._optimizers, self._parameters = optimizers, parameters
-        self._forwards: dict[int, _Forward] = {}
+        self._forwards: dict[int, Forward] = {}
         self._under_way: list[tuple[Pending, Tensor]] = []
         self._recorder: Recorder | None = None
         self._do: dict[Ask, Callable[[dict[int, Letter]], None]] = {
@@ -141,21 +108,21 @@ class Tail:
             self._set(its_modes)
             oldest = min(letter.oldest for letter in asked.values())
             self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
-            self._forwards[first.run] = _Forward()
+            self._forwards[first.run] = Forward()
         run = self._forwards[first.run]
         for worker, letter in asked.items():
             *_, back, _, activation = letter.content
             if activation is not None:
-                run.waiting.append((_Block(worker, first.index, len(activation), back), activation))
+                run.waiting.append((Block(worker, first.index, len(activation), back), activation))
         if self._joined and first.index + 1 < self._micro_batches:
             return
         if not run.waiting:
             if self._hosts == 1:
                 return
             like, its = run.passes[0].taken, run.passes[0].blocks[0]  # others may have rows, and all of them are called
-            block = _Block(self._workers[0], first.index, 0, its.back)
+            block = Block(self._workers[0], first.index, 0, its.back)
             run.waiting = [(block, like.detach().new_empty(0, *like.shape[1:]))]
-        alike: dict[Any, list[tuple[_Block, Tensor]]] = {}
+        alike: dict[Any, list[tuple[Block, Tensor]]] = {}
         for each in run.waiting:
             alike.setdefault((each[1].shape[1:], each[1].dtype), []).append(each)
         run.waiting.clear()
@@ -171,7 +138,7 @@ class Tail:
                 taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
                 taken.requires_grad_(of_gradients and any(block.back for block in blocks))
                 put_out = self._runs(taken.clone() if taken.requires_grad else taken)  # it may begin in place
-                run.passes.append(_Pass(blocks, taken, put_out))
+                run.passes.append(Pass(blocks, taken, put_out))
 
     def _set(self, its_modes: Modes) -> None:
         every = modules_of(self._modules, self._loss_fn)
@@ -182,7 +149,7 @@ class Tail:
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
-    def _whole(self, run: _Forward, worker: int) -> Tensor:
+    def _whole(self, run: Forward, worker: int) -> Tensor:
         """All that the tail has put out for a worker, apart from its graph."""
         if worker not in run.whole:
             parts = [
@@ -197,9 +164,10 @@ class Tail:
     def _output(self, asked: dict[int, Letter]) -> None:
         for worker, letter in asked.items():
             self._answer(worker, self._whole(self._forwards[letter.run], worker).detach())
-        run = asked[self._workers[0]].run
-        if not any(each.put_out.requires_grad for each in self._forwards[run].passes):
-            del self._forwards[run]  # nothing follows
+        number = asked[self._workers[0]].run
+        passes = self._forwards[number].passes
+        if passes and not any(each.put_out.requires_grad for each in passes):
+            del self._forwards[number]  # nothing follows an evaluation
 
     def _loss(self, asked: dict[int, Letter]) -> None:
         for worker, letter in asked.items():
@@ -240,7 +208,7 @@ class Tail:
         run.passes, run.losses = [], {}  # but outputs may still be looked at
         run.whole = {worker: whole.detach() for worker, whole in run.whole.items()}
 
-    def _slopes(self, run: _Forward, worker: int) -> list[Tensor]:
+    def _slopes(self, run: Forward, worker: int) -> list[Tensor]:
         """The gradients of a worker's blocks of the output, in their order."""
         whole = self._whole(run, worker)
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
@@ -249,7 +217,7 @@ class Tail:
         ]
         return list(grad.split(rows))
 
-    def _send_back(self, its: _Pass, scale: float, reached: set[int], grad: Tensor) -> None:
+    def _send_back(self, its: Pass, scale: float, reached: set[int], grad: Tensor) -> None:
         """The gradient of a pass's input has come: to the workers, the last micro-batch first."""
         reached.add(id(its))
         parts = (grad * scale if scale != 1 else grad).split([block.rows for block in its.blocks])
