@@ -171,4 +171,8 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
             if new is not old:
                 object.__setattr__(holder, name, new)
 
-    return tree(value, depth)
+    try:
+        return tree(value, depth)
+    finally:  # these functions know one another, and would keep outputs until Python looks for circles
+        done.clear()
+        originals.clear()
