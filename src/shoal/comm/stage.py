@@ -70,9 +70,6 @@ class Stage:
 
     def begin(self, run: Any) -> tuple[int, Modes]:
         """A forward of the model begins: its number, and what is set."""
-        self._runs += 1
-        self.running = run
-        self._alive[run] = self._runs
         for name, module in self.modules.items():
             hooked = next((type(each).__name__ for each in module.modules() if has_hooks(each)), None)
             if hooked is not None:
@@ -83,6 +80,9 @@ class Stage:
                 )
         before, self._settings = self._settings, [plain_settings(module) for module in self._modules]
         changed = [None if old == new else new for old, new in zip(before, self._settings, strict=True)]
+        self._runs += 1
+        self.running = run
+        self._alive[run] = self._runs
         return self._runs, modes(self._modules, self.parameters.values(), changed)
 
     @property

@@ -139,7 +139,6 @@ class StageOutput(Tensor):
 
     _run: Run
     _tickets: list[Tensor]
-    _over: Callable[[Tensor], Tensor]
 
     @classmethod
     def of(cls, run: Run, tickets: Sequence[Tensor]) -> StageOutput:
@@ -177,7 +176,6 @@ class StageOutput(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _REQUIRES_GRAD:
             return bool(args[0]._tickets) and args[0]._tickets[0].requires_grad
-
         name = getattr(func, "__name__", "")
         changes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("register_", "retain", "__set"))
         if changes or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")):

@@ -190,21 +190,28 @@ class Tail:
         grads = {worker: iter(self._slopes(run, worker)) for worker in self._workers}
         slopes = [torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes]
         live = [(each, slope) for each, slope in zip(run.passes, slopes, strict=True) if each.put_out.requires_grad]
-        reached: set[int] = set()
-        for each, _ in live:
-            if each.taken.requires_grad:
-                each.taken.register_hook(partial(self._send_back, each, 1 / share, reached))
+        waiting = [each for each in run.passes if each.taken.requires_grad]
+        there: dict[int, Tensor] = {}
+
+        def ready(its: Pass, grad: Tensor) -> None:
+            """The gradient of a pass's input has come; they go in the order in which workers wait for them."""
+            there[id(its)] = grad / share
+            while waiting and id(waiting[-1]) in there:
+                each = waiting.pop()
+                self._send_back(each, there[id(each)])
+
+        for each in waiting:
+            each.taken.register_hook(partial(ready, each))
         parameters = zip(self._parameters.values(), wanted, strict=True)
         into: list[Tensor] = [parameter for parameter, its in parameters if its]
-        into += [each.taken for each, _ in live if each.taken.requires_grad]
-        if into:
-            every = len(into) == sum(p.requires_grad for p in self._parameters.values()) + len(live)
+        into += [each.taken for each in waiting if each.put_out.requires_grad]
+        if into and live:
+            every = all(its for p, its in zip(self._parameters.values(), wanted, strict=True) if p.requires_grad)
             outputs, their_slopes = zip(*live, strict=True)
             put_out = [each.put_out for each in outputs]
             torch.autograd.backward(put_out, list(their_slopes), inputs=None if every else into)
-        for each in reversed(run.passes):  # where the tail does not pass gradients on
-            if id(each) not in reached:
-                self._send_back(each, 1.0, reached, torch.zeros_like(each.taken))
+        for each in reversed(waiting.copy()):  # where the tail does not pass gradients on
+            ready(each, torch.zeros_like(each.taken))
         run.passes, run.losses = [], {}  # but outputs may still be looked at
         run.whole = {worker: whole.detach() for worker, whole in run.whole.items()}
 
@@ -217,10 +224,9 @@ class Tail:
         ]
         return list(grad.split(rows))
 
-    def _send_back(self, its: Pass, scale: float, reached: set[int], grad: Tensor) -> None:
-        """The gradient of a pass's input has come: to the workers, the last micro-batch first."""
-        reached.add(id(its))
-        parts = (grad * scale if scale != 1 else grad).split([block.rows for block in its.blocks])
+    def _send_back(self, its: Pass, grad: Tensor) -> None:
+        """The gradient of a pass's input to the workers, the last micro-batch first."""
+        parts = grad.split([block.rows for block in its.blocks])
         for block, part in sorted(zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index):
             if block.back and block.rows:
                 part = part.contiguous()

@@ -59,11 +59,11 @@ class Stage(Strategy):
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         tail = max((layer.tail for layer in layers if layer.tail), key=lambda each: len(each.layers))
         workers, hosts, count = cluster.size, len(cluster.tail), tail.micro_batches
-        joined = -(-workers // hosts)  # workers whose rows a tail host takes, at most
+        served = -(-workers // hosts)  # by a tail host, at most
         out, back = _traffic(cluster, tail.sent_bytes, 0.0), _traffic(cluster, 0.0, tail.received_bytes)
         pace = cluster.pace("direct")  # its messages are `direct`'s
-        forward_s = _piped(tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s, joined)
-        backward_s = _piped(tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s, joined)
+        forward_s = _piped(tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s, served)
+        backward_s = _piped(tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s, served)
         shown = 1 / count  # of the bytes: the rest hides while workers compute
         return Cost(
             _traffic(cluster, tail.sent_bytes, tail.received_bytes),
