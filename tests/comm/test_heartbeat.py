@@ -100,7 +100,7 @@ class Ranks:
                 words = {"count": 1, "at": "forward 3", "host": f"h{rank}", "waiting": False, "state": "beating"}
                 self.store.values[f"beat/{rank}"] = json.dumps(words)
             else:
-                self.beating[rank] = Heartbeat(cast(Store, self.store), rank, size, f"h{rank}", holder)
+                self.beating[rank] = Heartbeat(cast(Store, self.store), rank, [f"h{r}" for r in range(size)], holder)
                 self.beating[rank].channels[0] = Freed(partial(self.woken.add, rank))
 
     def told(self, rank: int, within_s: float = 5.0) -> WorldError:

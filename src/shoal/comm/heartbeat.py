@@ -22,6 +22,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, final
 
@@ -103,19 +104,20 @@ class Heartbeat:
 
     Args:
         store: where all ranks meet; a connection of its own is made from it.
-        rank, size, host: this rank's place.
+        rank: this one.
+        hosts: of every rank.
         holder: the rank whose process holds the store, None where a launcher does.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, host: str, holder: int | None = None) -> None:
+    def __init__(self, store: Store, rank: int, hosts: Sequence[str], holder: int | None = None) -> None:
         self.at = "start"
         self.channels: dict[int, Channel] = {}  # by id, the open ones in the order in which they were made
         self.busy: set[int] = set()  # threads that are inside an exchange
-        self._rank, self._size, self._host, self._holder = rank, size, host, holder
+        self._rank, self._size, self._host, self._holder = rank, len(hosts), hosts[rank], holder
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(datetime.timedelta(seconds=_SILENT_S))
         self._waiting = False
-        self._beats = {r: _Beat() for r in range(size) if r != rank}
+        self._beats = {r: _Beat(host=host) for r, host in enumerate(hosts) if r != rank}
         self._count = 0
         self._doubt: _Doubt | None = None
         self._verdict: Verdict | None = None
@@ -296,7 +298,7 @@ class Heartbeat:
 
     def _read(self, rank: int) -> _Beat:
         """The last beat of a rank."""
-        words: dict[str, Any] = {}
+        words: dict[str, Any] = {"host": self._beats[rank].host}
         if self._store.check([f"beat/{rank}"]):
             words = json.loads(self._store.get(f"beat/{rank}"))
         if not self._beats[rank].seen or self._beats[rank].count != words.get("count", -1):

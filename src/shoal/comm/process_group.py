@@ -239,7 +239,7 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, 
             do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
         )
     topology = _call_roll(scope, rank, size, host, {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}, start_timeout_s)
-    heartbeat = Heartbeat(scope, rank, size, host, holder)
+    heartbeat = Heartbeat(scope, rank, topology.hosts, holder)
     if dist.is_initialized():
         group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
     else:

@@ -79,7 +79,7 @@ def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Non
 
     update_wrapper(replacement, original)  # a scheduler's mark on `step` is taken along
     its = signature(original)  # a scaler looks for its arguments in it
-    itself = Parameter("self", Parameter.POSITIONAL_ONLY)
+    itself = Parameter("itself", Parameter.POSITIONAL_ONLY)
     replacement.__dict__["__signature__"] = its.replace(parameters=[itself, *its.parameters.values()])
     optimizer.__dict__[name] = MethodType(replacement, optimizer)
 
