@@ -146,9 +146,8 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("workers,tail", [(2, 2), (3, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("workers,tail,optimizer", [(2, 2, sgd), (3, 2, adamw), (4, 2, adamw), (3, 3, sgd)])
 def test_tail_hosts_share_the_tail(workers: int, tail: int, shared: str, optimizer: Any) -> None:
     pins = {"body.*": "replicate"} | SHARED[shared]
     assert_same(built(Net), workers=workers, tail=tail, pins=pins, optimizer=optimizer)
@@ -390,8 +389,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.parametrize("tail", [1, 2])
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
+@pytest.mark.parametrize(("tail", "optimizer"), [(1, sgd), (2, adamw)])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_loops_do(loop: Loop, optimizer: Any, tail: int) -> None:
     assert_same(built(Net), loop, optimizer=optimizer, tail=tail)
