@@ -62,8 +62,9 @@ class Stage(Strategy):
         served = -(-workers // hosts)  # by a tail host, at most
         out, back = _traffic(cluster, tail.sent_bytes, 0.0), _traffic(cluster, 0.0, tail.received_bytes)
         pace = cluster.pace("direct")  # its messages are `direct`'s
-        forward_s = _piped(tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s, served)
-        backward_s = _piped(tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s, served)
+        turn = min(1.0, cluster.cores_per_rank)  # where ranks share cores, workers that wait leave theirs to the tail
+        forward_s = _piped(tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served)
+        backward_s = _piped(tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served)
         shown = 1 / count  # of the bytes: the rest hides while workers compute
         return Cost(
             _traffic(cluster, tail.sent_bytes, tail.received_bytes),
