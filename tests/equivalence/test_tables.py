@@ -123,6 +123,10 @@ def test_workers_and_servers_get_what_one_process_gets(workers: int, servers: in
     assert_same(built(Words), workers=workers, servers=servers, optimizer=optimizer)
 
 
+def test_a_fused_optimizer_meets_no_parameter_without_state_beside_others() -> None:
+    assert_same(built(Words), optimizer=lambda own: torch.optim.SGD(own, lr=0.05, momentum=0.9, fused=True))
+
+
 def test_uneven_rows_are_weighted() -> None:
     assert_same(built(Words), uneven=True)
 

@@ -20,7 +20,7 @@ from shoal.core.contracts import Comm, Pending
 from shoal.core.errors import UsageError
 
 VALUES, GRADIENTS = "values", "gradients"  # what is read or written
-_UNDER_WAY = 16  # letters at most that a worker has sent and that have not gone yet
+_UNDER_WAY = 16  # messages at most that a worker has sent and that have not gone yet
 
 
 class Ask(IntEnum):

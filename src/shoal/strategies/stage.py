@@ -2,8 +2,10 @@
 
     forward     a micro-batch's activation goes to the worker's tail host, K·M·s in all, while the next is computed
     loss        the target follows; the loss of all of the worker's rows comes back
-    backward    the activation's gradient comes back, K·M·s in all, the last micro-batch first, while the tail computes
-                that of the one before
+    backward    the activation's gradient comes back, K·M·s in all, the last micro-batch first, while the worker's
+                backward goes on with those that are there
+
+Micro-batches go through the tail one by one or, where its passes cost more than they hide, at once (`Plan.joined`).
 
 A tail host's link carries W·K·M·s/T each way, and its processor the rows of W/T workers, which it joins into one
 product. Workers hold nothing of the tail: no parameter, no gradient, no state. Several tail hosts share its layers as
