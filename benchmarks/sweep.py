@@ -4,9 +4,10 @@
 
 A single-strategy plan pins every layer that the strategy serves, and replicates the rest. "whole" is the planner's best
 without cut layers, "pair and factor" pairs where there are any and `factor` elsewhere, "near 1" to "near 5" the best by
-prediction of all plans that serve up to two of the five largest layers otherwise, in any bucket size. Each plan takes
-turns with the auto plan in one job of four hosts (A B A B); a round's figure is the median step of the slowest rank; a
-ratio is the median over rounds of that plan ÷ auto: 1 or more where auto is best.
+prediction of all plans that serve up to two of the five largest layers otherwise, each in the bucket size that suits
+it best. All come from one profile. Each plan takes turns with the auto plan in one job of four hosts (A B A B); a
+round's figure is the median step of the slowest rank; a ratio is the median over rounds of that plan ÷ auto: 1 or more
+where auto is best. A plan that is worse by a quarter in its first round has no other.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from heapq import nsmallest
 from itertools import combinations_with_replacement, product
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 import shoal
 from shoal import strategies
+from shoal.comm.agreement import from_first
 from shoal.core.contracts import Strategy
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.job import Job
@@ -30,64 +37,101 @@ from shoal.core.registry import found
 from shoal.launch.lab import Lab
 from shoal.peers import Peer, Workload, slowest_rank, step_times
 from shoal.planner.search import BUCKET_BYTES, repredicted
+from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
+from shoal.runtime.attach import attach
 from shoal.runtime.recipe import load
 from shoal.runtime.session import Attached, current
 from shoal.worker import pair
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-RECIPES = ("digits", "gpt", "resnet18", "resnet50", "alexnet")
+RECIPES = ("digits", "arcface", "gpt", "resnet18", "resnet50", "alexnet")
 RATES = ("100mbit", "1gbit", "none")
-RANKS, ROUNDS, ROUND_S = 4, 4, 4.0  # seconds of a turn, of one step at least
+RANKS, ROUNDS, TURN_S, PLAN_S = (
+    4,
+    4,
+    3.0,
+    60.0,
+)  # seconds of a turn, of one step at least; of all turns, of two at least
+LOST = 1.25  # times the auto plan's step: a plan that is out of the race
 WHOLE = ("replicate", "sliced", "factor")
 LARGEST, NEAR = 5, 5
 
 
 def measure(recipe: str, rate: str) -> None:
     """What each rank runs; rank 0 writes the figures."""
-    world = shoal.init()
+    session = shoal.init()
     loaded = load(HERE.parent / "examples" / f"{recipe}.py")
     torch.manual_seed(0)
-    batch = pair(next(iter(shoal.shard(loaded.data()[0]))))
-    work = Workload(loaded.model, loaded.loss(), loaded.optimizer, batch)
-    auto, attached = contender(work, {})
-    steps = max(1, int(ROUND_S / slowest_rank(list(step_times(auto, batch, 3, num_warm_up=2)))))
+    work = Workload(loaded.model, loaded.loss(), loaded.optimizer, pair(next(iter(shoal.shard(loaded.data()[0])))))
+    auto = Peer("auto", seeded(work), work)
+    auto.model, auto.loss, auto.optimizer = shoal.parallelize(auto.model, auto.loss, auto.optimizer, sample=work.batch)
+    its = current().attached[auto.model]
+    steps = max(1, int(TURN_S / slowest_rank(list(step_times(auto, work.batch, 3, num_warm_up=2)))))
     figures = {}
-    listed = plans(attached.profile, attached.cluster)
-    listed |= {f"near {n + 1}": {"plan": plan} for n, plan in enumerate(near(attached))}
-    for name, options in listed.items():
-        other, its = contender(work, options)
-        rounds: list[tuple[float, float]] = []
-        for _ in range(ROUNDS):
-            mine, theirs = (slowest_rank(list(step_times(peer, batch, steps, 1))) for peer in (auto, other))
-            rounds.append((mine, theirs))
+    for name, plan in from_first(current().comm, lambda: fixed_list(its)).items():
+        other = contender(work, plan, its)
+        rounds = list(raced(auto, other, work.batch, steps))
         other.close()
         figures[name] = {
             "auto_s": statistics.median(mine for mine, _ in rounds),
             "step_s": statistics.median(theirs for _, theirs in rounds),
             "ratio": statistics.median(theirs / mine for mine, theirs in rounds),
-            "predicted_s": its.plan.predicted_s,
+            "ratios": [theirs / mine for mine, theirs in rounds],
+            "predicted_s": plan.predicted_s,
+            "plan": said(plan),
         }
-    if world.rank == 0:
-        served = [choice.strategy for choice in attached.plan.choices]
-        auto_plan = {name: served.count(name) for name in sorted(set(served))}
-        report = {"auto": auto_plan, "auto_predicted_s": attached.plan.predicted_s, "plans": figures}
+        if session.rank == 0:
+            print(f"{recipe}, {rate}: {name} {figures[name]['ratio']:.2f}", flush=True)
+    if session.rank == 0:
+        report = {"auto": said(its.plan), "auto_predicted_s": its.plan.predicted_s, "plans": figures}
         (RESULTS / f"sweep-{recipe}-{rate}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def contender(work: Workload, options: dict[str, object]) -> tuple[Peer, Attached]:
-    """A model of its own under a plan of its own."""
+def raced(auto: Peer, other: Peer, batch: tuple[Any, Any], steps: int) -> Iterator[tuple[float, float]]:
+    """Seconds of a step of both, round by round."""
+    spent = 0.0
+    for number in range(ROUNDS):
+        mine, theirs = (slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1))) for peer in (auto, other))
+        yield mine, theirs
+        spent += (mine + theirs) * (steps + 1)
+        if theirs > LOST * mine or (number and spent > PLAN_S):
+            return
+
+
+def seeded(work: Workload) -> nn.Module:
+    """The model, with the same start in every contender."""
     torch.manual_seed(0)
-    peer = Peer("shoal", work.model(), work)
-    peer.model, peer.loss, peer.optimizer = shoal.parallelize(
-        peer.model, peer.loss, peer.optimizer, sample=work.batch, **options
+    return work.model()
+
+
+def contender(work: Workload, plan: Plan, auto: Attached) -> Peer:
+    """A model of its own under a plan of its own; as `parallelize` has it, but that nothing is measured again."""
+    session, peer = current(), Peer("shoal", seeded(work), work)
+    running = attach(session, peer.model, peer.loss, [peer.optimizer], plan)
+    peer.loss = running.loss_fn
+    session.attached[peer.model] = replace(
+        auto, engine=running.engine, weigher=running.weigher, plan=plan, owned=running.owned
     )
-    return peer, current().attached[peer.model]
+    return peer
+
+
+def fixed_list(auto: Attached) -> dict[str, Plan]:
+    """What auto is compared with."""
+    asked = plans(auto.profile, auto.cluster)
+    listed = {name: plan_for(auto.profile, auto.cluster, **how) for name, how in asked.items()}
+    return listed | {f"near {n + 1}": plan for n, plan in enumerate(near(auto))}
+
+
+def said(plan: Plan) -> dict[str, int]:
+    """How many layers each strategy of a plan serves."""
+    served = [choice.strategy for choice in plan.choices]
+    return {name: served.count(name) for name in sorted(set(served))}
 
 
 def plans(profile: ModelProfile, cluster: Cluster) -> dict[str, dict[str, object]]:
-    """What auto is compared with, as arguments of `parallelize`."""
+    """Of these plans, what `plan_for` is asked."""
     listed: dict[str, dict[str, object]] = {"whole": {"strategies": WHOLE}}
     for name, kind in found(strategies, Strategy).items():
         pins: dict[str, str] = {}
@@ -106,6 +150,11 @@ def plans(profile: ModelProfile, cluster: Cluster) -> dict[str, dict[str, object
 def near(attached: Attached) -> list[Plan]:
     """The best by prediction, but for the auto plan itself, among those that differ from it in up to two layers."""
     plan, predictor = attached.plan, Predictor(attached.profile, attached.cluster)
+    step_s = attrgetter("predicted_s")
+
+    def predicted(each: Plan) -> Plan:
+        return repredicted(each, attached.profile, attached.cluster)
+
     largest = sorted(attached.profile.layers, key=lambda layer: -layer.nbytes)[:LARGEST]
     ways = {
         layer.name: [
@@ -117,14 +166,14 @@ def near(attached: Attached) -> list[Plan]:
         for layer in largest
         if not predictor.needs(layer.name, plan.choice(layer.name).strategy)
     }
-    changed = dict.fromkeys(  # in the same order on every rank
+    changed = dict.fromkeys(
         plan.with_choice(its).with_choice(others)
         for one, other in combinations_with_replacement(ways, 2)
         for its, others in product(ways[one], ways[other])
     )
-    every = [replace(each, bucket_bytes=nbytes) for each in changed for nbytes in BUCKET_BYTES]
-    every = [repredicted(each, attached.profile, attached.cluster) for each in every if each != plan]
-    return sorted(every, key=lambda each: each.predicted_s)[:NEAR]
+    first = nsmallest(8 * NEAR, (predicted(each) for each in changed if each.choices != plan.choices), key=step_s)
+    best = [min((predicted(replace(each, bucket_bytes=n)) for n in BUCKET_BYTES), key=step_s) for each in first]
+    return nsmallest(NEAR, best, key=step_s)
 
 
 def row(recipe: str, rate: str, report: dict) -> str:

@@ -90,7 +90,7 @@ def pairs_of(
                 continue
             together_s = sum(_seconds(predictor, layers[each], its) for each, its in served.items())
             apart_s = sum(min(_seconds(predictor, layers[each], own) for own, _ in options[each]) for each in served)
-            large = all(each.nbytes >= LEAST_CUT_BYTES for each in layers.values())
+            large = sum(each.nbytes for each in layers.values()) >= LEAST_CUT_BYTES
             if every or (large and together_s < apart_s):
                 pairs.append(pair)
     return pairs
