@@ -67,6 +67,13 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
     assert_stated(pin, hosts)
 
 
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+@pytest.mark.parametrize("pin", ["column", "row", "column_pair", "head"])
+def test_chunks_send_what_is_stated_without(pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.planner.sharing.CHUNKS", (2,))
+    assert_stated(pin, hosts)
+
+
 @pytest.mark.parametrize("placement", ["round-robin", {"table": 1, "head.weight": 2}], ids=str)
 @pytest.mark.parametrize("pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns])
 def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(

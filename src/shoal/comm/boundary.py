@@ -10,22 +10,49 @@ A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r
 
 `scale` multiplies what goes back. A parameter's gradient is a mean over ranks, so a cut layer divides by P what comes
 back into it and multiplies by P what leaves it again, instead of a pass over its weights. Each costs at most one
-message to and from every peer, and the counts of rows (`rows_of_all`) 80 bytes each.
+message to and from every peer a chunk, and the counts of rows (`rows_of_all`) 80 bytes each.
+
+A move into a linear layer is one operator with its product (`linear`), so that each hides under the other:
+
+    forward    |▒ chunk 1 ▒|▒ chunk 2 ▒|                 all chunks are sent at once, and come one after the other
+               ┄┄┄┄┄┄┄┄┄┄┄┄|─ x₁·Wᵀ ─|─ x₂·Wᵀ ─|
+    backward   |─ dy₁·W ─|─ dy₂·W ─|──── dyᵀ·x ────|     the weight's gradient, for which no other rank waits, is last
+                         |▒ chunk 1 ▒|▒ chunk 2 ▒|
+
+Reference: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Models", ASPLOS 2023.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError
+from shoal.core.pieces import cut_sizes
 
-_Move = Callable[[Tensor], Tensor]
+_Coming = Callable[[], Tensor]  # waits for what was sent
+_Move = Callable[[Tensor], _Coming]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A move and its transpose; both are started by one call, and waited for by another."""
+
+    there: _Move
+    back: _Move
+    scale: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The tensor where it is moved to."""
+        moved: Tensor = _Boundary.apply(x, self)  # type: ignore[no-untyped-call]
+        return moved
 
 
 @dataclass(frozen=True)
@@ -35,43 +62,79 @@ class Rows:
     comm: Comm
     counts: tuple[int, ...]
 
-    def gathered(self, x: Tensor, scale: float) -> Tensor:
+    def gathered(self, scale: float) -> Crossing:
         """Every rank's rows, in rank order, on every rank."""
-        return _moved(x, self._gather, self._sum, scale)
+        return Crossing(self._gather, self._sum, scale)
 
     def summed(self, x: Tensor, scale: float) -> Tensor:
         """This rank's rows of the sum over ranks, added up in rank order."""
-        return _moved(x, self._sum, self._gather, scale)
+        return Crossing(self._sum, self._gather, scale)(x)
 
-    def to_columns(self, x: Tensor, widths: Sequence[int], scale: float) -> Tensor:
+    def to_columns(self, widths: Sequence[int], scale: float) -> Crossing:
         """All ranks' rows, of the columns that are this rank's."""
-        return _moved(x, lambda t: self._to_columns(t, widths), lambda t: self._to_rows(t, widths), scale)
+        return Crossing(lambda t: self._to_columns(t, widths), lambda t: self._to_rows(t, widths), scale)
 
     def to_rows(self, x: Tensor, widths: Sequence[int], scale: float) -> Tensor:
         """This rank's rows, of all columns."""
-        return _moved(x, lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale)
+        return Crossing(lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale)(x)
 
-    def _gather(self, x: Tensor) -> Tensor:
+    def chunks(self, number: int) -> list[Rows]:
+        """So many parts of them, each with a part of every rank's rows; fewer where no rank has as many."""
+        cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
+        return [Rows(self.comm, part) for part in zip(*cuts, strict=True)]
+
+    @property
+    def mine(self) -> int:
+        """This rank's."""
+        return self.counts[self.comm.rank]
+
+    def _gather(self, x: Tensor) -> _Coming:
         everyone = x.new_empty(sum(self.counts), x.shape[1])
-        self.comm.all_to_all(everyone.split(self.counts), [x.contiguous()] * self.comm.size)
-        return everyone
+        finish = self.comm.start_all_to_all(everyone.split(self.counts), [x.contiguous()] * self.comm.size)
+        return lambda: _come(finish, everyone)
 
-    def _sum(self, x: Tensor) -> Tensor:
-        mine = self.counts[self.comm.rank]
-        parts = x.new_empty(self.comm.size, mine, x.shape[1])
-        self.comm.all_to_all(parts.unbind(), x.contiguous().split(self.counts))
-        return parts.sum(0)
+    def _sum(self, x: Tensor) -> _Coming:
+        parts = x.new_empty(self.comm.size, self.mine, x.shape[1])
+        finish = self.comm.start_all_to_all(parts.unbind(), x.contiguous().split(self.counts))
+        return lambda: _come(finish, parts).sum(0)
 
-    def _to_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def _to_columns(self, x: Tensor, widths: Sequence[int]) -> _Coming:
         everyone = x.new_empty(sum(self.counts), widths[self.comm.rank])
-        self.comm.all_to_all(everyone.split(self.counts), [part.contiguous() for part in x.split(list(widths), 1)])
-        return everyone
+        columns = [part.contiguous() for part in x.split(list(widths), 1)]
+        finish = self.comm.start_all_to_all(everyone.split(self.counts), columns)
+        return lambda: _come(finish, everyone)
 
-    def _to_rows(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        mine = self.counts[self.comm.rank]
-        parts = [x.new_empty(mine, width) for width in widths]
-        self.comm.all_to_all(parts, x.contiguous().split(self.counts))
-        return torch.cat(parts, 1)
+    def _to_rows(self, x: Tensor, widths: Sequence[int]) -> _Coming:
+        parts = [x.new_empty(self.mine, width) for width in widths]
+        finish = self.comm.start_all_to_all(parts, x.contiguous().split(self.counts))
+        return lambda: torch.cat(_come(finish, parts), 1)
+
+
+T = TypeVar("T")
+
+
+def _come(finish: Callable[[], None], landed: T) -> T:
+    finish()
+    return landed
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Rows], enter: Callable[[Rows], Crossing]
+) -> Tensor:
+    """`F.linear` of what x becomes where it crosses, chunk by chunk.
+
+    Args:
+        x: (K, W) rows of this rank.
+        weight: (N, M), with M what a row is long on the other side.
+        bias: (N,), or None.
+        rows: the chunks.
+        enter: how a chunk crosses.
+
+    Returns:
+        (ΣK, N), in rank order.
+    """
+    product: Tensor = _Linear.apply(x, weight, bias, rows, enter)  # type: ignore[no-untyped-call]
+    return product
 
 
 def rows_of_all(comm: Comm, rows: int, what: str) -> Rows:
@@ -96,27 +159,82 @@ def refuse_second_derivative() -> None:
 def dealt(x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], scale: float = 1.0) -> Tensor:
     """Deal rows to the ranks, `sent[r]` in a row to rank r, and put together what comes; back it is dealt back."""
 
-    def deal(rows: Tensor, out: Sequence[int], come: Sequence[int]) -> Tensor:
+    def deal(rows: Tensor, out: Sequence[int], come: Sequence[int]) -> _Coming:
         landed = rows.new_empty(sum(come), *rows.shape[1:])
-        comm.all_to_all(landed.split(list(come)), rows.contiguous().split(list(out)))
-        return landed
+        finish = comm.start_all_to_all(landed.split(list(come)), rows.contiguous().split(list(out)))
+        return lambda: _come(finish, landed)
 
-    return _moved(x, lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale)
-
-
-def _moved(x: Tensor, there: _Move, back: _Move, scale: float) -> Tensor:
-    moved: Tensor = _Boundary.apply(x, there, back, scale)  # type: ignore[no-untyped-call]
-    return moved
+    return Crossing(lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale)(x)
 
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Move, back: _Move, scale: float) -> Tensor:
-        ctx.back, ctx.scale = back, scale
-        return there(x)
+    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return crossing.there(x)()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative()
-        back = ctx.back(grad)
-        return back if ctx.scale == 1.0 else back.mul_(ctx.scale), None, None, None
+        back = ctx.crossing.back(grad)()
+        return back if ctx.crossing.scale == 1.0 else back.mul_(ctx.crossing.scale), None
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Sequence[Rows],
+        enter: Callable[[Rows], Crossing],
+    ) -> Tensor:
+        ctx.crossings, ctx.sizes = [enter(chunk) for chunk in rows], [sum(chunk.counts) for chunk in rows]
+        parts = x.split([chunk.mine for chunk in rows])
+        coming = [crossing.there(part) for crossing, part in zip(ctx.crossings, parts, strict=True)]
+        inside, products = [], []
+        for come in coming:
+            inside.append(come())
+            products.append(F.linear(inside[-1], weight, bias))
+        ctx.order = _in_rank_order(rows) if len(rows) > 1 else None
+        ctx.save_for_backward(_joined(inside), weight)
+        product = _joined(products)
+        return product if ctx.order is None else torch.empty_like(product).index_copy_(0, ctx.order, product)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # this rank's part of the weight, not the whole that it looks like
+            return *_Linear._gradients(ctx, grad if ctx.order is None else grad[ctx.order]), None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (inside, weight), (x_needed, weight_needed, bias_needed) = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        coming = []
+        if x_needed:
+            whole = weight.to(grad.dtype)
+            for crossing, part in zip(ctx.crossings, grad.split(ctx.sizes), strict=True):
+                coming.append(crossing.back((part @ whole).to(inside.dtype)))
+        dweight = _weight_gradient(grad, inside, weight.dtype) if weight_needed else None
+        dbias = grad.sum(0, dtype=weight.dtype) if bias_needed else None
+        dx = _joined([come() for come in coming]).mul_(ctx.crossings[0].scale) if coming else None
+        return dx, dweight, dbias
+
+
+def _weight_gradient(grad: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grad.t() @ inside.to(grad.dtype)).to(dtype)
+
+
+def _in_rank_order(chunks: Sequence[Rows]) -> Tensor:
+    """Where the rows of all chunks, one after the other, are among those of all ranks."""
+    counts = list(zip(*(chunk.counts for chunk in chunks), strict=True))  # of each rank, those of its chunks
+    every = torch.arange(sum(map(sum, counts))).split(list(map(sum, counts)))
+    parts = zip(*(rows.split(list(own)) for rows, own in zip(every, counts, strict=True)), strict=True)
+    return torch.cat([part for chunk in parts for part in chunk])
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

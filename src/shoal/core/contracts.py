@@ -129,14 +129,22 @@ class Comm(ABC):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Give every rank r `inputs[r]`, and get its tensor into `outputs[r]`; empty ones are sent by nobody."""
-        begin_s = perf_counter()
+        self.start_all_to_all(outputs, inputs)()
+
+    def start_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Start that, and give what waits until it is done; inputs must not change till then."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
         pending = [self.receive(outputs[r], r) for r in others if outputs[r].numel()]
         pending += [self.send(inputs[r], r) for r in others if inputs[r].numel()]
         outputs[self.rank].copy_(inputs[self.rank])
-        _both(*pending)
-        if self.recorder is not None:
-            self.recorder.note("rows from every rank to every other", MAIN, begin_s)
+
+        def finish() -> None:
+            begin_s = perf_counter()
+            _both(*pending)
+            if self.recorder is not None:
+                self.recorder.note("rows from every rank to every other", MAIN, begin_s)
+
+        return finish
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the root's tensor to every rank."""
@@ -338,7 +346,8 @@ class Place:
     buckets: Buckets = field(default_factory=Buckets)
     owners: Mapping[str, Owner] = field(default_factory=dict)  # of parameters that are owned whole, by dotted name
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # the site's part of a parameter, where not all
-    comm: Comm | None = None  # among the ranks that train, for the main thread: where any layer is cut over them
+    comm: Comm | None = None  # among the ranks that train, for the main thread: where any layer is cut over them,
+    chunks: int = 1  # whose rows come in so many
     tables: object = None  # the way to tables at servers (comm/tables.py), where there are any
     tail: object = None  # the way to the end of the model on hosts of its own (comm/stage.py), where it is
 

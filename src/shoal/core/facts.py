@@ -89,6 +89,7 @@ class Cluster:
     pack_byte_s: float = 0.0  # seconds of the main thread to bring a byte of gradient into its bucket
     servers: tuple[str, ...] = ()  # hosts of ranks that only own parameters, behind those of the topology
     tail: tuple[str, ...] = ()  # or of ranks that run the end of the model
+    moves: Pace | None = None  # of messages between all ranks that main threads wait for, one move at a time
 
     @property
     def size(self) -> int:
@@ -99,6 +100,11 @@ class Cluster:
         """An exchange's pace: as measured, else all that the link gives at the processor time that its bytes cost."""
         unmeasured = Pace(Price(self.link.latency_s, 1 / self.link.bytes_per_s), Price(0.0, self.link.cpu_s_per_byte))
         return self.paces.get(exchange, unmeasured)
+
+    @property
+    def move_pace(self) -> Pace:
+        """The pace of what main threads wait for: as measured, else `direct`'s, whose messages are like theirs."""
+        return self.moves or self.pace("direct")
 
     def link_s(self, traffic: Traffic) -> float:
         """Seconds below which no schedule gets this traffic through: what leaves the busiest host, over its whole link.
@@ -163,6 +169,7 @@ class LayerProfile:
     inputs: int = 0
     outputs: int = 0
     calls: int = 1
+    chunks: int = 1  # that its rows come in, and go back, where it is cut over ranks
     input_grad: bool = True  # something it is called with takes a gradient
     taken: int = 0  # elements of what it is called with, in all calls
     rowwise: bool = False  # each of its outputs follows from one row of its weight: it can be cut by outputs
@@ -240,6 +247,10 @@ class ModelProfile:
         """The same profile, in which micro-batches go through the model's end at once, or each by itself."""
         tails = {layer.name: layer.tail and replace(layer.tail, joined=joined) for layer in self.layers}
         return replace(self, layers=tuple(replace(layer, tail=tails[layer.name]) for layer in self.layers))
+
+    def in_chunks(self, chunks: int) -> ModelProfile:
+        """The same profile, in which rows come to layers that are cut in so many chunks."""
+        return replace(self, layers=tuple(replace(layer, chunks=chunks) for layer in self.layers))
 
     @property
     def names(self) -> dict[str, list[str]]:

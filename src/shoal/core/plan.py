@@ -73,6 +73,7 @@ class Plan:
     placement: Placement = BALANCED
     micro_batches: int = MICRO_BATCHES  # that a batch is cut into where the end of the model has hosts of its own
     joined: bool = True  # and whether these run all of them at once
+    chunks: int = 1  # that rows come in to layers that are cut over ranks
 
     def sites(
         self,
@@ -141,6 +142,7 @@ class Plan:
             f"buckets of {self.bucket_bytes / (1 << 20):g} MiB, {self.lanes} in flight",
         ]
         head += [f"a predicted step of {self.predicted_s * 1e3:.1f} ms"] if self.predicted_s else []
+        head += [f"rows of cut layers in {self.chunks} chunks"] if self.chunks > 1 else []
         head += [f"placement {self.placement}"] if self.placement != BALANCED else []
         head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
         width = max((len(choice.layer) for choice in self.choices), default=0)
@@ -185,8 +187,8 @@ class Plan:
         check_form(plan.placement, f"{source}: the placement")
         if plan.staleness is not None and plan.staleness < 0:
             raise PlanError(f"{source}: staleness is a number of steps, or null for no bound", do=redo)
-        if min(plan.ranks, plan.bucket_bytes, plan.lanes, plan.micro_batches) < 1:
-            raise PlanError(f"{source}: ranks, bucket_bytes, lanes and micro_batches are at least 1", do=redo)
+        if min(plan.ranks, plan.bucket_bytes, plan.lanes, plan.micro_batches, plan.chunks) < 1:
+            raise PlanError(f"{source}: ranks, bucket_bytes, lanes, micro_batches and chunks are at least 1", do=redo)
         return plan
 
     @classmethod

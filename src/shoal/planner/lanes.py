@@ -54,17 +54,23 @@ class Lanes:
         self._lanes: list[deque[Job]] = [deque() for _ in range(number)]
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*self._lanes, self._main)
-        self._now_s = 0.0
+        self.now_s = 0.0  # what has been run
 
     def add(self, index: int, ready_s: float, *parts: Part) -> Job:
         """Queue a job on the lane of site `index`."""
         return self._queue(Job(ready_s, parts), self._lanes[index % len(self._lanes)])
 
-    def wait(self, clock: float, pace: Pace, traffic: Traffic) -> float:
-        """Have the main thread at its `clock` send and wait for traffic, on the link beside lanes: the new clock."""
+    def wait(self, clock: float, pace: Pace, traffic: Traffic, beside_s: float = 0.0) -> float:
+        """Have the main thread at its `clock` send traffic, on the link beside lanes, compute for so long, and wait.
+
+        Returns:
+            The new clock.
+        """
         job = self._queue(Job(clock, self.exchange(pace, traffic)), self._main)
+        if beside_s:
+            self.pay(clock + beside_s)
         self.finish([job])
-        return job.end_s
+        return max(job.end_s, self.now_s)
 
     def exchange(self, pace: Pace, traffic: Traffic) -> tuple[Part, Part, Part]:
         """Traffic as parts of a job."""
@@ -83,10 +89,10 @@ class Lanes:
 
     def pay(self, clock: float) -> float:
         """Run the lanes while the main thread computes up to its `clock`, were it alone: its clock beside them."""
-        left_s = clock - self._now_s
+        left_s = clock - self.now_s
         while left_s > _OVER_S:
             left_s -= self._advance(left_s)
-        return self._now_s
+        return self.now_s
 
     def finish(self, jobs: Iterable[Job]) -> None:
         """Have the main thread, at the clock that it has paid for, wait until these are over."""
@@ -98,7 +104,7 @@ class Lanes:
         """Run until the next part ends, or the main thread has computed for so long; how long it has, were it alone."""
         busy = [(lane[0], lane) for lane in self._every if lane]
         if not busy:
-            self._now_s += main_s
+            self.now_s += main_s
             return main_s
         share = 1 / (sum(job.now.link for job, _ in busy) or 1)  # of the link
         wanted = [job.now.processor * (share if job.now.link else 1.0) for job, _ in busy]
@@ -111,7 +117,7 @@ class Lanes:
         passed_s = min([job.left_s / speed for (job, _), speed in zip(busy, speeds, strict=True)])
         if main_s:
             passed_s = min(passed_s, main_s / main_speed)
-        self._now_s += passed_s
+        self.now_s += passed_s
         for (job, lane), speed in zip(busy, speeds, strict=True):
             job.left_s -= passed_s * speed
             if job.left_s <= _OVER_S:
@@ -133,12 +139,12 @@ class Lanes:
     def _end_part(self, lane: deque[Job]) -> None:
         job = lane[0]
         if job.now.link:
-            job.sent_s = self._now_s
+            job.sent_s = self.now_s
         if job.parts:
             job.now = job.parts.popleft()
             job.left_s = job.now.seconds
             return
-        job.end_s = self._now_s
+        job.end_s = self.now_s
         lane.popleft()
         if lane:
             self._begin(lane)
@@ -151,5 +157,5 @@ class Lanes:
 
     def _begin(self, lane: deque[Job]) -> None:
         job = lane[0]
-        job.now = Part(max(0.0, job.ready_s - self._now_s))
+        job.now = Part(max(0.0, job.ready_s - self.now_s))
         job.left_s = job.now.seconds

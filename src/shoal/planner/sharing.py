@@ -1,6 +1,7 @@
-"""How tail hosts share the end of the model among themselves: a plan within the plan, for a job of their own.
+"""What is decided for the plan that a search has found: chunks, micro-batches at the tail, and how tail hosts share.
 
-Each has the rows of its workers, W/T times those of one, and the layers are served as those of any job.
+The last is a plan within the plan, for a job of their own: each has the rows of its workers, W/T times those of one,
+and the layers are served as those of any job.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
 from shoal.planner.search import repredicted, search
 
+CHUNKS = (1, 2, 4, 8)  # that rows may come in to cut layers
+_CHUNKS_WORTH = 0.01  # of the step: what more than one must gain
+
 
 def plan_for(
     profile: ModelProfile,
@@ -25,7 +29,7 @@ def plan_for(
     staleness: int | None = 0,
     **how: Any,
 ) -> Plan:
-    """The plan that `search` finds, and how tail hosts share what it gives them.
+    """The plan that `search` finds, in how many chunks rows come to cut layers, and how tail hosts share theirs.
 
     Args:
         profile: the model, as profiled in so many micro-batches.
@@ -35,6 +39,8 @@ def plan_for(
         how: as for `search`.
     """
     made = replace(search(profile, cluster, stale=staleness != 0, **how), micro_batches=micro_batches)
+    if any(found(strategies, Strategy)[choice.strategy].cuts for choice in made.choices):
+        made = min((repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS), key=_with_chunks_s)
     if cluster.tail:
         made = min((repredicted(replace(made, joined=j), profile, cluster) for j in (True, False)), key=_predicted)
     return with_sharing(replace(made, staleness=staleness), profile, cluster)
@@ -72,6 +78,10 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         how = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy
         plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=how))
     return plan
+
+
+def _with_chunks_s(plan: Plan) -> float:
+    return plan.predicted_s * (1 + _CHUNKS_WORTH * (plan.chunks > 1))
 
 
 def _predicted(plan: Plan) -> float:

@@ -94,8 +94,8 @@ class Timeline:
 
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
-    """The profile with what the plan says of owners and of the end of the model."""
-    return profile.placed(plan.owners(profile.names)).joining(plan.joined)
+    """The profile with what the plan says of owners, of the end of the model, and of chunks."""
+    return profile.placed(plan.owners(profile.names)).joining(plan.joined).in_chunks(plan.chunks)
 
 
 class Predictor:
@@ -227,9 +227,7 @@ class Predictor:
             clock += seconds
             if name not in waiting and name not in cuts:
                 continue
-            clock = lanes.pay(clock)
-            if name in cuts:
-                clock = _waited(cuts[name][1], 1, clock, lanes)
+            clock = _waited(cuts[name][1], 1, clock, lanes) if name in cuts else lanes.pay(clock)
             for index in waiting.get(name, ()):
                 ready[index] = True
             while len(sent) < len(served) and ready[len(sent)]:
@@ -306,7 +304,8 @@ class Predictor:
                 site, cost = cuts[name]
                 updated = end + sum(self.update_s(self._layers[each]) for each in site.layers) * cost.elsewhere
                 begin_s, clock = clock, _waited(cost, 0, max(clock, updated), lanes)
-                waited_s, change_s = waited_s + clock - begin_s, change_s + cost.forward_s
+                waited_s += clock - begin_s - cost.beside[0]
+                change_s += cost.forward_s - cost.beside[0]
             if name in back:
                 lanes.finish(back[name])
                 missing_s = max(0.0, *(job.end_s - clock for job in back[name]))
@@ -323,6 +322,11 @@ def _send(cost: Cost, index: int, now: float, lanes: Lanes) -> Job:
 
 
 def _waited(cost: Cost, way: int, clock: float, lanes: Lanes) -> float:
-    """When the main thread goes on that comes to a cut layer at its `clock`, in forward (0) or backward (1)."""
+    """When the main thread goes on that comes to a cut layer in forward (0), or has computed it in backward (1), at its
+    `clock`: the first seconds of that compute, or the last, are beside what it waits for."""
     assert cost.awaited is not None
-    return lanes.wait(clock, cost.pace, cost.awaited[way])
+    beside_s = cost.beside[way]
+    if way == 1:
+        beside_s = min(beside_s, max(0.0, clock - lanes.now_s))
+        clock = lanes.pay(clock - beside_s)
+    return lanes.wait(clock, cost.pace, cost.awaited[way], beside_s)

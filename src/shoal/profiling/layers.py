@@ -162,6 +162,9 @@ def _layer_profile(
     if used and not watched.calls and not outside:
         outside = "its gradient comes without a call of the layer"
     inputs, outputs = _shape(layer.module)
+    product_s = product.fixed_s + product.s_per_row * rows
+    others_s = product_s if watched.input_grad and isinstance(layer.module, nn.Linear) else 0.0  # as much for x's own
+    most_s = max(product_s, watched.backward_s - others_s)  # page faults take any time, but no more than was taken
     return LayerProfile(
         name=layer.name,
         kind=kind_of(layer.module),
@@ -188,7 +191,7 @@ def _layer_profile(
         activation_bytes=watched.activation_bytes,
         product_fixed_s=product.fixed_s,
         product_s_per_row=product.s_per_row,
-        own_product_s=product.fixed_s + product.s_per_row * rows + anew * product.anew_s,
+        own_product_s=min(product_s + anew * product.anew_s, most_s),
         outside_use=outside,
     )
 

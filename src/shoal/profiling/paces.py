@@ -14,7 +14,7 @@ all-reduce of 64 KB took anything from 2 to 400 ms: no figure to plan with.)
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from shoal.core.contracts import Bucket, Comm, Exchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link
+from shoal.exchange.direct import Direct
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
@@ -32,6 +33,7 @@ _BUDGET_S = 0.5  # for each exchange and size
 _TIMES = 2  # what else the machine does only adds: the least counts
 _MOST_ROUNDS = 64
 _PACK_S = 0.1
+_COMPUTED = 384  # rows and columns of the product between two moves: some milliseconds
 
 
 def probe_paces(
@@ -85,6 +87,44 @@ def probe_paces(
             return Pace(_price(wall, traffic[_SMALL].rounds), at_least)
 
         return {name: pace(exchange) for name, exchange in exchanges.items()}
+
+
+def probe_moves(comm: Comm, link: Link, lane: Comm, *, sharing: int = 1) -> Pace:
+    """Measure what main threads wait for: rows from every rank to every other, one move at a time, between computing.
+
+    Ranks that share cores come to a move one after the other, about a time slice of the kernel's apart, and wait for
+    the last.
+
+    Args:
+        comm: the ranks, all of which call this at once.
+        link: what `probe_link` measured.
+        lane: the channel to move them on.
+        sharing: how many of the ranks run on this rank's machine.
+    """
+    direct, matrix = Direct(), torch.rand(_COMPUTED, _COMPUTED)
+    product, flat = torch.empty_like(matrix), torch.zeros(_SMALL // 4)
+    pace = probe_paces(comm, link, {"moves": direct}, lanes=[lane], sharing=sharing)["moves"]
+
+    def seconds(times: int, halves: Sequence[Callable[[Tensor, Comm], None]]) -> float:
+        comm.gather_objects(None)
+        start = time.perf_counter()
+        for _ in range(times):
+            for half in halves:
+                torch.mm(matrix, matrix, out=product)
+                half(flat, lane)
+        ranks: list[float] = comm.gather_objects((time.perf_counter() - start) / times)
+        return max(ranks)
+
+    moving, computing = (direct.reduce, direct.gather), (_nothing, _nothing)
+    times = max(1, min(int(_BUDGET_S / _TIMES / seconds(1, moving)), _MOST_ROUNDS))
+    both_s, computed_s = (min(seconds(times, halves) for _ in range(_TIMES)) for halves in (moving, computing))
+    traffic = direct.traffic(Bucket(flat.numel(), flat.itemsize), comm.topology)
+    round_s = max(0.0, both_s - computed_s - traffic.worst * pace.wall.byte_s) / traffic.rounds
+    return Pace(Price(max(pace.wall.round_s, round_s), pace.wall.byte_s), pace.cpu)
+
+
+def _nothing(flat: Tensor, lane: Comm) -> None:
+    """No move."""
 
 
 def probe_pack(comm: Comm) -> float:

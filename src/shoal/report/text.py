@@ -137,7 +137,7 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
     table.add_row("latency of a message", f"{cluster.link.latency_s * 1e6:.0f} µs")
     table.add_row("processor time of a byte", f"{cluster.link.cpu_s_per_byte * 1e9:.2f} ns")
     table.add_row("cores a rank", f"{cluster.cores_per_rank:g}")
-    for name, pace in sorted(cluster.paces.items()):
+    for name, pace in [*sorted(cluster.paces.items()), ("rows that main threads wait for", cluster.move_pace)]:
         rate = _rate(1 / pace.wall.byte_s) if pace.wall.byte_s else "no limit"
         table.add_row(f"{name}: rate of its stated bytes", rate)
         table.add_row(f"{name}: time of a message that follows another", f"{pace.wall.round_s * 1e6:,.0f} µs")

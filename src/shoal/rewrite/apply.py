@@ -85,6 +85,7 @@ def places(
             buckets=buckets,
             owners=owners,
             comm=boundary,
+            chunks=plan.chunks,
             tables=tables,
             tail=tail,
         )

@@ -38,7 +38,7 @@ from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
-from shoal.profiling.paces import probe_paces, probe_pack
+from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
 from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
 from shoal.runtime.attach import attach
@@ -247,11 +247,12 @@ def measured_cluster(session: Session) -> Cluster:
             every = {name: kind() for name, kind in found(exchanges, Exchange).items()}
             usable = {name: each for name, each in every.items() if each.exact and each.fits(comm.topology)}
             paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
+            moves = probe_moves(comm, link, lanes[0], sharing=sharing)
             for lane in lanes:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
             tail = session.tail.hosts if session.tail else ()
-            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers, tail)
+            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves)
     return session.cluster
 
 

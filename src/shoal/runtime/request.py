@@ -30,6 +30,7 @@ _COMPARED = (
     "staleness",
     "micro_batches",
     "joined",
+    "chunks",
 )  # of a plan, beside its choices and placement
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 

@@ -1,13 +1,14 @@
 """Layers cut over the ranks: what `column`, `row`, pairs and `head` share.
 
     1  forward    80 bytes tell each peer the number of rows; rows (or columns of them) come from all ranks
-    2             the layer on this rank's part of the weight, for the rows of all ranks
+    2             the layer on this rank's part of the weight, for the rows of all ranks; in chunks, as they come
     3             what came out goes to the ranks whose rows they are
     4  backward   the same way back; the weight's gradient stays where the weight is, and is the global mean at once
 
 The moves are autograd's (comm/boundary.py); between them it is the ordinary function, so autocast, hooks on modules and
 checkpointing work as ever. Parameters, their gradients and the optimizer's state are divided by P (core/cut.py).
-Main threads wait for these moves: they hide under nothing.
+Main threads wait for these moves. What a linear layer's rows take on their way in hides under its own products: that of
+one chunk under the sending of the next, and in backward, where they go back, that of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.boundary import Rows, call_of, rows_of_all
+from shoal.comm.boundary import Crossing, Rows, call_of, linear, rows_of_all
 from shoal.comm.cut_output import CutOutput
-from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
+from shoal.core.contracts import Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.cut import OverRanks, cut
 from shoal.core.facts import Cluster, LayerProfile, Topology
@@ -43,8 +44,8 @@ class CutStrategy(Strategy):
     takes_parts: ClassVar[bool] = False  # what it is called with is cut already, as its weight is
 
     @abstractmethod
-    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
-        """Bring this rank's rows to the weight's parts."""
+    def enter(self, rows: Rows, widths: Sequence[int]) -> Crossing:
+        """How rows come to the weight's parts."""
 
     @abstractmethod
     def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -60,18 +61,25 @@ class CutStrategy(Strategy):
         (layer,) = layers
         ranks = cluster.size
         widths = cut_sizes((layer.outputs, layer.inputs)[self.dim], ranks)
-        forward, backward = map(total, self.moved(layer, widths, cluster.topology))
+        there, back = self.moved(layer, widths, cluster.topology)
+        forward, backward, pace = total(there), total(back), cluster.move_pace
         part, own_s, all_s = widths[0] / sum(widths), layer.product_s(layer.rows), layer.product_s(ranks * layer.rows)
-        spared = 1 - part * all_s / own_s if own_s else 0.0  # of each product
         taken_anew_s = max(0.0, layer.own_product_s - own_s)  # the memory of the weight's gradient
         products_s = max(0.0, layer.backward_s - taken_anew_s)
+        kept = part * all_s / own_s if own_s else 1.0  # of each product,
+        again = part * layer.product_fixed_s / own_s if own_s else 0.0  # and what every further chunk adds to it
+        into, chunks = _into(layer, self, there, back), layer.chunks
+        more, later = (chunks - 1) * again, 1 - 1 / chunks  # what all of them add; what does not come first
+        x_s, dx_s = (pace.wall.of(move) for move in into)
+        product_s, half_s = (kept + more) * layer.forward_s, kept * products_s / 2
         return Cost(
             total([forward, backward]),
-            cluster.pace("direct"),  # its messages are `direct`'s
-            forward_s=-spared * layer.forward_s,
-            backward_s=-spared * products_s - (1 - part) * taken_anew_s,
+            pace,
+            forward_s=product_s - layer.forward_s,
+            backward_s=(kept + more / 2 - 1) * products_s - (1 - part) * taken_anew_s,
             memory_bytes=part * layer.nbytes,
             awaited=(forward, backward),
+            beside=(later * min(x_s, product_s), min(dx_s, half_s * (1 + later))),
             held=part,
         )
 
@@ -87,8 +95,9 @@ class CutStrategy(Strategy):
         cut(weight, OverRanks(f"{name}.weight", weight, self.dim, widths, place.comm))
         if bias is not None:
             cut(bias, OverRanks(f"{name}.bias", bias, 0, cut_sizes(outputs, place.ranks), place.comm))
+        parts = _Parts(name, self, module, outputs, widths, place)
         module.__class__ = _cut_class(type(module))
-        module.__dict__[_SLOT] = _Parts(name, self, module, outputs, widths, place.comm)
+        module.__dict__[_SLOT] = parts
         return []
 
 
@@ -106,12 +115,21 @@ class ByOutputs(CutStrategy):
             )
         return reason
 
-    def enter(self, x: Tensor, rows: Rows, widths: Sequence[int]) -> Tensor:
-        return rows.gathered(x, scale=len(widths))
+    def enter(self, rows: Rows, widths: Sequence[int]) -> Crossing:
+        return rows.gathered(scale=len(widths))
 
     def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         return CutOutput.of(product, rows, widths, numbers)
+
+
+def _into(
+    layer: LayerProfile, strategy: CutStrategy, there: Sequence[Traffic], back: Sequence[Traffic]
+) -> tuple[Traffic, Traffic]:
+    """Of the moves those that hide under a linear layer's products: its rows' way in, and back in backward."""
+    if strategy.takes_parts or layer.kind != "Linear":
+        return total([]), total([])
+    return there[1], back[-1] if layer.input_grad else total([])
 
 
 def refused(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
@@ -153,15 +171,17 @@ class _Parts:
         module: nn.Linear | nn.Conv2d,
         outputs: int,
         widths: Sequence[int],
-        comm: Comm,
+        place: Place,
     ) -> None:
-        self._name = name
+        assert place.comm is not None
+        self._name, self._comm, self._chunks = name, place.comm, place.chunks
+        self._is_linear = type(module) is nn.Linear
         self.weight, self.bias = module.weight, module.bias
-        self._strategy, self._widths, self._comm = strategy, widths, comm
+        self._strategy, self._widths = strategy, widths
         self._row_dims = row_dims(module)
         self._outputs = outputs
-        at = accumulate(cut_sizes(outputs, comm.size), initial=0)
-        self._mine = list(pairwise(at))[comm.rank]  # of the outputs, those whose bias is here
+        at = accumulate(cut_sizes(outputs, place.ranks), initial=0)
+        self._mine = list(pairwise(at))[place.rank]  # of the outputs, those whose bias is here
 
     def called(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The layer's output for this rank's rows; `forward` is the layer's own."""
@@ -175,21 +195,25 @@ class _Parts:
         else:
             flat = x.reshape(-1, row.numel())
             form = "" if len(row) == 1 else f", rows of {tuple(row)}"
-            rows = rows_of_all(self._comm, len(flat), call_of(self._name) + form)
-            inside = self._strategy.enter(flat, rows, self._widths)
+            rows, inside = rows_of_all(self._comm, len(flat), call_of(self._name) + form), None
         with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
-            if self._strategy.dim:
-                product = F.linear(inside, self.weight, self._padded_bias())
+            if inside is not None:
+                product = F.linear(inside, self.weight, self._whole_bias())
+            elif self._is_linear:
+                product = linear(flat, self.weight, self._whole_bias(), rows.chunks(self._chunks), self._enter)
             else:
-                product = forward(inside.view(-1, *row))
+                product = forward(self._enter(rows)(flat).view(-1, *row))
         place = product.shape[2:]  # of an output, in a convolution
         widths = [width * place.numel() for width in self._widths]
         return self._strategy.leave(product.flatten(1), rows, widths, (*ahead, self._outputs, *place))
 
-    def _padded_bias(self) -> Tensor | None:
-        """This rank's bias, with zeros for other ranks'."""
-        if self.bias is None:
-            return None
+    def _enter(self, rows: Rows) -> Crossing:
+        return self._strategy.enter(rows, self._widths)
+
+    def _whole_bias(self) -> Tensor | None:
+        """This rank's bias; where it is not the weight's dimension that is cut, with zeros for other ranks'."""
+        if self.bias is None or not self._strategy.dim:
+            return self.bias
         start, stop = self._mine
         return F.pad(self.bias, (start, self._outputs - stop))
 

@@ -58,7 +58,7 @@ class EmbeddingRows(Strategy):
         part = sizes[0] / layer.inputs
         return Cost(
             total([forward, slopes]),
-            cluster.pace("direct"),  # its messages are `direct`'s
+            cluster.move_pace,
             backward_s=-min(layer.own_product_s, layer.backward_s) + layer.product_s_per_row * layer.rows,
             memory_bytes=part * layer.nbytes,
             awaited=(forward, slopes),

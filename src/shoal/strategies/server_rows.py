@@ -52,7 +52,7 @@ class ServerRows(Strategy):
         backward = _between(cluster, asked + rows + servers * HEADER_BYTES, 0.0, rounds=0)
         return Cost(
             total([forward, backward]),
-            cluster.pace("direct"),  # its messages are `direct`'s
+            cluster.move_pace,
             backward_s=-min(layer.own_product_s, layer.backward_s) + layer.product_s_per_row * layer.rows,
             awaited=(forward, backward),
             held=0.0,

@@ -63,7 +63,7 @@ class Stage(Strategy):
         workers, hosts, count = cluster.size, len(cluster.tail), tail.micro_batches
         served = -(-workers // hosts)  # by a tail host, at most
         out, back = _traffic(cluster, tail.sent_bytes, 0.0), _traffic(cluster, 0.0, tail.received_bytes)
-        pace = cluster.pace("direct")  # its messages are `direct`'s
+        pace = cluster.move_pace
         turn = min(1.0, cluster.cores_per_rank)  # where ranks share cores, workers that wait leave theirs to the tail
         forward_s = _piped(tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served)
         backward_s = _piped(tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served)

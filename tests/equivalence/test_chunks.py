@@ -1,0 +1,111 @@
+"""Rows that come to cut layers in chunks: the same training and bytes, and each product under the next transfer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_process import Training, adamw, assert_same, built, features, numbers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm import boundary
+from shoal.comm.boundary import Crossing, Rows
+from shoal.comm.threads import ThreadComm, run
+
+ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
+
+
+@pytest.fixture(params=[2, 3, 8], ids="chunks{}".format)
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many, whatever is predicted."""
+    monkeypatch.setattr("shoal.planner.sharing.CHUNKS", (request.param,))
+    return request.param
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5), nn.Tanh(), nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", ENTERED)
+def test_the_same_as_one_process(way: str, ranks: int, uneven: bool, chunks: int) -> None:
+    assert_same(Training(model=built(pair), batches=features(7, 4), optimizer=adamw), ranks, way, uneven=uneven)
+
+
+@pytest.mark.parametrize("way", ["column", "row", "column_pair"])
+def test_more_leading_dimensions(way: str, chunks: int) -> None:
+    batches = [(numbers(12, 2, 3, 7, seed=s), numbers(12, 2, 3, 4, seed=s + 9)) for s in range(5)]
+    assert_same(Training(model=built(pair), batches=batches, loss_fn=F.mse_loss), 3, way, uneven=True)
+
+
+def with_bfloat16(model, loss_fn, optimizer, batches):
+    for x, y in batches:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", ENTERED)
+def test_under_autocast(way: str, chunks: int) -> None:
+    batches = [(x.float(), y) for x, y in features(7, 4)]
+    assert_same(Training(model=built(pair, torch.float32), batches=batches, loop=with_bfloat16), 3, way, within=2e-2)
+
+
+@pytest.mark.parametrize(("weight", "bias", "inside"), [(False, True, True), (True, False, True), (True, True, False)])
+def test_what_takes_no_gradient_gets_none(weight: bool, bias: bool, inside: bool, chunks: int) -> None:
+    def work(comm: ThreadComm) -> None:
+        x, w, b = (numbers(*shape, seed=1) for shape in ((8, 7), (3, 7), (3,)))
+        mine, rows = x[4 * comm.rank : 4 * comm.rank + 4].clone(), Rows(comm, (4, 4))
+        for leaf, needed in ((mine, inside), (w, weight), (b, bias)):
+            leaf.requires_grad_(needed)
+        got = boundary.linear(mine, w, b, rows.chunks(chunks), lambda each: each.gathered(scale=1.0))
+        torch.testing.assert_close(got, F.linear(x, w, b))
+        slope = numbers(8, 3, seed=2)
+        got.backward(slope)
+        expected = {w: slope.t() @ x, b: slope.sum(0), mine: 2 * (slope @ w)[4 * comm.rank : 4 * comm.rank + 4]}
+        for leaf, needed in ((mine, inside), (w, weight), (b, bias)):
+            if needed:
+                torch.testing.assert_close(leaf.grad, expected[leaf].detach())
+            else:
+                assert leaf.grad is None
+
+    run(2, work, timeout_s=10)
+
+
+def test_each_product_is_made_while_others_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def moving(way: str, number: int):
+        def move(x: Tensor):
+            events.append(f"{way} {number} starts")
+            return lambda: events.append(f"{way} {number} is there") or x
+
+        return move
+
+    def enter(rows: Rows) -> Crossing:
+        number = chunks.index(rows)
+        return Crossing(moving("row", number), moving("gradient", number), 1.0)
+
+    linear = F.linear
+    monkeypatch.setattr(boundary.F, "linear", lambda *args: events.append("product") or linear(*args))
+    chunks = [Rows(ThreadComm(), (2,)), Rows(ThreadComm(), (3,))]
+    x, weight = numbers(5, 7, seed=1).requires_grad_(), numbers(4, 7, seed=2).requires_grad_()
+    out = boundary.linear(x, weight, None, chunks, enter)
+    order = ["row 0 starts", "row 1 starts", "row 0 is there", "product", "row 1 is there", "product"]
+    assert events == order
+    events.clear()
+    weighed = boundary._weight_gradient
+    monkeypatch.setattr(boundary, "_weight_gradient", lambda *args: events.append("weight") or weighed(*args))
+    out.sum().backward()
+    order = ["gradient 0 starts", "gradient 1 starts", "weight", "gradient 0 is there", "gradient 1 is there"]
+    assert events == order
+    torch.testing.assert_close(weight.grad, torch.ones(4, 5, dtype=x.dtype) @ x.detach())
+
+
+def test_no_more_chunks_than_the_fewest_rows() -> None:
+    rows = Rows(ThreadComm(), (5, 3, 2))
+    assert [chunk.counts for chunk in rows.chunks(4)] == [(3, 2, 1), (2, 1, 1)]
+    assert [chunk.counts for chunk in Rows(ThreadComm(), (5, 0)).chunks(4)] == [(5, 0)]
