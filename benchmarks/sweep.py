@@ -7,7 +7,7 @@ without cut layers, "pair and factor" pairs where there are any and `factor` els
 prediction of all plans that serve up to two of the five largest layers otherwise, each in the bucket size that suits
 it best. All come from one profile. Each plan takes turns with the auto plan in one job of four hosts (A B A B); a
 round's figure is the median step of the slowest rank; a ratio is the median over rounds of that plan ÷ auto: 1 or more
-where auto is best. A plan that is worse by a quarter in its first round has no other, and one that is not ahead by a
+where auto is best. A plan that is worse by a seventh in its first round has no other, and one that is not ahead by a
 twentieth in either of two has no third; of one that is predicted to take four times as long only that is said.
 """
 
@@ -56,7 +56,7 @@ RANKS, ROUNDS, TURN_S, PLAN_S = (
     3.0,
     60.0,
 )  # seconds of a turn, of one step at least; of all turns, of two at least
-LOST, AHEAD = 1.25, 0.95  # times the auto plan's step: of a plan that is out of the race, and of one that may win it
+LOST, AHEAD = 1.15, 0.95  # times the auto plan's step: of a plan that is out of the race, and of one that may win it
 WHOLE = ("replicate", "sliced", "factor")
 HOPELESS = 4.0  # times the auto plan's predicted step: of a plan that is not run
 LARGEST, NEAR = 5, 5

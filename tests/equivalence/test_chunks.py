@@ -1,25 +1,35 @@
-"""Rows that come to cut layers in chunks: the same training and bytes, and each product under the next transfer."""
+"""Rows that come to cut layers in chunks: the same training, and each product under the next transfer."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
+
 import pytest
 import torch
-from one_process import Training, adamw, assert_same, built, features, numbers
+from one_process import Training, adamw, assert_same, built, cluster_of, features, numbers
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+import shoal
 from shoal.comm import boundary
 from shoal.comm.boundary import Crossing, Rows
 from shoal.comm.threads import ThreadComm, run
+from shoal.runtime.session import using
 
 ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
 
 
 @pytest.fixture(params=[2, 3, 8], ids="chunks{}".format)
-def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """So many, whatever is predicted."""
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """So many, whatever is predicted; and where there are ranks, rows do come so."""
     monkeypatch.setattr("shoal.planner.sharing.CHUNKS", (request.param,))
-    return request.param
+    asked, chunked = set(), Rows.chunks
+    monkeypatch.setattr(Rows, "chunks", lambda rows, number: asked.add(number) or chunked(rows, number))
+    yield request.param
+    assert asked <= {request.param} and (asked or request.node.callspec.params.get("ranks") == 1)
 
 
 def pair() -> nn.Module:
@@ -54,18 +64,63 @@ def test_under_autocast(way: str, chunks: int) -> None:
     assert_same(Training(model=built(pair, torch.float32), batches=batches, loop=with_bfloat16), 3, way, within=2e-2)
 
 
-@pytest.mark.parametrize(("weight", "bias", "inside"), [(False, True, True), (True, False, True), (True, True, False)])
-def test_what_takes_no_gradient_gets_none(weight: bool, bias: bool, inside: bool, chunks: int) -> None:
+class Checkpointed(nn.Module):
+    """A pair, and a layer behind it which backward reaches first: it runs the pair again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = pair()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class Pinned(Training):
+    def pins_of(self, way: str, ranks: int) -> dict[str, str]:
+        return {"body.0": "column_pair", "body.4": way}
+
+
+@pytest.mark.parametrize("way", ["column", "row", "head"])
+def test_checkpointed_behind_a_pair(way: str) -> None:
+    assert_same(Pinned(model=built(Checkpointed), batches=features(7, 4)), 3, way)
+
+
+def test_another_bias_is_used() -> None:
+    model, (x, y) = built(pair), features(7, 4)[0]
+    with torch.no_grad():
+        expected = functional_call(model, {"0.bias": torch.ones(9, dtype=x.dtype)}, x)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
     def work(comm: ThreadComm) -> None:
-        x, w, b = (numbers(*shape, seed=1) for shape in ((8, 7), (3, 7), (3,)))
+        model = copies[comm.rank]
+        with using(comm, cluster_of(2)):
+            optimizer = adamw(model.parameters())
+            shoal.parallelize(model, F.cross_entropy, optimizer, sample=(x, y), pins={"*": "column"})
+            with torch.no_grad():
+                got = functional_call(model, {"0.bias": torch.ones(9, dtype=x.dtype)}, x)
+        torch.testing.assert_close(got, expected)
+
+    run(2, work, timeout_s=10)
+
+
+@pytest.mark.parametrize("imaginary", [0.0, 1.0], ids=["real", "complex"])
+@pytest.mark.parametrize(("weight", "bias", "inside"), [(False, True, True), (True, False, True), (True, True, False)])
+def test_what_takes_no_gradient_gets_none(
+    weight: bool, bias: bool, inside: bool, imaginary: float, chunks: int
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        dtype = torch.complex128 if imaginary else torch.float64
+        turn = torch.polar(torch.ones(1), torch.tensor([imaginary])).to(torch.complex128) if imaginary else 1.0
+        x, w, b = (numbers(*shape, seed=1, dtype=dtype) * turn for shape in ((8, 7), (3, 7), (3,)))
         mine, rows = x[4 * comm.rank : 4 * comm.rank + 4].clone(), Rows(comm, (4, 4))
         for leaf, needed in ((mine, inside), (w, weight), (b, bias)):
             leaf.requires_grad_(needed)
         got = boundary.linear(mine, w, b, rows.chunks(chunks), lambda each: each.gathered(scale=1.0))
         torch.testing.assert_close(got, F.linear(x, w, b))
-        slope = numbers(8, 3, seed=2)
+        slope = numbers(8, 3, seed=2, dtype=dtype)
         got.backward(slope)
-        expected = {w: slope.t() @ x, b: slope.sum(0), mine: 2 * (slope @ w)[4 * comm.rank : 4 * comm.rank + 4]}
+        back = 2 * (slope @ w.conj())[4 * comm.rank : 4 * comm.rank + 4]
+        expected = {w: slope.t() @ x.conj(), b: slope.sum(0), mine: back}
         for leaf, needed in ((mine, inside), (w, weight), (b, bias)):
             if needed:
                 torch.testing.assert_close(leaf.grad, expected[leaf].detach())

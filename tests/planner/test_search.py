@@ -182,7 +182,7 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
     explanation = explain(plan, NET, cluster(4, 25e6))
     assert explanation.step_s == pytest.approx(plan.predicted_s)
     rows = {row.layer: row for row in explanation.layers}
-    assert rows["head.fc1"].reason.startswith("pinned or edited: row would send")
+    assert rows["head.fc1"].reason.startswith("pinned, edited, or not tried by the search: row would send")
     assert "and save" in rows["head.fc1"].reason
     conv = {other.choice.strategy: other.refusal for other in rows["body.conv"].others}
     assert "this is a Conv2d" in conv["factor"]

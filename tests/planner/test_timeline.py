@@ -109,14 +109,14 @@ def test_ranks_that_share_cores_meet_at_a_layer_that_is_cut_over_them() -> None:
     assert ready == pytest.approx([1.0 - 0.5 / 2, 2.0 - 0.5 / 2, 2.0], rel=0.01)
 
 
-@pytest.mark.parametrize(("chunks", "hidden_s"), [(1, 0.0), (4, 0.75 * 0.08)])
+@pytest.mark.parametrize(("chunks", "hidden_s"), [(1, 0.0), (4, 0.75 * 0.16), (9, 0.75 * 0.16)])
 def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradient(chunks: int, hidden_s: float) -> None:
-    cut = replace(linear("cut", 1.0, 10_000, 1000, rows=2, product_s=0.5), forward_s=0.5)
+    cut = replace(linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5), forward_s=0.5)
     profile = model(cut, layer("a", 2.0, 1)).in_chunks(chunks)
     choices = [Choice("cut", "column"), Choice("a", "replicate", "direct")]
     predictor = Predictor(profile, cluster(2, 1e6))
     found, cost = predictor.predict(choices, bucket_bytes=1, lanes=1), predictor.cost(Site(("cut",), "column", ""))
-    x_s, y_s = 2 * 10_000 * 4 / 1e6, 2 * 500 * 4 / 1e6  # both ways, one rank's rows to the other
+    x_s, y_s = 4 * 10_000 * 4 / 1e6, 4 * 500 * 4 / 1e6  # both ways, one rank's rows to the other
     assert cost.beside == pytest.approx((hidden_s, x_s), **NEARLY), (
         "all of it, where the weight's gradient takes longer"
     )
@@ -126,11 +126,11 @@ def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradien
 
 
 def test_chunks_pay_what_a_product_takes_however_few_rows_it_has() -> None:
-    cut = replace(linear("cut", 1.0, 10_000, 1000, rows=2, product_s=0.5), forward_s=0.5, product_fixed_s=0.1)
+    cut = replace(linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5), forward_s=0.5, product_fixed_s=0.1)
     kept = [Predictor(model(cut).in_chunks(c), cluster(2, 1e6)).cost(Site(("cut",), "column", "")) for c in (1, 3)]
-    again_s = 0.5 * 0.1 / cut.product_s(2)  # this rank's half of it, as a part of its own products
-    assert kept[1].forward_s - kept[0].forward_s == pytest.approx(2 * again_s * cut.forward_s)
-    assert kept[1].backward_s - kept[0].backward_s == pytest.approx(again_s * (cut.backward_s - 0.0), rel=0.2)
+    again = 0.5 * 0.1 / cut.product_s(4)  # this rank's half of it, as a part of its own products
+    assert kept[1].forward_s - kept[0].forward_s == pytest.approx(2 * again * cut.forward_s)
+    assert kept[1].backward_s - kept[0].backward_s == pytest.approx(again * cut.backward_s), "of one product of two"
 
 
 def test_a_measured_pace_counts_for_wall_and_processor_and_packing_for_backward() -> None:

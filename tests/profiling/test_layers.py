@@ -18,6 +18,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, SampleError
 from shoal.core.facts import LayerProfile, ModelProfile
 from shoal.profiling.layers import profile_model
+from shoal.profiling.products import ProductCost
 
 
 def profile(model: nn.Module, loss_fn: Any, sample: Any, **options: Any) -> ModelProfile:
@@ -129,6 +130,19 @@ def test_time_goes_to_the_layer_that_took_it() -> None:
     got = profile(Net(), F.mse_loss, (torch.ones(3, 4), torch.ones(3, 4)))
     assert got.layer("c").backward_s > 0.05 > got.layer("b").backward_s
     assert got.layer("c").ready_s < 0.05 < got.layer("b").ready_s
+
+
+def test_memory_for_a_gradient_takes_no_longer_than_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page faults while all ranks have them take any time; what x's gradient takes is none of it."""
+    slow = ProductCost(fixed_s=1e-9, s_per_row=1e-9, anew_s=100.0)
+    monkeypatch.setattr(
+        "shoal.profiling.layers.measure_products", lambda products, ranks: dict.fromkeys(products, slow)
+    )
+    model, sample = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 4)), (torch.rand(5, 9), torch.arange(5) % 4)
+    found = profile(model, F.cross_entropy, sample)
+    first, second = found.layer("0"), found.layer("1")
+    assert first.own_product_s == pytest.approx(first.backward_s)
+    assert second.own_product_s == pytest.approx(second.backward_s - second.product_s(5))
 
 
 def test_activation_checkpointing_counts_a_layer_once() -> None:

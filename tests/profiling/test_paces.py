@@ -12,11 +12,11 @@ from shaped import ShapedComm
 from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Bucket, Exchange
+from shoal.core.contracts import Bucket, Exchange, Pending
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link, Topology
 from shoal.core.pieces import cut
-from shoal.profiling.paces import probe_paces, probe_pack
+from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
 
 LINK = Link(ShapedComm.latency_s, ShapedComm.bytes_per_s)
 
@@ -111,6 +111,46 @@ def test_lanes_run_at_once() -> None:
 def test_processor_time_is_counted_for_all_ranks_of_a_process() -> None:
     cpu = paces(Busy())["busy"].cpu
     assert cpu.round_s == pytest.approx(2 * 5e-3, rel=0.5)
+
+
+@pytest.fixture
+def between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing takes 20 ms, and of moves without it only what a byte takes is known."""
+    nothing = Pace(Price(0.0, 1 / LINK.bytes_per_s), Price(0.0, 0.0))
+    monkeypatch.setattr("shoal.profiling.paces.probe_paces", lambda *args, **kwargs: {"moves": nothing})
+    monkeypatch.setattr("shoal.profiling.paces.torch.mm", lambda *args, **kwargs: time.sleep(20e-3))
+
+
+@pytest.mark.usefixtures("between")
+def test_a_move_of_the_main_thread_is_priced_without_what_is_computed_between() -> None:
+    """What else the machine does adds to it, but not always."""
+    found = []
+    for _ in range(8):
+        first, second = run(2, lambda comm: probe_moves(comm, LINK, ShapedComm.of(comm.channel("lane"))))
+        assert first == second
+        found.append(first.wall)
+        if first.wall.round_s == pytest.approx(LINK.latency_s, rel=0.5):
+            return
+    pytest.fail(f"{found} for {LINK}")
+
+
+class Late(ShapedComm):
+    """Ranks of which one, by turns, comes late to a move."""
+
+    late_s = 20e-3
+    sent = 0
+
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        self.sent += 1
+        if self.sent % 2 == self.rank:
+            time.sleep(self.late_s)
+        return super().send(tensor, to)
+
+
+@pytest.mark.usefixtures("between")
+def test_a_move_waits_for_whoever_comes_last() -> None:
+    first, _ = run(2, lambda comm: probe_moves(comm, LINK, Late.of(comm.channel("lane"))))
+    assert first.wall.round_s > Late.late_s / 2
 
 
 def test_packing_is_priced_by_the_byte() -> None:

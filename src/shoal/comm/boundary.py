@@ -79,7 +79,7 @@ class Rows:
         return Crossing(lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale)(x)
 
     def chunks(self, number: int) -> list[Rows]:
-        """So many parts of them, each with a part of every rank's rows; fewer where no rank has as many."""
+        """So many parts of them, each with a part of every rank's rows; fewer where a rank has not as many."""
         cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
         return [Rows(self.comm, part) for part in zip(*cuts, strict=True)]
 
@@ -191,41 +191,64 @@ class _Linear(torch.autograd.Function):
         enter: Callable[[Rows], Crossing],
     ) -> Tensor:
         ctx.crossings, ctx.sizes = [enter(chunk) for chunk in rows], [sum(chunk.counts) for chunk in rows]
+        ctx.order = _in_rank_order(rows).to(x.device) if len(rows) > 1 else None
         parts = x.split([chunk.mine for chunk in rows])
         coming = [crossing.there(part) for crossing, part in zip(ctx.crossings, parts, strict=True)]
         inside, products = [], []
-        for come in coming:
-            inside.append(come())
-            products.append(F.linear(inside[-1], weight, bias))
-        ctx.order = _in_rank_order(rows) if len(rows) > 1 else None
-        ctx.save_for_backward(_joined(inside), weight)
+        try:
+            whole, added = _cast(weight), None if bias is None else _cast(bias)
+            while coming:
+                inside.append(_cast(coming.pop(0)()))
+                products.append(F.linear(inside[-1], whole, added))
+        finally:
+            for come in coming:  # also after an error: the channel is for others yet
+                come()
+        x_needed, weight_needed = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(_joined(inside) if weight_needed else None, weight if x_needed else None)
+        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         product = _joined(products)
         return product if ctx.order is None else torch.empty_like(product).index_copy_(0, ctx.order, product)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # this rank's part of the weight, not the whole that it looks like
-            return *_Linear._gradients(ctx, grad if ctx.order is None else grad[ctx.order]), None, None
+        inside, weight = ctx.saved_tensors  # what is checkpointed runs again here
+        with torch._C.DisableTorchFunctionSubclass():  # this rank's part of the weight
+            return *_gradients(ctx, grad if ctx.order is None else grad[ctx.order], inside, weight), None, None
 
-    @staticmethod
-    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        (inside, weight), (x_needed, weight_needed, bias_needed) = ctx.saved_tensors, ctx.needs_input_grad[:3]
-        coming = []
-        if x_needed:
-            whole = weight.to(grad.dtype)
-            for crossing, part in zip(ctx.crossings, grad.split(ctx.sizes), strict=True):
-                coming.append(crossing.back((part @ whole).to(inside.dtype)))
-        dweight = _weight_gradient(grad, inside, weight.dtype) if weight_needed else None
-        dbias = grad.sum(0, dtype=weight.dtype) if bias_needed else None
-        dx = _joined([come() for come in coming]).mul_(ctx.crossings[0].scale) if coming else None
-        return dx, dweight, dbias
+
+def _gradients(
+    ctx: Any, grad: Tensor, inside: Tensor | None, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Those of x, weight and bias; x's is on its way while the others are made."""
+    dx = dweight = dbias = None
+    coming = []
+    if weight is not None:
+        whole = weight.to(grad.dtype).conj()
+        for crossing, part in zip(ctx.crossings, grad.split(ctx.sizes), strict=True):
+            coming.append(crossing.back((part @ whole).to(ctx.x_dtype)))
+    try:
+        if inside is not None:
+            dweight = _weight_gradient(grad, inside, ctx.weight_dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = grad.sum(0, dtype=ctx.weight_dtype)
+    finally:
+        back = [come() for come in coming]
+    if back:
+        dx = _joined(back).mul_(ctx.crossings[0].scale)
+    return dx, dweight, dbias
 
 
 def _weight_gradient(grad: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    return (grad.t() @ inside.to(grad.dtype)).to(dtype)
+    return (grad.t() @ inside.to(grad.dtype).conj()).to(dtype)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """As autocast has it, but that the cast is not kept: it has no history here, and one that has is not made then."""
+    kind = x.device.type
+    if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def _in_rank_order(chunks: Sequence[Rows]) -> Tensor:

@@ -50,7 +50,7 @@ class Lanes:
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
-        self._cores = min(1.0, cluster.cores_per_rank)  # that one of those is
+        self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
         self._lanes: list[deque[Job]] = [deque() for _ in range(number)]
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*self._lanes, self._main)
@@ -74,7 +74,7 @@ class Lanes:
 
     def exchange(self, pace: Pace, traffic: Traffic) -> tuple[Part, Part, Part]:
         """Traffic as parts of a job."""
-        busy_byte_s, busy_s = pace.cpu.byte_s / self._cores, traffic.rounds * pace.cpu.round_s / self._cores
+        busy_byte_s, busy_s = pace.cpu.byte_s / self.turn, traffic.rounds * pace.cpu.round_s / self.turn
         byte_s = max(pace.wall.byte_s, busy_byte_s)
         sent = Part(traffic.worst * byte_s, busy_byte_s / byte_s if byte_s else 0.0, link=True)
         return sent, self.compute(busy_s), Part(max(0.0, traffic.rounds * pace.wall.round_s - busy_s))
@@ -85,7 +85,7 @@ class Lanes:
 
     def processor_s(self, pace: Pace, traffic: Traffic) -> float:
         """Processor time of some traffic."""
-        return pace.cpu.of(traffic) / self._cores
+        return pace.cpu.of(traffic) / self.turn
 
     def pay(self, clock: float) -> float:
         """Run the lanes while the main thread computes up to its `clock`, were it alone: its clock beside them."""

@@ -16,7 +16,7 @@ from shoal.planner.timeline import Predictor
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 PLAIN = "replicate"
-LEAST_CUT_BYTES = 1 << 20  # of a layer that is cut unasked
+LEAST_CUT_BYTES = 1 << 20  # of a layer, or a pair, that is cut unasked
 
 
 def options_of(
@@ -46,7 +46,8 @@ def options_of(
 def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str]) -> list[str]:
     """Of the ways to cut the layer no more than the cheapest, and that if it may be worth it.
 
-    They differ in what they send. All of it is waited for, and spares no more than what the layer costs otherwise.
+    They differ in what they send. What the layer does not hide is waited for, and spares no more than what the layer
+    costs otherwise.
     """
     whole = [name for name in names if not predictor.strategy(name).cuts]
     cuts = sorted((n for n in names if n not in whole), key=lambda name: _seconds(predictor, layer, name))
@@ -58,10 +59,10 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
 
 
 def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
-    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden."""
+    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden but under the layer."""
     cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
     alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
-    return alone_s + predictor.update_s(layer) * (cost.held + cost.elsewhere)
+    return alone_s - sum(cost.beside) + predictor.update_s(layer) * (cost.held + cost.elsewhere)
 
 
 def pairs_of(

@@ -29,7 +29,7 @@ def plan_for(
     staleness: int | None = 0,
     **how: Any,
 ) -> Plan:
-    """The plan that `search` finds, in how many chunks rows come to cut layers, and how tail hosts share theirs.
+    """The plan that `search` finds, in how many chunks rows come to layers that workers cut, and how tail hosts share.
 
     Args:
         profile: the model, as profiled in so many micro-batches.

@@ -14,8 +14,8 @@ half follow on its lane from the optimizer's step on, last site first, and the n
     forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's own: a steady state
     lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|
 
-The rows that go to and from a layer that is cut over ranks are sent by the main thread, which waits for them on the
-link that it shares with the lanes.
+The rows that go to and from a layer that is cut over ranks are sent by the main thread, which computes beside some of
+them and waits for the rest, on the link that it shares with the lanes.
 
 Lanes share the link evenly, each at its exchange's pace, and the processor with the main thread: both are slower where
 it is short, for what lanes compute and for the processor time of exchanges (lanes.py). What hides costs nothing until
@@ -223,7 +223,7 @@ class Predictor:
         ready = [False] * len(served)
         sent: list[Job] = []
         clock = 0.0
-        for name, seconds in self._last_rank(changes, cuts):
+        for name, seconds in self._last_rank(changes, cuts, lanes):
             clock += seconds
             if name not in waiting and name not in cuts:
                 continue
@@ -254,13 +254,15 @@ class Predictor:
         traffics = tuple(cost.traffic for _, cost in (*served, *cuts.values()))
         return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
 
-    def _last_rank(self, changes: Mapping[str, float], cuts: Container[str]) -> Iterator[tuple[str, float]]:
+    def _last_rank(
+        self, changes: Mapping[str, float], cuts: Container[str], lanes: Lanes
+    ) -> Iterator[tuple[str, float]]:
         """The backward of the rank for which all others wait: each layer, and seconds since the one before.
 
         Where ranks share cores they do not keep step, but take turns: the last has to wait, and is then faster. They
         meet at each layer that is cut over them.
         """
-        turn = min(1.0, self.cluster.cores_per_rank)
+        turn = lanes.turn
         profiled, run, spared_s = 0.0, [], 0.0
         for name, ready_s in [*self._ready_s.items(), ("", self.profile.backward_s)]:
             own_s = ready_s - profiled + changes.get(name, 0.0) + spared_s
@@ -327,6 +329,6 @@ def _waited(cost: Cost, way: int, clock: float, lanes: Lanes) -> float:
     assert cost.awaited is not None
     beside_s = cost.beside[way]
     if way == 1:
-        beside_s = min(beside_s, max(0.0, clock - lanes.now_s))
+        beside_s = min(lanes.turn * beside_s, max(0.0, clock - lanes.now_s))  # as `_last_rank` has that compute
         clock = lanes.pay(clock - beside_s)
     return lanes.wait(clock, cost.pace, cost.awaited[way], beside_s)

@@ -101,7 +101,7 @@ def probe_moves(comm: Comm, link: Link, lane: Comm, *, sharing: int = 1) -> Pace
         lane: the channel to move them on.
         sharing: how many of the ranks run on this rank's machine.
     """
-    direct, matrix = Direct(), torch.rand(_COMPUTED, _COMPUTED)
+    direct, matrix = Direct(), torch.full((_COMPUTED, _COMPUTED), 0.5)
     product, flat = torch.empty_like(matrix), torch.zeros(_SMALL // 4)
     pace = probe_paces(comm, link, {"moves": direct}, lanes=[lane], sharing=sharing)["moves"]
 

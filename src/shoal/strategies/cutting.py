@@ -5,8 +5,9 @@
     3             what came out goes to the ranks whose rows they are
     4  backward   the same way back; the weight's gradient stays where the weight is, and is the global mean at once
 
-The moves are autograd's (comm/boundary.py); between them it is the ordinary function, so autocast, hooks on modules and
-checkpointing work as ever. Parameters, their gradients and the optimizer's state are divided by P (core/cut.py).
+The moves are autograd's (comm/boundary.py); between them it is the layer's own function, or for nn.Linear one that does
+the same, so autocast, hooks on modules and checkpointing work as ever. Parameters, their gradients and the optimizer's
+state are divided by P (core/cut.py).
 Main threads wait for these moves. What a linear layer's rows take on their way in hides under its own products: that of
 one chunk under the sending of the next, and in backward, where they go back, that of the weight's gradient.
 """
@@ -68,15 +69,21 @@ class CutStrategy(Strategy):
         products_s = max(0.0, layer.backward_s - taken_anew_s)
         kept = part * all_s / own_s if own_s else 1.0  # of each product,
         again = part * layer.product_fixed_s / own_s if own_s else 0.0  # and what every further chunk adds to it
-        into, chunks = _into(layer, self, there, back), layer.chunks
-        more, later = (chunks - 1) * again, 1 - 1 / chunks  # what all of them add; what does not come first
-        x_s, dx_s = (pace.wall.of(move) for move in into)
-        product_s, half_s = (kept + more) * layer.forward_s, kept * products_s / 2
+        x_s = dx_s = 0.0  # what may hide of their way in, and back
+        chunks, halves = 1, 2 if layer.input_grad else 1  # of backward, x's gradient and the weight's
+        if layer.kind == "Linear" and not self.takes_parts:
+            chunks = max(1, min(layer.chunks, layer.rows // max(layer.calls, 1)))
+            x_s = there[1].worst * pace.wall.byte_s  # the first does not come before its latency is over
+            dx_s = pace.wall.of(back[-1]) if layer.input_grad else 0.0
+        later, more, messages_s = 1 - 1 / chunks, (chunks - 1) * again, (chunks - 1) * pace.cpu.round_s
+        product_s, half_s = (kept + more) * layer.forward_s, kept * products_s / halves
         return Cost(
             total([forward, backward]),
             pace,
-            forward_s=product_s - layer.forward_s,
-            backward_s=(kept + more / 2 - 1) * products_s - (1 - part) * taken_anew_s,
+            forward_s=product_s - layer.forward_s + messages_s,
+            backward_s=(kept - 1) * products_s
+            - (1 - part) * taken_anew_s
+            + (halves - 1) * (more * products_s / 2 + messages_s),
             memory_bytes=part * layer.nbytes,
             awaited=(forward, backward),
             beside=(later * min(x_s, product_s), min(dx_s, half_s * (1 + later))),
@@ -121,15 +128,6 @@ class ByOutputs(CutStrategy):
     def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         return CutOutput.of(product, rows, widths, numbers)
-
-
-def _into(
-    layer: LayerProfile, strategy: CutStrategy, there: Sequence[Traffic], back: Sequence[Traffic]
-) -> tuple[Traffic, Traffic]:
-    """Of the moves those that hide under a linear layer's products: its rows' way in, and back in backward."""
-    if strategy.takes_parts or layer.kind != "Linear":
-        return total([]), total([])
-    return there[1], back[-1] if layer.input_grad else total([])
 
 
 def refused(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
@@ -226,7 +224,7 @@ class _CutLayer(nn.Module):
     @torch.compiler.disable
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         parts = self._cut_layer
-        if parts is None or self.weight is not parts.weight:  # functional_call gives it others
+        if parts is None or self.weight is not parts.weight or self.bias is not parts.bias:  # by functional_call
             output: Tensor = super().forward(*args, **kwargs)
             return output
         (x,) = (*args, *kwargs.values())  # or it would not have been cut
