@@ -100,7 +100,8 @@ def raced(auto: Peer, other: Peer, batch: tuple[Any, Any], steps: int) -> Iterat
     """Seconds of a step of both, round by round."""
     best, spent_s = math.inf, 0.0
     for number in range(ROUNDS):
-        mine, theirs = (slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1))) for peer in (auto, other))
+        warm_up = 1 if number else 2  # a new one takes its memory in the first steps
+        mine, theirs = (slowest_rank(list(step_times(peer, batch, steps, warm_up))) for peer in (auto, other))
         yield mine, theirs
         best, spent_s = min(best, theirs / mine), spent_s + (mine + theirs) * (steps + 1)
         if best > LOST or (number and (best > AHEAD or spent_s > PLAN_S)):

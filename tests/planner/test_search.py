@@ -15,6 +15,7 @@ from shoal.core.plan import Choice
 from shoal.planner.explain import explain
 from shoal.planner.options import LEAST_CUT_BYTES
 from shoal.planner.search import BUCKET_BYTES, CUT_WORTH, LANES, OWNED_WORTH, search
+from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 
 NET = model(
@@ -41,6 +42,25 @@ def test_where_traffic_hides_anyway_nothing_is_changed() -> None:
     net = model(linear("fc", 0.1, 4096, 4096, rows=8), layer("conv", 2.0, 1000), optimizer_s=0.0)
     plan = search(net, cluster(4, 1e10))
     assert set(strategies_of(plan.choices).values()) == {"replicate"}
+
+
+def test_a_wide_layer_is_cut_as_a_pair_with_the_small_one_behind_it() -> None:
+    small = replace(linear("small", 0.1, 4096, 10, rows=32), fed_by="wide")
+    wide = replace(linear("wide", 0.2, 1024, 4096, rows=32), feeds="small")
+    assert small.nbytes < LEAST_CUT_BYTES
+    plan = search(model(small, wide, forward_s=0.01, backward_s=0.2, optimizer_s=0.0), cluster(4, 1e8))
+    assert strategies_of(plan.choices) == {"small": "row_pair", "wide": "column_pair"}
+
+
+@pytest.mark.parametrize(("fixed_s", "chunks"), [(0.0, 8), (1.0, 1)])
+def test_rows_come_in_chunks_where_each_has_a_product_to_hide_under(fixed_s: float, chunks: int) -> None:
+    """A product takes a second: all of it as long however few rows there are, or none of it."""
+    cut = linear("cut", 1.0, 8192, 8192, rows=256, product_s=1.0)
+    cut = replace(cut, forward_s=1.0, product_fixed_s=fixed_s, product_s_per_row=(1.0 - fixed_s) / 256)
+    net = model(cut, layer("conv", 2.0, 1))
+    plan = plan_for(net, cluster(4, 1e7), pins={"cut": "column"})
+    assert plan.chunks == chunks
+    assert plan.predicted_s <= search(net, cluster(4, 1e7), pins={"cut": "column"}).predicted_s
 
 
 def test_owners_share_an_update_that_takes_long() -> None:
