@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import shoal.launch
-from shoal.core.contracts import Launcher
 from shoal.core.errors import UsageError
-from shoal.core.job import Job
+from shoal.core.job import Job, Launcher
 from shoal.core.registry import found, named
 
 # Each rank says where it stands, and leaves a process behind that has moved to a session of its own.

@@ -16,6 +16,7 @@ from shoal.core.contracts import Bucket, Exchange, Pending
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link, Topology
 from shoal.core.pieces import cut
+from shoal.exchange.direct import Direct
 from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
 
 LINK = Link(ShapedComm.latency_s, ShapedComm.bytes_per_s)
@@ -126,7 +127,7 @@ def test_a_move_of_the_main_thread_is_priced_without_what_is_computed_between() 
     """What else the machine does adds to it, but not always."""
     found = []
     for _ in range(8):
-        first, second = run(2, lambda comm: probe_moves(comm, LINK, ShapedComm.of(comm.channel("lane"))))
+        first, second = run(2, lambda comm: probe_moves(comm, LINK, Direct(), lane=ShapedComm.of(comm.channel("lane"))))
         assert first == second
         found.append(first.wall)
         if first.wall.round_s == pytest.approx(LINK.latency_s, rel=0.5):
@@ -149,7 +150,7 @@ class Late(ShapedComm):
 
 @pytest.mark.usefixtures("between")
 def test_a_move_waits_for_whoever_comes_last() -> None:
-    first, _ = run(2, lambda comm: probe_moves(comm, LINK, Late.of(comm.channel("lane"))))
+    first, _ = run(2, lambda comm: probe_moves(comm, LINK, Direct(), lane=Late.of(comm.channel("lane"))))
     assert first.wall.round_s > Late.late_s / 2
 
 

@@ -1,10 +1,10 @@
-"""The five contracts that the rest of Shoal is made of. Each is abstract; what stands below it is final.
+"""The contracts that the rest of Shoal is made of. Each is abstract; what stands below it is final.
 
 Comm      point-to-point and collectives among ranks: the only door to the network
 Exchange  how the sum of one bucket gets to every rank, and the bytes that takes
 Strategy  how one site (a layer, or a bucket of layers) is served, what it costs, and whom it refuses
 Transfer  what a strategy hands to the engine: something to send once in every backward
-Launcher  how a command gets to run once a rank
+Launcher  how a command gets to run once a rank (core/job.py)
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost, Traffic
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.core.job import Job, Result
 from shoal.core.pieces import Piece, cut, cut_sizes
 from shoal.core.placement import Owner
 from shoal.core.trace import MAIN, Recorder
@@ -392,17 +391,3 @@ class Strategy(ABC):
     def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
         """Rows K a rank above which all-reduce would send fewer bytes; None where that does not depend on K."""
         return None
-
-
-class Launcher(ABC):
-    """Runs one command once a rank."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def missing(self) -> str | None:
-        """What this machine lacks for it, or None."""
-
-    @abstractmethod
-    def launch(self, job: Job) -> Result:
-        """Run the job to its end; nothing of it is left running afterwards, whatever happens."""

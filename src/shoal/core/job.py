@@ -1,9 +1,11 @@
-"""What a launcher is asked to run, and what came of it."""
+"""What a launcher is asked to run, what came of it, and the contract of launchers."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,17 @@ class Result:
     def exit_code(self) -> int:
         """The first failing rank's exit code, or 0."""
         return 0 if self.first_failure is None else self.exit_codes[self.first_failure]
+
+
+class Launcher(ABC):
+    """Runs one command once a rank."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """What this machine lacks for it, or None."""
+
+    @abstractmethod
+    def launch(self, job: Job) -> Result:
+        """Run the job to its end; nothing of it is left running afterwards, whatever happens."""

@@ -25,9 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, final
 
-from shoal.core.contracts import Launcher
 from shoal.core.errors import LabError
-from shoal.core.job import Job, Result
+from shoal.core.job import Job, Launcher, Result
 from shoal.launch.namespaces import attempt, claim, execute, inside, name_hosts, sweep, take_down
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
 from shoal.launch.rendezvous import new_store, variables

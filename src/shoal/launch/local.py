@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import ClassVar, final
 
-from shoal.core.contracts import Launcher
-from shoal.core.job import Job, Result
+from shoal.core.job import Job, Launcher, Result
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
 from shoal.launch.rendezvous import new_store, variables
 

@@ -13,8 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar, final
 
-from shoal.core.contracts import Launcher
-from shoal.core.job import Job, Result
+from shoal.core.job import Job, Launcher, Result
 from shoal.launch.processes import DIE_WITH_PARENT, Command, Interrupts, check, environment, missing_tools, run
 
 # Runs a rank and leaves its exit code in the file $SHOAL_EXITS/$RANK. Torchrun's SIGTERM reaches the whole group: the

@@ -24,7 +24,6 @@ from torch import Tensor
 from shoal.core.contracts import Bucket, Comm, Exchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link
-from shoal.exchange.direct import Direct
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
@@ -89,7 +88,7 @@ def probe_paces(
         return {name: pace(exchange) for name, exchange in exchanges.items()}
 
 
-def probe_moves(comm: Comm, link: Link, lane: Comm, *, sharing: int = 1) -> Pace:
+def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing: int = 1) -> Pace:
     """Measure what main threads wait for: rows from every rank to every other, one move at a time, between computing.
 
     Ranks that share cores come to a move one after the other, about a time slice of the kernel's apart, and wait for
@@ -98,11 +97,12 @@ def probe_moves(comm: Comm, link: Link, lane: Comm, *, sharing: int = 1) -> Pace
     Args:
         comm: the ranks, all of which call this at once.
         link: what `probe_link` measured.
+        direct: the exchange in each of whose halves every rank sends to every other.
         lane: the channel to move them on.
         sharing: how many of the ranks run on this rank's machine.
     """
-    direct, matrix = Direct(), torch.full((_COMPUTED, _COMPUTED), 0.5)
-    product, flat = torch.empty_like(matrix), torch.zeros(_SMALL // 4)
+    matrix, flat = torch.full((_COMPUTED, _COMPUTED), 0.5), torch.zeros(_SMALL // 4)
+    product = torch.empty_like(matrix)
     pace = probe_paces(comm, link, {"moves": direct}, lanes=[lane], sharing=sharing)["moves"]
 
     def seconds(times: int, halves: Sequence[Callable[[Tensor, Comm], None]]) -> float:

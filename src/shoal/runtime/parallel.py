@@ -247,7 +247,7 @@ def measured_cluster(session: Session) -> Cluster:
             every = {name: kind() for name, kind in found(exchanges, Exchange).items()}
             usable = {name: each for name, each in every.items() if each.exact and each.fits(comm.topology)}
             paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
-            moves = probe_moves(comm, link, lanes[0], sharing=sharing)
+            moves = probe_moves(comm, link, every["direct"], lane=lanes[0], sharing=sharing)
             for lane in lanes:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
