@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.comm import boundary
-from shoal.comm.boundary import Crossing, Rows
+from shoal.comm.boundary import Move, Rows
 from shoal.comm.threads import ThreadComm, run
 from shoal.runtime.session import using
 
@@ -140,9 +140,9 @@ def test_each_product_is_made_while_others_are_on_their_way(monkeypatch: pytest.
 
         return move
 
-    def enter(rows: Rows) -> Crossing:
+    def enter(rows: Rows) -> Move:
         number = chunks.index(rows)
-        return Crossing(moving("row", number), moving("gradient", number), 1.0)
+        return Move(moving("row", number), moving("gradient", number), 1.0)
 
     linear = F.linear
     monkeypatch.setattr(boundary.F, "linear", lambda *args: events.append("product") or linear(*args))

@@ -38,15 +38,15 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
 
 _Coming = Callable[[], Tensor]  # waits for what was sent
-_Move = Callable[[Tensor], _Coming]
+_Way = Callable[[Tensor], _Coming]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Move:
     """A move and its transpose; both are started by one call, and waited for by another."""
 
-    there: _Move
-    back: _Move
+    there: _Way
+    back: _Way
     scale: float
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -62,21 +62,21 @@ class Rows:
     comm: Comm
     counts: tuple[int, ...]
 
-    def gathered(self, scale: float) -> Crossing:
+    def gathered(self, scale: float) -> Move:
         """Every rank's rows, in rank order, on every rank."""
-        return Crossing(self._gather, self._sum, scale)
+        return Move(self._gather, self._sum, scale)
 
     def summed(self, x: Tensor, scale: float) -> Tensor:
         """This rank's rows of the sum over ranks, added up in rank order."""
-        return Crossing(self._sum, self._gather, scale)(x)
+        return Move(self._sum, self._gather, scale)(x)
 
-    def to_columns(self, widths: Sequence[int], scale: float) -> Crossing:
+    def to_columns(self, widths: Sequence[int], scale: float) -> Move:
         """All ranks' rows, of the columns that are this rank's."""
-        return Crossing(lambda t: self._to_columns(t, widths), lambda t: self._to_rows(t, widths), scale)
+        return Move(lambda t: self._to_columns(t, widths), lambda t: self._to_rows(t, widths), scale)
 
     def to_rows(self, x: Tensor, widths: Sequence[int], scale: float) -> Tensor:
         """This rank's rows, of all columns."""
-        return Crossing(lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale)(x)
+        return Move(lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale)(x)
 
     def chunks(self, number: int) -> list[Rows]:
         """So many parts of them, each with a part of every rank's rows; fewer where a rank has not as many."""
@@ -119,7 +119,7 @@ def _come(finish: Callable[[], None], landed: T) -> T:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Rows], enter: Callable[[Rows], Crossing]
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Rows], enter: Callable[[Rows], Move]
 ) -> Tensor:
     """`F.linear` of what x becomes where it crosses, chunk by chunk.
 
@@ -164,20 +164,20 @@ def dealt(x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], s
         finish = comm.start_all_to_all(landed.split(list(come)), rows.contiguous().split(list(out)))
         return lambda: _come(finish, landed)
 
-    return Crossing(lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale)(x)
+    return Move(lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale)(x)
 
 
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
-        ctx.crossing = crossing
-        return crossing.there(x)()
+    def forward(ctx: Any, x: Tensor, move: Move) -> Tensor:
+        ctx.move = move
+        return move.there(x)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         refuse_second_derivative()
-        back = ctx.crossing.back(grad)()
-        return back if ctx.crossing.scale == 1.0 else back.mul_(ctx.crossing.scale), None
+        back = ctx.move.back(grad)()
+        return back if ctx.move.scale == 1.0 else back.mul_(ctx.move.scale), None
 
 
 class _Linear(torch.autograd.Function):
@@ -188,12 +188,12 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         rows: Sequence[Rows],
-        enter: Callable[[Rows], Crossing],
+        enter: Callable[[Rows], Move],
     ) -> Tensor:
-        ctx.crossings, ctx.sizes = [enter(chunk) for chunk in rows], [sum(chunk.counts) for chunk in rows]
+        ctx.moves, ctx.sizes = [enter(chunk) for chunk in rows], [sum(chunk.counts) for chunk in rows]
         ctx.order = _in_rank_order(rows).to(x.device) if len(rows) > 1 else None
         parts = x.split([chunk.mine for chunk in rows])
-        coming = [crossing.there(part) for crossing, part in zip(ctx.crossings, parts, strict=True)]
+        coming = [move.there(part) for move, part in zip(ctx.moves, parts, strict=True)]
         inside, products = [], []
         try:
             whole, added = _cast(weight), None if bias is None else _cast(bias)
@@ -225,8 +225,8 @@ def _gradients(
     coming = []
     if weight is not None:
         whole = weight.to(grad.dtype).conj()
-        for crossing, part in zip(ctx.crossings, grad.split(ctx.sizes), strict=True):
-            coming.append(crossing.back((part @ whole).to(ctx.x_dtype)))
+        for move, part in zip(ctx.moves, grad.split(ctx.sizes), strict=True):
+            coming.append(move.back((part @ whole).to(ctx.x_dtype)))
     try:
         if inside is not None:
             dweight = _weight_gradient(grad, inside, ctx.weight_dtype)
@@ -235,7 +235,7 @@ def _gradients(
     finally:
         back = [come() for come in coming]
     if back:
-        dx = _joined(back).mul_(ctx.crossings[0].scale)
+        dx = _joined(back).mul_(ctx.moves[0].scale)
     return dx, dweight, dbias
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.boundary import Crossing, Rows, call_of, linear, rows_of_all
+from shoal.comm.boundary import Move, Rows, call_of, linear, rows_of_all
 from shoal.comm.cut_output import CutOutput
 from shoal.core.contracts import Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost, Traffic, total
@@ -45,7 +45,7 @@ class CutStrategy(Strategy):
     takes_parts: ClassVar[bool] = False  # what it is called with is cut already, as its weight is
 
     @abstractmethod
-    def enter(self, rows: Rows, widths: Sequence[int]) -> Crossing:
+    def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
         """How rows come to the weight's parts."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class ByOutputs(CutStrategy):
             )
         return reason
 
-    def enter(self, rows: Rows, widths: Sequence[int]) -> Crossing:
+    def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
         return rows.gathered(scale=len(widths))
 
     def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -196,20 +196,20 @@ class _Parts:
             rows, inside = rows_of_all(self._comm, len(flat), call_of(self._name) + form), None
         with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
             if inside is not None:
-                product = F.linear(inside, self.weight, self._whole_bias())
+                product = F.linear(inside, self.weight, self._added_bias())
             elif self._is_linear:
-                product = linear(flat, self.weight, self._whole_bias(), rows.chunks(self._chunks), self._enter)
+                product = linear(flat, self.weight, self._added_bias(), rows.chunks(self._chunks), self._enter)
             else:
                 product = forward(self._enter(rows)(flat).view(-1, *row))
         place = product.shape[2:]  # of an output, in a convolution
         widths = [width * place.numel() for width in self._widths]
         return self._strategy.leave(product.flatten(1), rows, widths, (*ahead, self._outputs, *place))
 
-    def _enter(self, rows: Rows) -> Crossing:
+    def _enter(self, rows: Rows) -> Move:
         return self._strategy.enter(rows, self._widths)
 
-    def _whole_bias(self) -> Tensor | None:
-        """This rank's bias; where it is not the weight's dimension that is cut, with zeros for other ranks'."""
+    def _added_bias(self) -> Tensor | None:
+        """What this rank adds to its product: its bias, with zeros for other ranks' where all outputs are summed."""
         if self.bias is None or not self._strategy.dim:
             return self.bias
         start, stop = self._mine

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.comm.boundary import Crossing, Rows
+from shoal.comm.boundary import Move, Rows
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.cutting import CutStrategy, counts, move, refused
@@ -30,7 +30,7 @@ class Row(CutStrategy):
             return f"it serves nn.Linear, and this is a {layer.kind}"
         return refused(layer, layer.inputs, "inputs", cluster)
 
-    def enter(self, rows: Rows, widths: Sequence[int]) -> Crossing:
+    def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
         return rows.to_columns(widths, scale=len(widths))
 
     def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
