@@ -63,7 +63,7 @@ def peer(way: str, plain: bool, rows: int) -> tuple[Peer, tuple[torch.Tensor, to
     plan = Plan(RANKS, model_digest(made.model), choices, bucket_bytes=4 << 20, lanes=3)
     running, session = attach(current(), made.model, made.loss, [made.optimizer], plan), current()
     made.loss = running.loss_fn
-    session.attached[made.model] = Attached(running.engine, running.weigher, plan, None, None, running.owned)  # type: ignore[arg-type]
+    session.attached[made.model] = Attached(running.engine, plan, None, None, running.owned)  # type: ignore[arg-type]
     return made, batch
 
 

@@ -50,12 +50,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 RECIPES = ("digits", "arcface", "gpt", "resnet18", "resnet50", "alexnet")
 RATES = ("100mbit", "1gbit", "none")
-RANKS, ROUNDS, TURN_S, PLAN_S = (
-    4,
-    4,
-    3.0,
-    60.0,
-)  # seconds of a turn, of one step at least; of all turns, of two at least
+RANKS, ROUNDS = 4, 4
+TURN_S, PLAN_S = 3.0, 60.0  # seconds of a turn, of one step at least; of all turns of a plan, of two at least
 LOST, AHEAD = 1.15, 0.95  # times the auto plan's step: of a plan that is out of the race, and of one that may win it
 WHOLE = ("replicate", "sliced", "factor")
 HOPELESS = 4.0  # times the auto plan's predicted step: of a plan that is not run
@@ -119,9 +115,7 @@ def contender(work: Workload, plan: Plan, auto: Attached) -> Peer:
     session, peer = current(), Peer("shoal", seeded(work), work)
     running = attach(session, peer.model, peer.loss, [peer.optimizer], plan)
     peer.loss = running.loss_fn
-    session.attached[peer.model] = replace(
-        auto, engine=running.engine, weigher=running.weigher, plan=plan, owned=running.owned
-    )
+    session.attached[peer.model] = replace(auto, engine=running.engine, plan=plan, owned=running.owned)
     return peer
 
 

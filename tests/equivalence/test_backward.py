@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -35,6 +38,63 @@ def test_accumulation(way, uneven, set_to_none):
 
     training = Training(model=built(mlp), batches=features(7, 3, steps=9), optimizer=adamw, loop=loop)
     assert_same(training, 3, way, uneven=uneven)
+
+
+def accumulated(model, loss_fn, optimizer, batches, between=lambda model, optimizer: None, reuse=False):
+    """Two batches a step, the first of which is kept on its rank, where there is an `accumulate`."""
+    held = torch.empty_like(batches[0][0])
+    for (x, y), (other_x, other_y) in pairwise(batches):
+        optimizer.zero_grad()
+        with optimizer.accumulate() if hasattr(optimizer, "accumulate") else nullcontext():
+            loss_fn(model(held.copy_(x) if reuse else x), y).backward()
+            between(model, optimizer)
+        loss_fn(model(held.copy_(other_x) if reuse else other_x), other_y).backward()
+        optimizer.step()
+
+
+@WAY
+def test_an_input_that_is_filled_anew_while_gradients_are_kept(way):
+    loop = partial(accumulated, reuse=True)
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # zeroed where it was seen, in a part of its rows
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("way", ["replicate", "factor", *CUTS])  # owners refuse a look at what is kept
+def test_kept_gradients_that_are_dropped(way, set_to_none):
+    loop = partial(accumulated, between=lambda model, optimizer: optimizer.zero_grad(set_to_none=set_to_none))
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
+
+
+def test_kept_factors_whose_gradient_is_changed_are_refused():
+    def change(model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad + 1.0
+
+    with pytest.raises(UsageError, match="a gradient was changed of which a part is kept"):
+        loop = partial(accumulated, between=change)
+        Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, "factor")
+
+
+class Phases(nn.Module):
+    """A layer of complex numbers between real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.turn, self.last = nn.Linear(7, 5), nn.Linear(5, 5, dtype=torch.complex128), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.turn(torch.polar(self.first(x).exp(), self.first(x))).abs())
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced", "factor", *CUTS])
+def test_complex_numbers(way):
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(7)
+        model = Phases()
+    for layer in (model.first, model.last):
+        layer.double()
+    assert_same(Training(model=model, batches=features(7, 3)), 3, way)
 
 
 @WAY
@@ -236,6 +296,15 @@ def test_penalty_on_parameters(way):
 def test_penalty_on_parameters_is_refused_under_factor():
     with pytest.raises(UsageError, match='pin the layer to "replicate"'):
         Training(model=built(mlp), batches=features(7, 3), loop=decayed).on_ranks(2, "factor")
+
+
+@WAY
+def test_gradients_with_a_history_are_refused(way):
+    def loop(model, loss_fn, optimizer, batches):
+        loss_fn(model(batches[0][0]), batches[0][1]).backward(create_graph=True)
+
+    with pytest.raises(UsageError, match=r"create_graph=True|differentiated"):
+        Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
 
 
 @WAY

@@ -311,6 +311,17 @@ def test_the_gradient_of_a_table_after_it_was_changed(change, set_to_none):
     assert_same(Training(model=built(Fields), batches=fields(4), loop=loop), 3, "embedding")
 
 
+def test_a_penalty_on_a_table_before_another_backward():
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            (loss_fn(model(x), y) + 0.1 * model.table.weight.square().sum()).backward()
+            loss_fn(model(x.flip(1)), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(Fields), batches=fields(4), loop=loop), 3, "embedding")
+
+
 def test_an_id_beyond_the_table_is_refused():
     def loop(model, loss_fn, optimizer, batches):
         model(batches[0][0] + 11)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import pytest
@@ -23,6 +24,7 @@ from one_process import (
     integers,
     numbers,
     on_threads,
+    plain,
     rows_of,
     servers_of,
     sgd,
@@ -82,6 +84,27 @@ def test_convolution_and_batch_norm(way, layout):
         (numbers(12, 2, 7, 7, seed=s).contiguous(memory_format=layout), integers(3, 12, seed=s)) for s in range(5)
     ]
     assert_same(Training(model=model, batches=batches), 3, way, uneven=True)
+
+
+def fused(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["unseen", "clipped by torch"])
+@pytest.mark.parametrize("layout", FORMATS, ids=str)
+@WAY
+def test_a_fused_optimizer_takes_strides_for_granted(way, layout, looks):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            if looks:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+    model = built(Convolved).train().to(memory_format=layout)
+    batches = [(numbers(12, 2, 7, 7, seed=s), integers(3, 12, seed=s)) for s in range(5)]
+    assert_same(Training(model=model, batches=batches, optimizer=fused, loop=loop), 3, way)
 
 
 class Gan(nn.Module):
@@ -391,3 +414,25 @@ def test_hooks_of_the_users_own(way):
             optimizer.step()
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
+
+
+def test_models_one_after_another_leave_no_threads():
+    """As in cross-validation; rank 0 keeps the second model longer than the others do."""
+
+    models = [[built(mlp) for _ in range(4)] for _ in range(2)]
+
+    def work(comm):
+        kept = []
+        with using(comm, cluster_of(2)) as session:
+            for fold in range(4):
+                model, mine = models[comm.rank].pop(), [rows_of(batch, comm.rank, 2) for batch in features(7, 3)]
+                optimizer = sgd(model.parameters())
+                shoal.parallelize(model, F.cross_entropy, optimizer, sample=mine[0], pins={"*": "sliced"})
+                plain(model, F.cross_entropy, optimizer, mine)
+                if fold == 1 and comm.rank == 0:
+                    kept.append(model)
+                del model, optimizer
+                gc.collect()
+            return set(session.threads), len(kept)
+
+    assert on_threads(2, work) == [({1, 3}, 1), ({1, 3}, 0)]

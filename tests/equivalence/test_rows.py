@@ -94,6 +94,22 @@ def test_a_rank_all_of_whose_targets_are_ignored(way):
     assert_same(Training(model=built(Tagger), batches=batches, loss_fn=token_loss, count=counted), 3, way)
 
 
+@pytest.mark.parametrize("loss", ["token", "smooth"])
+@pytest.mark.parametrize("count", [None, counted])
+def test_a_rank_all_of_whose_targets_are_ignored_by_a_head(count, loss):
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        smooth = 0.1 if loss == "smooth" else 0.0
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), label_smoothing=smooth)
+
+    batches = tokens(nothing_in_rows=slice(0, 4))
+    training = Training(model=built(Tagger), batches=batches, loss_fn=loss_fn, count=count)
+    if count is not None:
+        assert_same(training, 3, "head")
+    else:  # its loss is 0 ÷ 0, its gradients are zero, as torch has them
+        states = training.on_ranks(3, "head")
+        assert all(value.isfinite().all() for its in states for value in its.values())
+
+
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_accumulated_batches_each_of_other_counts(way):
     def loop(model, loss_fn, optimizer, batches):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -619,6 +620,86 @@ def test_sequences_of_other_lengths_on_every_worker() -> None:
         together(built(Tokens), loop, workers=4, tail=2, given=tokens(), pins={"table": "replicate", "ends.*": "stage"})
 
 
+class Summed(nn.Module):
+    """Adds up what it makes of each token; zeros add nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.head(x)).sum(1)
+
+
+class Trimmed(nn.Module):
+    """Cuts its rows to their longest, so that a worker's micro-batches are of several shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, WIDTH, padding_idx=0)
+        self.ends = nn.ModuleDict({"sum": Summed()})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.ends["sum"](self.table(ids[:, : int((ids > 0).sum(1).max())]))
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_micro_batches_of_several_lengths_keep_their_order(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.planner.sharing._predicted", lambda plan: plan.joined != joined)
+    batches = []
+    for seed in range(5):
+        ids = 1 + integers(10, 12, 6, seed=seed)
+        lengths = [2, 2, 6, 6, 2, 2, 6, 6, 6, 2, 6, 2] if seed else [6] * 12
+        batches.append(
+            (ids.masked_fill(torch.arange(6) >= torch.tensor(lengths)[:, None], 0), integers(5, 12, seed=seed))
+        )
+    pins = {"table": "replicate", "ends.*": "stage"}
+    assert_same(built(Trimmed), workers=2, given=batches, pins=pins, micro_batches=3)
+
+
+def two_optimizers(parameters: Any) -> Any:
+    """Of the body, and of the end."""
+    every = list(parameters)
+    return [sgd(every[:4]), sgd(every[4:])]
+
+
+def each_clipped_by_itself(model: Any, loss_fn: Any, optimizers: Any, its: list[Batch]) -> None:
+    for x, y in its:
+        model.zero_grad()
+        loss_fn(model(x), y).backward()
+        for each in optimizers:
+            (each.clip_grad_norm_ if hasattr(each, "clip_grad_norm_") else partial(clip_of, each))(0.05)
+            each.step()
+
+
+@pytest.mark.parametrize("tail", [1, 2])
+def test_an_optimizer_that_has_nothing_at_the_end(tail: int) -> None:
+    assert_same(built(Net), each_clipped_by_itself, optimizer=two_optimizers, tail=tail)
+
+
+def test_a_frozen_model_is_evaluated_with_gradients_switched_on() -> None:
+    def loop(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+        plain(model, loss_fn, optimizer, its[:1])
+        model.requires_grad_(False)
+        output = model(its[1][0])
+        assert output.argmax(1).shape == its[1][1].shape and loss_fn(output, its[1][1]).isfinite()
+        model.requires_grad_(True)
+        plain(model, loss_fn, optimizer, its[1:])
+
+    assert_same(built(Net), loop)
+
+
+def test_a_second_model_is_planned_without_tail_hosts() -> None:
+    def loop(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> list[bool]:
+        other = built(Net)
+        shoal.parallelize(other, loss_fn, sgd(other.parameters()), sample=its[0])
+        attached = current().attached
+        return [any(layer.tail for layer in attached[each].profile.layers) for each in (model, other)]
+
+    _, offered = together(built(Net), loop)
+    assert offered == [[True, False]] * 3
+
+
 def test_a_scaler_and_a_fused_optimizer() -> None:
     def loop(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
         scaled(model, loss_fn, optimizer, its[:3])
@@ -765,13 +846,19 @@ class Learning(nn.Module):
         return F.cross_entropy(output * self.scale, target)
 
 
+SCALE = nn.Parameter(torch.ones((), dtype=torch.float64))
 CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "not the end": (Net, {"pins": {"body.*": "stage"}}, "no module that has it puts out what the model returns"),
     "half of it": (Net, {"pins": {"tail.1": "stage", "tail.3": "replicate"}}, "stage serves layer tail.1 only beside"),
     "something behind it": (Halved, {}, "no module that has it puts out what the model returns"),
     "buffers": (Normed, {}, "has buffers"),
     "tied": (Tied, {}, "tied to"),
-    "a loss that learns": (Net, {"loss_fn": Learning()}, "the loss reads parameters itself"),
+    "a loss that learns": (Net, {"loss_fn": Learning()}, "the loss has a trainable parameter that is not the model's"),
+    "a loss that reads a parameter": (
+        Net,
+        {"loss_fn": lambda output, target: F.cross_entropy(output * SCALE, target)},
+        "the loss reads parameters itself",
+    ),
     "changed by micro-batches": (Turned, {}, "micro_batches=1 does not cut the batch"),
     "normalised in batches": (NormedBody, {}, "micro_batches=1 does not cut the batch"),
     "hooks": (Hooked, {}, "has hooks"),

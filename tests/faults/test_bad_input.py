@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,26 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+_SCRIPTING = threading.Lock()  # TorchScript's registry of classes is the process's: ranks that are threads take turns
+
+
+def partly_scripted(whole: Any) -> nn.Module:
+    with _SCRIPTING:
+        whole.hidden = torch.jit.script(whole.hidden)
+    return whole
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output * self.scale, target)
+
+
 PLAN = shoal.Plan(
     ranks=RANKS,
     model=model_digest(model()),
@@ -60,6 +81,19 @@ class Case:
 
 def only(bad_rank: int, bad: Any, good: Any) -> Callable[[int], Any]:
     return lambda rank: bad if rank == bad_rank else good
+
+
+def only_one_resumed(bad_rank: int) -> Callable[[int, Any], Any]:
+    def make(rank: int, own: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(own.parameters())
+        if rank == bad_rank:
+            for parameter in own.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        return optimizer
+
+    return make
 
 
 def option(**options: Any) -> Callable[[int], dict[str, Any]]:
@@ -187,6 +221,9 @@ RANKS_THAT_DIFFER = {
         ("rank 1", "'lr': 0.2", "'lr': 0.1"),
         optimizer=lambda rank, model: torch.optim.SGD(model.parameters(), lr=only(1, 0.2, 0.1)(rank)),
     ),
+    "a checkpoint of the optimizer": Case(
+        RanksDiffer, ("rank 1", "state of optimizer 0", "of 6 parameters", "none"), optimizer=only_one_resumed(1)
+    ),
     "the same batch": Case(RanksDiffer, ("same batch", "shoal.shard"), batch=lambda rank: batch(0)),
 }
 
@@ -236,6 +273,10 @@ OTHERS = {
         model=lambda rank: model().requires_grad_(False),
         optimizer=lambda rank, _: sgd(model().parameters()),
     ),
+    "a model in TorchScript": Case(
+        UsageError, ("TorchScript", "module hidden"), model=lambda rank: partly_scripted(model())
+    ),
+    "a loss that learns": Case(UsageError, ("parameter scale of the loss", "None"), loss=lambda rank: Scaled()),
     "a compiled model": Case(
         UsageError, ("compiled already", "block"), model=lambda rank: torch.compile(model(), backend="eager")
     ),
@@ -271,6 +312,7 @@ ALL = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("case", ALL.values(), ids=ALL)
 def test_every_rank_hears_what_is_wrong_before_the_first_step(case: Case) -> None:
     for error in told(case):
@@ -357,3 +399,17 @@ def test_a_gradient_hook_put_on_later_is_refused_where_it_would_see_no_global_gr
 def test_time_outs_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="more than 0 s"):
         shoal.init(**options)  # type: ignore[arg-type]
+
+
+def test_a_parameter_of_two_parallelised_models_is_refused() -> None:
+    def work(comm: ThreadComm) -> str:
+        with using(comm, Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)):
+            body = nn.Linear(6, 6)
+            actor, critic = nn.Sequential(body, nn.Linear(6, 3)), nn.Sequential(body, nn.Linear(6, 3))
+            loss = nn.CrossEntropyLoss()
+            shoal.parallelize(actor, loss, sgd(actor.parameters()), sample=batch(comm.rank))
+            with pytest.raises(UsageError, match="another parallelised model too") as caught:
+                shoal.parallelize(critic, loss, sgd(critic.parameters()), sample=batch(comm.rank))
+            return str(caught.value)
+
+    assert all("parameter 0.weight" in told for told in run(2, work, timeout_s=20))

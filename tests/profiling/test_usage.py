@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from shoal.comm.threads import ThreadComm
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.profiling.layers import profile_model
+from shoal.strategies.sliced import Sliced
 
 
 def reasons(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor] = F.mse_loss) -> dict[str, str]:
@@ -84,6 +87,27 @@ def test_a_custom_function_hides_nothing() -> None:
             return self.b(Product.apply(self.a(x), self.b.weight))
 
     assert reasons(Custom()) == {"a": "", "b": "its weight is read by (model) (Custom) without calling it"}
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_what_is_read_unseen_by_torchs_functions_is_not_for_owners(hidden: bool) -> None:
+    class Native(nn.Linear):
+        """As a layer in C++ is: tensors are unpacked without a word."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction() if hidden else nullcontext():
+                return super().forward(input)
+
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = Native(4, 4)
+
+    profile = profile_model(Mixed(), F.mse_loss, [], (torch.ones(3, 4), torch.ones(3, 4)), ThreadComm())
+    cluster = Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)
+    told = {layer.name: Sliced().refuses(layer, cluster) for layer in profile.layers}
+    assert told["a"] is None
+    assert ("C++" in str(told["b"])) == hidden
 
 
 def test_a_view_taken_before_forward_is_given_away_by_its_gradient() -> None:

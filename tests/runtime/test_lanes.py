@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from weakref import ref
 
 import pytest
+from torch import nn
 
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import WorldError
 from shoal.runtime.lanes import Lane
-from shoal.runtime.session import Session, using
+from shoal.runtime.session import Session, Threads, using
+from shoal.runtime.weights import Weigher
 
 
 def test_an_abandoned_lane_ends_behind_what_it_is_doing() -> None:
@@ -38,11 +41,11 @@ def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm) as session:
             sessions.append(session)
-            session.lanes.append(Lane(comm, "lane"))
+            session.threads[0] = Threads(ref(nn.Identity()), [Lane(comm, "lane")], Weigher(None))
             raise ValueError("a mistake of the script")
 
     with pytest.raises(ValueError, match="a mistake"):
         run(1, work)
-    (lane,) = sessions[0].lanes
+    (lane,) = sessions[0].threads[0].lanes
     lane._thread.join(timeout=5)
     assert not lane._thread.is_alive()

@@ -198,7 +198,7 @@ class CutOutput(Tensor):
         if of_log_probabilities:
             log_sum = torch.zeros_like(picked)
         its = torch.where(kept, of_class[wanted], 0.0)
-        losses = its * (log_sum - picked)
+        losses = torch.where(kept, its * (log_sum - picked), 0.0)  # where none is kept, 0 ÷ 0 stays out of gradients
         if label_smoothing:
             spread = torch.where(kept, of_class.sum() * log_sum - summed, 0.0)
             losses = (1 - label_smoothing) * losses + label_smoothing / classes * spread

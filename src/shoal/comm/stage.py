@@ -112,7 +112,7 @@ class Stage:
     def step(self, number: int, groups: Groups, now: Mapping[str, Any]) -> None:
         """Have optimizer `number` make a step by these groups and attributes."""
         cleared = self.cleared()
-        self.hosts.tell(Ask.STEP, (number, cleared, groups, now) if self.hosts.speaks else None)
+        self.hosts.tell(Ask.STEP, (number, cleared, groups, now) if self.hosts.speaks else None, index=number)
 
     def call(self, what: str, number: int = 0, groups: Groups = (), args: Sequence[Any] = ()) -> Any:
         """Have the tail do one of the rarer things with an optimizer of these groups, and wait for its answer."""

@@ -20,6 +20,7 @@ keys, pulled and pushed).
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from itertools import accumulate
@@ -40,6 +41,7 @@ HEADER = 5  # numbers before each message: what, of which table, whether this wo
 HEADER_BYTES = 8 * HEADER
 ID_BYTES = 8
 VALUES, GRADIENTS = 0, 1  # what is read or written
+_UNDER_WAY = 1024  # messages at most that a worker has sent and that have not gone yet
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
 
 
@@ -69,7 +71,7 @@ class Tables:
         self.workers, self.servers = comm.workers, range(comm.workers, comm.size)
         self.started = self._ended = False
         self.all: list[FarTable] = []
-        self._under_way: list[tuple[Pending, Tensor]] = []  # with what must not change until then
+        self._under_way: deque[tuple[Pending, Tensor]] = deque()  # with what must not change until then
 
     def ask(
         self, server: int, what: Ask, table: int = 0, used: bool = False, *payload: Tensor, rows: int = 0, more: int = 0
@@ -77,6 +79,8 @@ class Tables:
         """Send a server a wish; `settle` waits until all have gone."""
         if self._ended:
             raise UsageError("the session that the model was parallelised in has ended", do="look at tables within it")
+        while len(self._under_way) >= _UNDER_WAY:
+            self._under_way.popleft()[0].wait()
         for tensor in (torch.tensor([what, table, used, rows, more]), *payload):
             self._under_way.append((self.comm.send(tensor, server), tensor))
 

@@ -188,6 +188,7 @@ class LayerProfile:
     own_product_s: float = 0.0  # the product of its own K rows as autograd makes it, in what is new memory in a step
     whole_update: str = ""  # why its optimizer cannot update parts of its parameters by themselves
     joint_update: str = ""  # why not even its parameters, each whole and by itself
+    unread: bool = False  # a parameter gets a gradient, and none of PyTorch's functions was seen to read it: C++ code?
     outside_use: str = ""  # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
     tail: Tail | None = None  # the smallest end of the model that has it,
     no_tail: str = ""  # or why there is none

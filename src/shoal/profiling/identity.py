@@ -11,7 +11,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.core.contracts import Comm
@@ -90,6 +92,12 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
                     do="build the same model on every rank; if its shape depends on data, broadcast that first",
                     rank=rank,
                 )
+
+
+def content(tensor: Tensor) -> Any:
+    """A tensor's bytes, for a digest."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def _form(tensor: Tensor) -> str:

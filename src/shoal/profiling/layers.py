@@ -70,7 +70,7 @@ def profile_model(
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
         by_rows = agreed(comm, lambda: rowwise(checked, layers, comm.size), SampleError)
-        borrowed, seen, tails, step = _measured_step(checked, layers, by_rows, clock, comm, micro_batches)
+        readers, seen, tails, step = _measured_step(checked, layers, by_rows, clock, comm, micro_batches)
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
@@ -79,7 +79,7 @@ def profile_model(
         anew = min(1.0, step.page_faults / known) if known else 1.0  # at most: backward takes other memory too
         _meet(comm)
         update = OptimizerCost.of(optimizers)
-        outside = outside_use(model, layers, borrowed, by_rows)
+        outside = outside_use(model, layers, readers.borrowed, by_rows)
         together = whole_updates(model.parameters(), optimizers)
         fed_by = {taker: feeder for feeder, taker in seen.feeds.items()}
         mine = ModelProfile(
@@ -97,6 +97,7 @@ def profile_model(
                     distinct=seen.distinct.get(layer.name, 0),
                     whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
                     joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
+                    unread=bool(layer.parameters.keys() & step.ready_s.keys() - readers.read),
                     tail=tails.found.get(layer.name),
                     no_tail=tails.reasons.get(layer.name, ""),
                 )
@@ -120,7 +121,7 @@ def _meet(comm: Comm) -> None:
 
 def _measured_step(
     sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm, pieces: int | None
-) -> tuple[dict[str, str], Ends, Tails, Step]:
+) -> tuple[Readers, Ends, Tails, Step]:
     """Warm up, finding borrowed weights, what goes into the loss, and the model's ends; then measure some steps in a
     row, as in training.
 
@@ -131,17 +132,17 @@ def _measured_step(
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
 
-    def warm_up() -> tuple[dict[str, str], Ends, Tails, Step]:
+    def warm_up() -> tuple[Readers, Ends, Tails, Step]:
         with Readers(sample.model, layers).watching() as readers:
             sample.loss()
         tails = Tails.find(sample, layers, pieces) if pieces else Tails({}, {})
-        return readers.borrowed, Ends.of(sample, layers, by_rows), tails, watch_step(sample, layers, clock)
+        return readers, Ends.of(sample, layers, by_rows), tails, watch_step(sample, layers, clock)
 
     def measure() -> Step:
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
-    borrowed, seen, tails, first = agreed(comm, warm_up, SampleError)
+    readers, seen, tails, first = agreed(comm, warm_up, SampleError)
     left_s = _BUDGET_S - (time.perf_counter() - start)
     affordable = min(max(_FEWEST, int(_ENOUGH_S / first.total_s)), int(left_s / first.total_s), _MOST)
     count = max(1, min(comm.gather_objects(affordable)))
@@ -150,7 +151,7 @@ def _measured_step(
     mine = usual(steps)
     ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])
     usual_s, *slowest_s = [max(same) for same in zip(*ranks, strict=True)]
-    return borrowed, seen, tails, mine.times(max(1.0, median(slowest_s) / usual_s))
+    return readers, seen, tails, mine.times(max(1.0, median(slowest_s) / usual_s))
 
 
 def _layer_profile(
@@ -238,6 +239,7 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         ),
         whole_update=_first(layer.whole_update for layer in layers),
         joint_update=_first(layer.joint_update for layer in layers),
+        unread=any(layer.unread for layer in layers),
         outside_use=_first(layer.outside_use for layer in layers),
         rows=max(layer.rows for layer in layers),
         calls=max(layer.calls for layer in layers),

@@ -153,7 +153,9 @@ def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
 
 
 def _close(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    joined = torch.cat(list(parts)) if all(part.dim() for part in parts) else whole.new_empty(0)
+    if len({part.shape[1:] for part in parts if part.dim()}) != 1 or not all(part.dim() for part in parts):
+        return False
+    joined = torch.cat(list(parts))
     return joined.shape == whole.shape and torch.allclose(joined.double(), whole.double(), rtol=_WITHIN, atol=_WITHIN)
 
 

@@ -24,11 +24,12 @@ _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: F.line
 
 
 class Readers(TorchFunctionMode):
-    """While active, notes for each layer the first use of its parameters other than by its own forward."""
+    """While active, notes which parameters are read, and for each layer the first use other than by its own forward."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.borrowed: dict[str, str] = {}
+        self.read: set[str] = set()
         self._model = model
         self._owners = {id(p): (layer, name) for layer in layers for name, p in layer.parameters.items()}
         self._running: list[tuple[str, nn.Module]] = []
@@ -44,6 +45,7 @@ class Readers(TorchFunctionMode):
         return result
 
     def _note(self, func: Callable[..., Any], layer: Layer, parameter: str) -> None:
+        self.read.add(parameter)
         leaf = parameter.rpartition(".")[2]
         reader, module = self._running[-1] if self._running else ("the loss", None)
         if module is None:

@@ -36,7 +36,8 @@ POLL_S = 0.5  # how often who waits looks whether a rank was lost
 T = TypeVar("T")
 _Brought = tuple[Slice, int, Sequence[Any]]  # a worker's gradients, the optimizer's number, and its settings
 _ONE_EACH = (
-    "where workers run ahead of one another, every backward is followed by one step, of one optimizer a parameter"
+    "where workers run ahead of one another, every backward is followed by one step, and a bucket's layers have one "
+    "optimizer"
 )
 
 

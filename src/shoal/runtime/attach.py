@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,7 +32,7 @@ from shoal.runtime.optimizer import OwnedOptimizer, extend
 from shoal.runtime.orders import check_sendable
 from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.servers import ServedSite
-from shoal.runtime.session import Session
+from shoal.runtime.session import Session, Threads
 from shoal.runtime.tables import TableForm
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
@@ -43,7 +44,6 @@ class Running:
     """What runs a model that has been rewritten."""
 
     engine: Engine
-    weigher: Weigher
     owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
     loss_fn: Callable[..., Any] | None  # to use from now on
 
@@ -61,9 +61,10 @@ def attach(
     weighs: bool = True,
 ) -> Running:
     """Rewrite a model for a plan, on every rank of the session alike; `weighs` says whether uneven rows are weighed."""
+    session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
     servers = len(session.servers.hosts) if session.servers else 0
-    boundary = comm.channel(f"model{len(session.attached)}-boundary") if cuts(plan) else None
+    boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
     tables = _open_tables(session, model, plan, optimizers)
     transfers = apply(model, plan, comm, servers, buckets, boundary, tables, stage)
     engine, weigher, owners = _started(session, model, plan, transfers, optimizers, buckets, weighs)
@@ -76,7 +77,7 @@ def attach(
         loss_fn = loss_at_tail(loss_fn)
     extended = [extend(each, engine, owners, number, tables, stage) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
-    return Running(engine, weigher, owned, watch(model, loss_fn, count, engine, weigher, owners))
+    return Running(engine, owned, watch(model, loss_fn, count, engine, weigher, owners))
 
 
 def _started(
@@ -89,14 +90,15 @@ def _started(
     weighs: bool,
 ) -> tuple[Engine, Weigher, Owners | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
-    comm, prefix = session.comm, f"model{len(session.attached)}"
+    comm, prefix = session.comm, f"model{session.models}"
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts") if weighs and plan.staleness == 0 else None)
     number, server_lanes = _open_servers(session, model, plan, served, optimizers)
     engine = Engine(transfers, lanes, server_lanes, buckets)
-    session.lanes += engine.lanes
+    session.threads[session.models] = Threads(ref(model), engine.lanes, weigher)
+    session.models += 1
     tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
     engine.began = partial(tell, "exchange")
     return engine, weigher, Owners(engine, owned, comm.rank, tell) if owned else None

@@ -20,6 +20,9 @@ _AHEAD = 4  # letters of a worker that are kept
 _POLL_S = 0.5
 
 
+_SUBJECT = {Ask.READ: 2, Ask.WRITE: 2, Ask.ADD: 1, Ask.CALL: 2}  # how much of a content says what it is of
+
+
 @dataclass(frozen=True)
 class Letter:
     """A worker's wish: what, and of which forward and micro-batch, or loss."""
@@ -35,7 +38,16 @@ class Letter:
         """Its name in messages."""
         if self.what == Ask.FORWARD:
             return f"micro-batch {self.index} of forward {self.run}"
-        return f"{self.what.name} of forward {self.run}" if self.run else self.what.name
+        if self.what == Ask.STEP:
+            return f"STEP of optimizer {self.index}"
+        name = " ".join(map(str, (self.what.name, *self.subject)))
+        return f"{name} of forward {self.run}" if self.run else name
+
+    @property
+    def subject(self) -> tuple[Any, ...]:
+        """The parameter, or the number of the optimizer, that it is about, where it is about one."""
+        length = _SUBJECT.get(self.what, 0)
+        return tuple(self.content[:length]) if length else ()
 
 
 @final
@@ -81,7 +93,7 @@ class Letters:
             self._moved.notify_all()
         first, *_ = letters.values()
         for worker, letter in letters.items():
-            if (letter.what, letter.run, letter.index) != (first.what, first.run, first.index):
+            if (letter.key, letter.index) != (first.key, first.index):
                 raise RanksDiffer(
                     f"rank {worker} is at {letter.key} where rank {next(iter(letters))} is at {first.key}",
                     where=f"tail host, rank {self._comm.rank}, after {self._last}",

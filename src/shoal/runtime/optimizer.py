@@ -12,6 +12,7 @@ Guarded by tests/equivalence/test_owners.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,8 @@ def _clip_grad_norm(
     norms = [norm([gradient], norm_type) for gradient in map(local_gradient, whole) if gradient is not None]
     norms += norms_of_parts([p for p in parameters if is_cut(p)], norm_type)
     norms += [each for table in tables.values() for each in table.norms(norm_type)]
-    at_tail = [(each.stage, each.number) for each in served if each.stage is not None]
+    stages = [(each.stage, each.number) for each in served if each.stage is not None]
+    at_tail = [(stage, number) for stage, number in stages if not stage.names.keys().isdisjoint(parameters)]
     for stage, number in at_tail:
         norms.append(stage.call("norm", number, groups_at_tail(stage, optimizer), [norm_type]).double())
     for owners in all_owners:
@@ -149,6 +151,8 @@ def _clip_grad_norm(
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is not finite: {float(total)}")
+    if max_norm == math.inf:  # a norm that is only asked for leaves gradients alone, also such as are not finite
+        return total.to(parameters[0].device, parameters[0].dtype)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in here:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))

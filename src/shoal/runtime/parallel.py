@@ -116,14 +116,15 @@ def parallelize(
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
     optimizers = listed(optimizer)
-    require_same(comm, asked, given, optimizers)
+    require_same(comm, asked, given, model, optimizers)
     session.optimizers[model] = tuple(optimizers)
     if comm.size == 1:
         for each in optimizers:
             extend(each)
         return model, loss_fn, optimizer
     comm.reached("parallelize: measuring the model")
-    pieces = (given.micro_batches if given else micro_batches) if session.tail else None
+    first = session.tail is not None and session.tail.calls == 1  # whose end may be elsewhere
+    pieces = (given.micro_batches if given else micro_batches) if first else None
     profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
@@ -133,7 +134,7 @@ def parallelize(
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     attached = attach(session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage)
     placed = as_planned(profile, chosen)
-    session.attached[model] = Attached(attached.engine, attached.weigher, chosen, placed, cluster, attached.owned)
+    session.attached[model] = Attached(attached.engine, chosen, placed, cluster, attached.owned)
     return model, attached.loss_fn, optimizer
 
 
@@ -144,6 +145,11 @@ def _open_tail(
     at_tail = {c.layer: c for c in plan.choices if named(all_strategies, Strategy, c.strategy).staged}
     if session.tail is None or not at_tail:
         return None
+    if session.tail.calls > 1:
+        raise PlanError(
+            "tail hosts run the end of the model that is parallelised first",
+            do='parallelise this one first, or leave "stage" out of its plan',
+        )
     tails = [tail for name in at_tail if (tail := profile.layer(name).tail) is not None]
     tail = max(tails, key=lambda each: len(each.layers))
     if set(tail.layers) != set(at_tail):
@@ -152,11 +158,6 @@ def _open_tail(
             got=", ".join(at_tail),
             expected=", ".join(tail.layers),
             do="give all of these to them, or none",
-        )
-    if session.tail.calls > 1:
-        raise PlanError(
-            "tail hosts run the end of the model that is parallelised first",
-            do='parallelise this one first, or leave "stage" out of its strategies',
         )
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}

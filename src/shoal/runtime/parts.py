@@ -72,8 +72,17 @@ class CutOptimizer:
         """Nothing of it is ever this rank's own."""
 
     def open(self) -> None:
-        """Let cut parameters be the parts."""
-        self._open.enter_context(opened(cut_parameters(self._optimizer)))
+        """Let cut parameters be the parts, with gradients that lie as they do, which fused optimizers take for granted.
+
+        A gradient that somebody has looked at is a view of the whole one, and may lie otherwise.
+        """
+        parameters = cut_parameters(self._optimizer)
+        for parameter in parameters:
+            gradient, part = local_gradient(parameter), part_of(parameter)
+            if gradient is not None and gradient.stride() != part.stride():
+                self._open.callback(set_local_gradient, parameter, gradient)
+                set_local_gradient(parameter, torch.empty_like(part).copy_(gradient))
+        self._open.enter_context(opened(parameters))
 
     def close(self) -> None:
         """Let them be wholes again."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -35,7 +37,28 @@ class Pass:
 class Forward:
     """A forward of the model, with the rows of all of this host's workers."""
 
+    of_gradients: bool  # whether a loss may follow
     waiting: list[tuple[Block, Tensor]] = field(default_factory=list)  # for others to be joined with
     passes: list[Pass] = field(default_factory=list)
     whole: dict[int, Tensor] = field(default_factory=dict)  # each worker's output, apart from the tail's graph
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of each worker, by number
+
+    def alike(self) -> list[list[tuple[Block, Tensor]]]:
+        """What waits, in groups that may go through the tail at once; afterwards nothing waits.
+
+        Where a worker's micro-batches are of several shapes each goes by itself, or they would change their order.
+        """
+        forms: dict[int, set[Any]] = {}
+        for block, activation in self.waiting:
+            forms.setdefault(block.worker, set()).add(_form(activation))
+        by_index = any(len(each) > 1 for each in forms.values())
+        groups: dict[Any, list[tuple[Block, Tensor]]] = {}
+        for block, activation in self.waiting:
+            key = block.index if by_index else 0, _form(activation)
+            groups.setdefault(key, []).append((block, activation))
+        self.waiting.clear()
+        return list(groups.values())
+
+
+def _form(activation: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return activation.shape[1:], activation.dtype

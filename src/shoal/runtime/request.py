@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from shoal import strategies as all_strategies
 from shoal.core.buckets import MEMORY
@@ -19,19 +21,12 @@ from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan
 from shoal.core.registry import named
 from shoal.planner.options import known, resolve
-from shoal.profiling.identity import trainable_layers
+from shoal.profiling.identity import content, trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session
 
-_COMPARED = (
-    "model",
-    "bucket_bytes",
-    "lanes",
-    "staleness",
-    "micro_batches",
-    "joined",
-    "chunks",
-)  # of a plan, beside its choices and placement
+# of a plan, beside its choices and placement
+_COMPARED = ("model", "bucket_bytes", "lanes", "staleness", "micro_batches", "joined", "chunks")
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 
@@ -55,7 +50,9 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
     optimizers = listed(optimizer)
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
-    _check_optimizers(optimizers, _check_model(model, session))
+    parameters = _check_model(model, session)
+    _check_loss(loss_fn, parameters)
+    _check_optimizers(optimizers, parameters)
     if asked.memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))
         raise UsageError("there is no such way to use memory", got=repr(asked.memory), expected=expected)
@@ -134,10 +131,36 @@ def _check_model(model: Any, session: Session) -> set[int]:
             raise UsageError(
                 "sparse gradients are not exchanged", where=f"module {name}", do="build it with sparse=False"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                "TorchScript cannot be rewritten",
+                where=f"module {name or '(model)'}",
+                do="give the module that was scripted or traced",
+            )
+    elsewhere = {id(p) for other in session.attached for p in other.parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) in elsewhere:
+            raise UsageError(
+                "a parameter is that of another parallelised model too, and both would exchange its gradient",
+                where=f"parameter {name}",
+                do="parallelise one module that holds both models",
+            )
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not parameters:
         raise UsageError("the model has no trainable parameter", do="unfreeze a layer before parallelize")
     return parameters
+
+
+def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
+    if not isinstance(loss_fn, nn.Module):
+        return
+    for name, parameter in loss_fn.named_parameters():
+        if parameter.requires_grad and id(parameter) not in parameters:
+            raise UsageError(
+                "the loss has a trainable parameter that is not the model's, whose gradient is not exchanged",
+                where=f"parameter {name} of the loss",
+                do="have a module that holds the model and the loss return the loss, and parallelise that with None",
+            )
 
 
 def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None:
@@ -163,7 +186,7 @@ def listed(optimizer: Any) -> list[Optimizer]:
     return listed
 
 
-def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list[Optimizer]) -> None:
+def require_same(comm: Comm, asked: Request, plan: Plan | None, model: nn.Module, optimizers: list[Optimizer]) -> None:
     """Raise RanksDiffer where the ranks ask for different things. Models are compared when they are profiled."""
     chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
     other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
@@ -183,6 +206,7 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list
         "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
         **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
+        **{f"state of optimizer {number}": _state(each, model) for number, each in enumerate(optimizers)},
     }
     first, *others = comm.gather_objects(mine)
     for rank, theirs in enumerate(others, start=1):
@@ -195,6 +219,15 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, optimizers: list
                     do="give the same on every rank",
                     rank=rank,
                 )
+
+
+def _state(optimizer: Optimizer, model: nn.Module) -> str:
+    """A digest of what an optimizer has of a model's parameters, as of a checkpoint that was loaded."""
+    held = [optimizer.state[parameter] for parameter in model.parameters() if optimizer.state.get(parameter)]
+    digest = hashlib.sha256()
+    for leaf in pytree.tree_leaves(held):
+        digest.update(content(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
+    return f"of {len(held)} parameters, digest {digest.hexdigest()[:12]}" if held else "none"
 
 
 def _in_order(placement: Placement) -> str | list[tuple[str, int]]:

@@ -9,12 +9,12 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -48,11 +48,25 @@ class Attached:
     """What runs a parallelised model, and the plan it follows."""
 
     engine: Engine
-    weigher: Weigher
     plan: Plan
     profile: ModelProfile
     cluster: Cluster
     owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
+
+
+@dataclass(frozen=True)
+class Threads:
+    """A parallelised model's, which outlive it until the next one comes."""
+
+    model: ref[nn.Module]
+    lanes: Sequence[Lane]
+    weigher: Weigher
+
+    def close(self) -> None:
+        """End them, after what they have to do, and give back their channels."""
+        for lane in self.lanes:
+            lane.close()
+        self.weigher.close()
 
 
 @dataclass
@@ -63,7 +77,8 @@ class Session:
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
     optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(default_factory=WeakKeyDictionary)
-    lanes: list[Lane] = field(default_factory=list)  # of every model, also of those that are gone
+    threads: dict[int, Threads] = field(default_factory=dict)  # by the number of the model
+    models: int = 0  # that were parallelised, whether they are gone or not
     servers: Servers | None = None
     tail: TailHosts | None = None
     broken: bool = False  # this rank ends for an error
@@ -76,10 +91,22 @@ class Session:
             return World(self.tail.comm.rank, self.tail.comm.workers, host)
         return World(comm.rank, comm.size, host)
 
+    def end_gone(self) -> None:
+        """End the threads of models that are gone on every rank (a collective); servers keep theirs of all."""
+        if self.servers is not None:
+            return
+        gone = {number for number, each in self.threads.items() if each.model() is None}
+        for number in set.intersection(*self.comm.gather_objects(gone)):
+            ended = self.threads.pop(number)
+            for lane in ended.lanes:
+                lane.drain()
+            ended.close()
+
     def drain(self) -> None:
         """Finish what other ranks wait for: parameters that this one has updated and is sending; servers' work."""
-        for lane in self.lanes:
-            lane.drain()
+        for each in self.threads.values():
+            for lane in each.lanes:
+                lane.drain()
         if self.servers is not None:
             self.servers.end()
         if self.tail is not None:
@@ -87,14 +114,14 @@ class Session:
 
     def abandon(self) -> None:
         """Leave what lanes have still to do: this rank ends for an error."""
-        for lane in self.lanes:
-            lane.abandon()
+        for each in self.threads.values():
+            for lane in each.lanes:
+                lane.abandon()
 
     def close(self) -> None:
         """End every parallelised model's threads; what cut layers send over stays, as weights are read later."""
-        for attached in self.attached.values():
-            attached.engine.close()
-            attached.weigher.close()
+        for each in self.threads.values():
+            each.close()
         if self.servers is not None:
             self.servers.close()
 

@@ -108,7 +108,7 @@ class Tail:
             self._set(its_modes)
             oldest = min(letter.oldest for letter in asked.values())
             self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
-            self._forwards[first.run] = Forward()
+            self._forwards[first.run] = Forward(of_gradients)
         run = self._forwards[first.run]
         for worker, letter in asked.items():
             *_, back, _, activation = letter.content
@@ -122,18 +122,15 @@ class Tail:
             like, its = run.passes[0].taken, run.passes[0].blocks[0]  # others may have rows, and all of them are called
             block = Block(self._workers[0], first.index, 0, its.back)
             run.waiting = [(block, like.detach().new_empty(0, *like.shape[1:]))]
-        alike: dict[Any, list[tuple[Block, Tensor]]] = {}
-        for each in run.waiting:
-            alike.setdefault((each[1].shape[1:], each[1].dtype), []).append(each)
-        run.waiting.clear()
-        if len(alike) > 1 and self._hosts > 1:
+        groups = run.alike()
+        if len(groups) > 1 and self._hosts > 1:
             raise UsageError(
                 "tail hosts that share layers take activations of one shape from all workers",
-                got=", ".join(str(tuple(shape)) for shape, _ in alike),
+                got=", ".join(str(tuple(group[0][1].shape[1:])) for group in groups),
                 do="pad batches alike on every worker, or take one tail host",
             )
         with torch.set_grad_enabled(of_gradients), _autocast(autocast):
-            for same in alike.values():
+            for same in groups:
                 blocks, tensors = map(list, zip(*same, strict=True))
                 taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
                 taken.requires_grad_(of_gradients and any(block.back for block in blocks))
@@ -165,8 +162,7 @@ class Tail:
         for worker, letter in asked.items():
             self._answer(worker, self._whole(self._forwards[letter.run], worker).detach())
         number = asked[self._workers[0]].run
-        passes = self._forwards[number].passes
-        if passes and not any(each.put_out.requires_grad for each in passes):
+        if not self._forwards[number].of_gradients:
             del self._forwards[number]  # nothing follows an evaluation
 
     def _loss(self, asked: dict[int, Letter]) -> None:
@@ -357,6 +353,7 @@ def serve_tail(
         assert model is not None and loss_fn is not None  # or no plan would have a stage
         _made(session, hosts, opening.content, model, loss_fn, optimizers).serve(letters)
     letters.finish()
+    session.drain()  # lanes among tail hosts, while the others still answer
     session.close()
 
 

@@ -113,8 +113,9 @@ class _Table:
         if target is None:
             target = self._cleared()
             set_local_gradient(self.weight, target)
+        as_left = target is self._cut.buffer and target._version == self._version
         target.index_add_(0, ids, grad.to(target.dtype))
-        if target is self._cut.buffer:
+        if as_left:
             self._touched.append(ids)
             self._version = target._version
 
@@ -129,6 +130,7 @@ class _Table:
         else:  # somebody has changed it
             buffer.zero_()
         self._touched.clear()
+        self._version = buffer._version
         return buffer
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.core.errors import UsageError
+from shoal.core.pieces import local_gradient
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,18 @@ class _Hook:
     work: Callable[[nn.Parameter], None]
 
     def __call__(self, parameter: nn.Parameter) -> None:
+        gradient = local_gradient(parameter)
+        if gradient is not None and gradient.requires_grad:
+            raise history()
         self.work(parameter)
+
+
+def history() -> UsageError:
+    """The error of a backward whose gradients are to be differentiated again."""
+    return UsageError(
+        "a gradient that is exchanged has no history (create_graph=True)",
+        do="for a penalty on gradients of inputs use torch.autograd.grad(…, inputs, create_graph=True)",
+    )
 
 
 def on_landing(parameter: nn.Parameter, work: Callable[[nn.Parameter], None]) -> RemovableHandle:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.pieces import unlined
 from shoal.strategies.landing import by_kind, on_landing, refuse_hooks, second_gradient
 
 
@@ -64,7 +65,7 @@ class BucketTransfer(Transfer):
         first = self._parameters[0]
         self._flat = torch.zeros(numel + len(self._parameters), dtype=first.dtype, device=first.device)
         pieces = self._flat[:numel].split([p.numel() for p in self._parameters])
-        self._views = [piece.view_as(p) for piece, p in zip(pieces, self._parameters, strict=True)]
+        self._views = [unlined(piece, p) for piece, p in zip(pieces, self._parameters, strict=True)]
         self._flags = self._flat[numel:]
         self._landed: set[int] = set()
         self._packed = False

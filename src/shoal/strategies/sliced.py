@@ -75,6 +75,8 @@ class Sliced(Strategy):
 
 def refused_update(layer: LayerProfile) -> str | None:
     """Why owners cannot update the layer, or None: an optimizer may need whole tensors, and a placement give them."""
+    if layer.unread:
+        return "its parameters are read by C++ code, it seems, which would not wait for those that owners have updated"
     if all(parameter.owner is not None for parameter in layer.parameters):
         return layer.joint_update or None
     if layer.whole_update and not layer.joint_update:

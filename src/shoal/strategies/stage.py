@@ -52,7 +52,9 @@ class Stage(Strategy):
         if not cluster.tail:
             return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
         if layer.tail is None:
-            return layer.no_tail or "nobody has looked whether it is in an end of the model"
+            return (
+                layer.no_tail or "it was profiled for no tail hosts, or is not of the model that is parallelised first"
+            )
         return layer.joint_update or None
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
