@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 
 from shoal.core.errors import UsageError
-from shoal.peers import Peer, Workload, ddp, fsdp2, plain, slowest_rank, step_times, tuned_ddp
+from shoal.peers import Peer, Workload, ddp, fsdp2, plain, ready, slowest_rank, step_times, tuned_ddp
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
 Y = X.sin().sum(1, keepdim=True)
@@ -48,6 +48,12 @@ def one_of_two(rank: int, folder: str) -> None:
         peer = contender(workload(mine))
         torch.testing.assert_close(trained(peer, mine), expected, rtol=1e-10, atol=1e-10, msg=peer.name)
         peer.close()
+    fused = Workload(
+        model, nn.MSELoss(), lambda params: torch.optim.SGD(params, lr=0.1, fused=True), (X[mine], Y[mine])
+    )
+    assert ready("fsdp2", fused).name == "fsdp2, its optimizer not fused", "torch has no rule for it"
+    with pytest.raises(UsageError, match="fsdp2 cannot train this recipe"):
+        ready("fsdp2", Workload(model, nn.MSELoss(), optimizer, (X[mine].float(), Y[mine])))
     work = Workload(lambda: nn.BatchNorm1d(3).double(), nn.MSELoss(), optimizer, (X[mine], X[mine]))
     wrapped, single = ddp(work), plain(work)
     for _ in range(2):

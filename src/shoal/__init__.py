@@ -12,7 +12,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.planner.explain import explain
 from shoal.runtime.memory import Memory, memory
-from shoal.runtime.parallel import parallelize, plan, shard
+from shoal.runtime.parallel import parallelize, plan, plan_of, shard
 from shoal.runtime.session import World, init, world
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "memory",
     "parallelize",
     "plan",
+    "plan_of",
     "shard",
     "world",
 ]

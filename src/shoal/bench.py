@@ -22,7 +22,7 @@ import torch
 
 from shoal.core.errors import UsageError
 from shoal.core.trace import Event
-from shoal.peers import PEERS, Peer, Workload, slowest_rank, step_times
+from shoal.peers import PEERS, Peer, Workload, ready, slowest_rank, step_times
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.report import text
@@ -73,14 +73,20 @@ def bench(
         do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"
         raise UsageError("peers know no servers, and no tail hosts", do=do)
     batch = pair(next(iter(shard(recipe.data()[0]))))
+    _tell("measuring and planning")
     work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
     shoal = _shoal(work, options)
     attached = current().attached[shoal.model]
-    contenders = {"shoal": shoal} | {name: PEERS[name](_seeded(work)) for name in against}
+    contenders = {"shoal": shoal}
+    for name in against:
+        _tell(f"making {name} ready")
+        contenders[name] = ready(name, _seeded(work))
     figures: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         for name, peer in contenders.items():
             figures[name].append(slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1))))
+        steps_s = ", ".join(f"{name} {times[-1] * 1e3:.1f} ms" for name, times in figures.items())
+        _tell(f"round {number} of {rounds}: {steps_s}")
     report = {
         "command": ["shoal", *sys.argv[1:]],
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
@@ -102,6 +108,12 @@ def bench(
     if trace_path:
         _trace(shoal, attached, batch, steps, trace_path)
     return report
+
+
+def _tell(what: str) -> None:
+    """Progress, beside the report: a round over slow links takes minutes."""
+    if current().comm.rank == 0:
+        print(f"bench: {what}", file=sys.stderr, flush=True)
 
 
 def _memory(model: torch.nn.Module) -> dict[str, int]:

@@ -191,7 +191,7 @@ def train(recipe: Recipe, options: PlanOptions, save_plan: Path | None, epochs: 
 @click.option(
     "--cores-per-rank", default=2.0, show_default=True, help="With --ranks: below 2, lanes take compute time."
 )
-@click.option("--save", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
+@click.option("--save", "--save-plan", "save", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 def plan(
     recipe: Recipe,
     options: PlanOptions,

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import ShoalError, UsageError
 
 DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 
@@ -104,18 +104,37 @@ def fsdp2(work: Workload) -> Peer:
     """
     _need_group()
     model = work.model()
-    try:
-        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-        for block in _blocks(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=False)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    except (RuntimeError, NotImplementedError) as error:
-        do = "leave fsdp2 out: shoal bench R --against ddp"
-        raise UsageError("FSDP2 does not run here", got=f"{type(error).__name__}: {error}", do=do) from error
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return Peer("fsdp2", model, work)
 
 
 PEERS: dict[str, Callable[[Workload], Peer]] = {"plain": plain, "ddp": tuned_ddp, "fsdp2": fsdp2}
+
+
+def ready(name: str, work: Workload) -> Peer:
+    """A peer by name, after one step.
+
+    Raises:
+        UsageError: it cannot train this.
+    """
+    try:
+        peer = PEERS[name](work)
+        try:
+            peer.step(*work.batch)
+        except NotImplementedError:  # DTensor has no rule for some fused updates (SGD's in torch 2.13)
+            for group in peer.optimizer.param_groups:
+                group["fused"] = False
+            peer.name += ", its optimizer not fused"
+            peer.step(*work.batch)
+    except ShoalError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{name} cannot train this recipe", got=got, do=f"leave {name} out of --against") from error
+    return peer
 
 
 def step_times(peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0) -> Iterator[float]:

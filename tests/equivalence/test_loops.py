@@ -34,6 +34,7 @@ from one_process import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
@@ -436,3 +437,82 @@ def test_models_one_after_another_leave_no_threads():
             return set(session.threads), len(kept)
 
     assert on_threads(2, work) == [({1, 3}, 1), ({1, 3}, 0)]
+
+
+def converted(model: nn.Module) -> None:
+    model.double()
+
+
+def one_layer_converted(model: nn.Module) -> None:
+    model[2].to(torch.bfloat16)
+
+
+def replaced(model: nn.Module) -> None:
+    model[2] = nn.Linear(7, 5)
+
+
+def tied(model: nn.Module) -> None:
+    model[2].bias = model[4].bias
+
+
+@pytest.mark.parametrize("strategy", ["replicate", "sliced", "factor"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (converted, "0.weight was converted after parallelize"),
+        (one_layer_converted, "2.weight was converted after parallelize"),
+        (replaced, "2.weight is no longer the model's"),
+        (tied, "2.bias is no longer the model's"),
+    ],
+)
+def test_a_model_changed_after_parallelize_is_refused(change, says, strategy) -> None:
+    first = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5))
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(first)
+        with using(comm, cluster_of(2)):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            shoal.parallelize(model, nn.MSELoss(), optimizer, sample=(batch, torch.zeros(4, 5)), pins={"*": strategy})
+            model(batch).sum().backward()
+            optimizer.step()
+            change(model)
+            with pytest.raises(UsageError, match=says):
+                model(batch).sum().backward()
+
+    run(2, work)
+
+
+def test_ranks_that_shard_different_loaders_hear_it() -> None:
+    def work(comm: ThreadComm) -> None:
+        with using(comm), pytest.raises(UsageError, match="shard different loaders") as caught:
+            shoal.shard(DataLoader(range(64), batch_size=16 * (1 + comm.rank)))
+        assert "2 batches of 16 rows" in str(caught.value)
+        assert "1 batches of 32 rows" in str(caught.value)
+
+    run(2, work)
+
+
+def test_the_plan_in_use_can_be_read() -> None:
+    def work(comm: ThreadComm) -> None:
+        with using(comm, cluster_of(comm.size)):
+            model = nn.Linear(3, 2)
+            with pytest.raises(UsageError, match="not parallelised"):
+                shoal.plan_of(model)
+            optimizer, sample = torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(4, 3), torch.ones(4, 2))
+            shoal.parallelize(model, nn.MSELoss(), optimizer, sample=sample, pins={"*": "factor"})
+            plan = shoal.plan_of(model)
+            assert ([each.strategy for each in plan.choices] if plan else []) == ["factor"] * (comm.size > 1)
+
+    run(1, work)
+    run(2, work)
+
+
+def test_alone_a_sample_is_looked_at_too() -> None:
+    model = nn.Linear(3, 2)
+
+    def work(comm: ThreadComm) -> None:
+        with using(comm), pytest.raises(UsageError, match="sample is not a pair"):
+            shoal.parallelize(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), sample=torch.ones(4, 3))
+
+    run(1, work)

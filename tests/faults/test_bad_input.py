@@ -276,6 +276,7 @@ OTHERS = {
     "a model in TorchScript": Case(
         UsageError, ("TorchScript", "module hidden"), model=lambda rank: partly_scripted(model())
     ),
+    "a class as loss": Case(UsageError, ("the loss is a class", "MSELoss()"), loss=lambda rank: nn.MSELoss),
     "a loss that learns": Case(UsageError, ("parameter scale of the loss", "None"), loss=lambda rank: Scaled()),
     "a compiled model": Case(
         UsageError, ("compiled already", "block"), model=lambda rank: torch.compile(model(), backend="eager")

@@ -91,7 +91,10 @@ def test_a_recipe_may_import_what_lies_beside_it_and_be_called_as_a_library_is(w
         ),
         (("def data", "def _hidden"), r"no function data(?s:.)*do this: define data\(\)"),
         (("def data():", "def data(:"), r"not Python(?s:.)*line 6(?s:.)*def data\(:"),
-        (("def data", "import not_there_at_all\n    def data"), r"fails(?s:.)*line 6(?s:.)*ModuleNotFoundError"),
+        (
+            ("def data", "import not_there_at_all\n    def data"),
+            r"fails(?s:.)*line 6(?s:.)*ModuleNotFoundError(?s:.)*install not_there_at_all",
+        ),
         (("def optimizer(params)", "def optimizer()"), r"optimizer(?s:.)*other arguments(?s:.)*optimizer\(params\)"),
         (
             ("def model():", "model = nn.Linear(1, 1)\n    def unused():"),
@@ -140,3 +143,11 @@ def test_a_script_is_refused_before_it_runs(tmp_path):
     path.write_text("model = loss = optimizer = None\nraise SystemExit('it ran')\n")
     with pytest.raises(UsageError, match="the recipe has no function data"):
         load(path)
+
+
+def test_the_line_that_fails_is_told_of_a_relative_path_too(tmp_path, monkeypatch):
+    builders = "def data(): ...\ndef model(): ...\ndef loss(): ...\ndef optimizer(params): ...\n"
+    (tmp_path / "recipe.py").write_text(builders + "raise OSError\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"recipe\.py, line 5"):
+        load("recipe.py")

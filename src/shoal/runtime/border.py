@@ -15,6 +15,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ class Border:
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._engine = engine
+        self._model = ref(model)  # whose hooks have this
+        self._given = [_Given(name, p, p.dtype, p.device) for name, p in model.named_parameters() if p.requires_grad]
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         # Autograd makes a parameter's accumulator on first use and tells by node whether a backward will run it.
@@ -44,7 +47,7 @@ class Border:
         self._anchored = _accumulator(self.anchor)
 
     def check(self) -> None:
-        """Raise UsageError if a parameter trains that was frozen when the plan was made: nobody would exchange it."""
+        """Raise UsageError if a parameter trains that was frozen when the plan was made, or is of another type now."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
@@ -52,6 +55,8 @@ class Border:
                     where=name,
                     do="parallelise while it is trainable and freeze it afterwards, until it is to train",
                 )
+        for given in self._given:
+            given.check()
 
     def outward(self, output: Any, weight: Weight) -> Any:
         """The same output, its tensors through the border. Objects of unknown classes are changed in place."""
@@ -65,8 +70,25 @@ class Border:
         """A gradient is at the border: open the engine's round; what weighs it (None: nothing)."""
         if not self._trains():
             return None
+        self._check_whole()
         self._engine.begin()
         return weight.value()
+
+    def _check_whole(self) -> None:
+        """Raise UsageError if another parameter has taken a trainable one's place: nobody would exchange its gradient.
+
+        In backward, as during forward `torch.func.functional_call` may have its own in their places.
+        """
+        if (model := self._model()) is None:
+            return
+        here = set(map(id, model.parameters()))
+        gone = next((given.name for given in self._given if id(given.parameter) not in here), None)
+        if gone is not None:
+            raise UsageError(
+                f"parameter {gone} is no longer the model's, which was changed after parallelize",
+                where=gone,
+                do="replace, tie and remove layers before parallelize, which knows only the parameters it was given",
+            )
 
     def _trains(self) -> bool:
         """Whether the running backward is one of the model's parameters, and not a gradient of something else."""
@@ -82,6 +104,30 @@ class Border:
         # The accumulators of what reentrant checkpointing holds run in a backward of their own inside this one. Then,
         # too, it is a backward of everything, in which the anchor takes part.
         return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
+
+
+@final
+@dataclass(frozen=True)
+class _Given:
+    """A trainable parameter as it was when the model was parallelised."""
+
+    name: str
+    parameter: Tensor
+    dtype: torch.dtype
+    device: torch.device
+
+    def check(self) -> None:
+        """Raise UsageError unless it is still so."""
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype, device, trains = self.parameter.dtype, self.parameter.device, self.parameter.requires_grad
+        if trains and (dtype, device) != (self.dtype, self.device):
+            raise UsageError(
+                f"parameter {self.name} was converted after parallelize",
+                where=self.name,
+                got=f"{dtype} on {device}",
+                expected=f"{self.dtype} on {self.device}, as it was then",
+                do="convert the model, model.to(...), before parallelize; for mixed precision use torch.autocast",
+            )
 
 
 @final

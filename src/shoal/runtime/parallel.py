@@ -28,8 +28,8 @@ from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask
-from shoal.core.contracts import Exchange, Strategy
-from shoal.core.errors import PlanError
+from shoal.core.contracts import Comm, Exchange, Strategy
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
@@ -39,6 +39,7 @@ from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
+from shoal.profiling.sample import Sample
 from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
 from shoal.runtime.attach import attach
@@ -97,7 +98,7 @@ def parallelize(
         micro_batches: that a batch is cut into where the end of the model runs on hosts of its own ("stage").
 
     Returns:
-        `(model, loss_fn, optimizer)`: the same objects (a plain function as loss is wrapped).
+        `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function, which may be wrapped.
 
     Raises:
         UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled model, or ranks that
@@ -119,6 +120,8 @@ def parallelize(
     require_same(comm, asked, given, model, optimizers)
     session.optimizers[model] = tuple(optimizers)
     if comm.size == 1:
+        if sample is not None:
+            Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
         for each in optimizers:
             extend(each)
         return model, loss_fn, optimizer
@@ -208,6 +211,21 @@ def plan(
     )
 
 
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that a parallelised model follows; None where one process trains alone, which needs none.
+
+    Print it, or `.save("plan.json")` it for `parallelize(plan="plan.json")`.
+
+    Raises:
+        UsageError: the model was not parallelised, or before `init`.
+    """
+    session = current()
+    if model not in session.optimizers:
+        raise UsageError("the model is not parallelised", got=type(model).__name__, do="call shoal.parallelize first")
+    attached = session.attached.get(model)
+    return attached.plan if attached else None
+
+
 def shard(loader: DataLoader[T]) -> DataLoader[T]:
     """A DataLoader that gives this rank its own rows: none twice, none lost, as many batches on every rank.
 
@@ -222,14 +240,32 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
         A copy of it (alone, the loader itself).
 
     Raises:
-        UsageError: not a DataLoader, one whose batches cannot be cut, or fewer rows than ranks.
+        UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or (RanksDiffer) loaders
+            of other lengths or batch sizes on other ranks.
     """
     session = current()
     if session.tail is not None and session.tail.is_one:
         return loader
     comm = session.comm
     seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
-    return agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
+    mine = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
+    if comm.size > 1:
+        _require_same_batches(comm, f"{len(mine)} batches of {mine.batch_size} rows")
+    return mine
+
+
+def _require_same_batches(comm: Comm, mine: str) -> None:
+    """Raise RanksDiffer where ranks cut the same rows in different ways: some would come twice, some never."""
+    first, *others = comm.gather_objects(mine)
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            raise RanksDiffer(
+                f"rank {rank} and rank 0 shard different loaders",
+                got=f"rank {rank}: {theirs}",
+                expected=f"as on rank 0: {first}",
+                do="give the same loader on every rank; for shares of unlike size, give each its rows by hand",
+                rank=rank,
+            )
 
 
 def measured_cluster(session: Session) -> Cluster:

@@ -154,7 +154,9 @@ def _execute(path: Path) -> ModuleType:
             "the recipe fails while it is loaded",
             where=_line_in(path, error),
             got=f"{type(error).__name__}: {error}",
-            do=f"see that `python {path}` runs",
+            do=f"install {error.name}; for Shoal's examples: pip install -e '.[examples]'"
+            if isinstance(error, ModuleNotFoundError)
+            else f"see that `python {path}` runs",
         ) from error
     return module
 
@@ -163,7 +165,7 @@ def _line_in(path: Path, error: BaseException) -> str:
     """The recipe's own last line on the way to the error."""
     line, trace = 0, error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
+        if Path(trace.tb_frame.f_code.co_filename).resolve() == path.resolve():
             line = trace.tb_lineno
         trace = trace.tb_next
     return f"{path}, line {line}"

@@ -50,6 +50,8 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
     optimizers = listed(optimizer)
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
+    if isinstance(loss_fn, type):
+        raise UsageError("the loss is a class", got=loss_fn.__name__, do=f"give an instance: {loss_fn.__name__}()")
     parameters = _check_model(model, session)
     _check_loss(loss_fn, parameters)
     _check_optimizers(optimizers, parameters)
