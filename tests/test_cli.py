@@ -180,7 +180,11 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     options = ("--against", "ddp", "--rounds", "2", "--steps", "1", "--json", str(path))
     command = (sys.executable, "-m", "shoal", "bench", RECIPE, "-w", "2", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    progress = done.stderr.splitlines()
+    assert progress[0] == "[rank 0] bench: measuring and planning"
+    assert progress[-1].startswith("[rank 0] bench: round 2 of 2: shoal ")
+    assert all(line.startswith("[rank 0] bench: ") for line in progress), "and nothing else"
     figures = json.loads(path.read_text())
     assert set(figures["median_s"]) == {"shoal", "ddp"}
     assert [len(times) for times in figures["rounds_s"].values()] == [2, 2]
@@ -215,6 +219,7 @@ def test_train_starts_workers_that_end_in_silence() -> None:
         (("plan", RECIPE, "--ranks", "2", "--rate", "1gb"), "--rate 200mbit"),
         (("plan", RECIPE, "--ranks", "2", "--memory-limit", "9"), "keeps the limit of memory"),
         (("train", RECIPE, "--memory-limit", "0"), "--memory-limit"),
+        (("train", RECIPE, "--save-plan", "plan.json"), "one process trains without a plan"),
         (("bench", RECIPE), "add --workers 2"),
         (("bench", RECIPE, "--against", "dpd"), "plain, ddp, fsdp2"),
         (("bench", RECIPE, "--json", "nowhere/b.json"), "there is no folder nowhere"),
@@ -270,3 +275,9 @@ def test_lab_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[
     assert shoal("lab", "--hosts", "2", "--rate", "none", "--", "sh", "-c", script, "sh", "--rate", "x") == [3]
     assert sorted(capfd.readouterr().out.splitlines()) == ["[h0] 0 of 2: --rate x", "[h1] 1 of 2: --rate x"]
     assert shoal("lab", "--hosts", "1", "--ranks-per-host", "2", "--", "sh", "-c", "exit $LOCAL_RANK") == [1]
+
+
+def test_options_behind_a_labs_command_are_the_commands() -> None:
+    context = main.commands["lab"].make_context("lab", ["--hosts", "3", "python", "train.py", "--rate", "0.1"])
+    assert (context.params["hosts"], context.params["rate"]) == (3, "1gbit")
+    assert context.params["command"] == ("python", "train.py", "--rate", "0.1")

@@ -81,3 +81,15 @@ def test_without_a_process_group_it_says_so():
     for contender in (ddp, fsdp2):
         with pytest.raises(UsageError, match="init_process_group"):
             contender(workload(slice(0, 8)))
+
+
+class OwnLoss(nn.Linear):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(x).square().mean()}
+
+
+def test_a_model_may_return_its_loss_in_a_dict():
+    peer = plain(Workload(lambda: OwnLoss(3, 2).double(), None, optimizer, (X, None)))
+    before = peer.model.weight.detach().clone()
+    peer.step(X, None)
+    assert not torch.equal(peer.model.weight, before)

@@ -102,7 +102,7 @@ def bench(
         "plan": json.loads(attached.plan.to_json()),
     }
     if current().comm.rank == 0:
-        _print(recipe, report, explain(attached.plan, attached.profile, attached.cluster))
+        _print(recipe, report, explain(attached.plan, attached.profile, attached.cluster, alternatives=False))
         if json_path:
             json_path.write_text(json.dumps(report, indent=1) + "\n")
     if trace_path:
@@ -166,7 +166,7 @@ def _ratio(peer: Sequence[float], shoal: Sequence[float]) -> dict[str, float]:
 
 def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console = text.console()
-    console.print(text.explained(explanation, alternatives=False))
+    console.print(text.explained(explanation))
     rows = [("shoal", report["median_s"]["shoal"], "1")]
     for name, ratio in report["ratio_to_shoal"].items():
         interval = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"

@@ -42,6 +42,16 @@ class Workload:
     batch: tuple[Any, Any]
 
 
+def loss_of(model: nn.Module, loss_fn: Any, x: Any, y: Any) -> Tensor:
+    """The loss of one batch: loss_fn(output, y), or what the model returns itself."""
+    output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+    if loss_fn is not None:
+        loss: Tensor = loss_fn(output, y)
+    else:
+        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
+    return loss
+
+
 class Peer:
     """A model that takes whole training steps."""
 
@@ -53,8 +63,7 @@ class Peer:
 
     def step(self, x: Any, y: Any) -> None:
         """Forward, backward and update on one batch."""
-        output = self.model(*x) if isinstance(x, tuple) else self.model(**x) if isinstance(x, dict) else self.model(x)
-        loss = self.loss(output, y) if self.loss else getattr(output, "loss", output)
+        loss = loss_of(self.model, self.loss, x, y)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -23,9 +23,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from shoal.core.buckets import MEMORY
+from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.peers import loss_of
 from shoal.planner.explain import explain
 from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
@@ -40,6 +42,7 @@ from shoal.runtime.stage import serve_tail
 
 _UNMEASURED = 5  # first steps of a run, which warm up and are left out of its median step
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
+_CHECK_S = 3600.0  # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
 _SEED = 0
 _LOCAL = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
 
@@ -84,6 +87,8 @@ def train(
         **vars(options),
     )
     first, attached = world().rank == 0, current().attached.get(model)
+    if save and attached is None:
+        raise UsageError("one process trains without a plan, so there is none to save", do="add --workers 2")
     if first and attached is not None:
         console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster)))
         if save:
@@ -138,16 +143,6 @@ def timed_step(model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: 
     return time.perf_counter() - began, value
 
 
-def loss_of(model: nn.Module, loss_fn: Any, x: Any, y: Any) -> Tensor:
-    """The loss of one batch: loss_fn(output, y), or what the model returns itself."""
-    output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
-    if loss_fn is not None:
-        loss: Tensor = loss_fn(output, y)
-    else:
-        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
-    return loss
-
-
 def pair(batch: Any) -> tuple[Any, Any]:
     """A loader's batch as (x, y); one that is not a pair is all x."""
     return (batch[0], batch[1]) if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
@@ -169,7 +164,7 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
     By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose (BatchNorm's statistics,
     dropout's random numbers) are set to evaluation in both.
     """
-    init()
+    init(timeout_s=_CHECK_S)
     console, comm = text.console(), current().comm
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
@@ -190,7 +185,7 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
     if comm.rank == 0 and attached is not None:
-        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster), alternatives=False))
+        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster, alternatives=False)))
     for x, y in batches:
         timed_step(model, loss_fn, optimizer, x, y)
     trained = [parameter.detach() for parameter in model.parameters()]

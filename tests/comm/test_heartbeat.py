@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from torch.distributed import Store
+from torch.distributed import HashStore, Store
 
 from shoal.comm import heartbeat
 from shoal.comm.heartbeat import Heartbeat
@@ -248,3 +248,11 @@ def test_all_that_were_stopped_together_blame_nobody(jumped: SimpleNamespace, ra
         time.sleep(0.1)
     for rank in range(3):
         ranks.beating[rank].check("forward 5")
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_one_rank_has_nobody_to_look_at() -> None:
+    alone = Heartbeat(HashStore(), 0, ["h0"])
+    time.sleep(1.2)
+    alone.check("forward 5")
+    alone.leave(None)

@@ -455,10 +455,15 @@ def tied(model: nn.Module) -> None:
     model[2].bias = model[4].bias
 
 
+def wrapped(model: nn.Module) -> None:
+    model[2] = nn.Sequential(model[2], nn.Linear(5, 5))
+
+
 @pytest.mark.parametrize("strategy", ["replicate", "sliced", "factor"])
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (wrapped, "2.1.weight is new"),
         (converted, "0.weight was converted after parallelize"),
         (one_layer_converted, "2.weight was converted after parallelize"),
         (replaced, "2.weight is no longer the model's"),
@@ -516,3 +521,47 @@ def test_alone_a_sample_is_looked_at_too() -> None:
             shoal.parallelize(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), sample=torch.ones(4, 3))
 
     run(1, work)
+
+
+def test_a_frozen_layer_may_be_taken_out() -> None:
+    first = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5))
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(first)
+        with using(comm, cluster_of(2)):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            shoal.parallelize(
+                model, nn.MSELoss(), optimizer, sample=(batch, torch.zeros(4, 5)), pins={"*": "replicate"}
+            )
+            model[1].requires_grad_(False)
+            model[1] = nn.Identity()
+            model(batch).sum().backward()
+            assert model[0].weight.grad is not None
+
+    run(2, work)
+
+
+def test_a_sparse_buffer_and_a_sparse_input_are_trained_with() -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 3)
+            self.register_buffer("adjacent", torch.eye(4).to_sparse())
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return torch.sparse.mm(mask, torch.sparse.mm(self.adjacent, self.lin(x)))
+
+    def work(comm: ThreadComm) -> Tensor:
+        with using(comm, cluster_of(2)):
+            torch.manual_seed(0)
+            model = copy.deepcopy(first)
+            x = torch.full((4, 4), 1.0 + comm.rank), torch.eye(4).to_sparse()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, loss_fn, optimizer = shoal.parallelize(model, nn.MSELoss(), optimizer, sample=(x, torch.ones(4, 3)))
+            plain(model, loss_fn, optimizer, [(x, torch.ones(4, 3))] * 2)
+            return model.lin.weight.detach().clone()
+
+    first = Graph()
+    one, other = run(2, work)
+    assert torch.equal(one, other)

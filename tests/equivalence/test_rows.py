@@ -124,3 +124,44 @@ def test_accumulated_batches_each_of_other_counts(way):
         way,
         uneven=True,
     )
+
+
+class Holder:
+    """A batch as an object of a class that nobody has told PyTorch of."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.parts = {"rows": rows}
+
+
+class OfHolders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.layers(batch.parts["rows"] if isinstance(batch, Holder) else batch)
+
+
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
+def test_rows_within_objects_are_counted(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            loss = loss_fn(model(Holder(x)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(OfHolders), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, TokenLoss()], ids=["function", "module"])
+def test_a_loss_called_by_names_is_counted_as_it_is(loss_fn):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            loss = loss_fn(target=y, output=model(x))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    training = Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted, loop=loop)
+    assert_same(training, 3, AMONG_WORKERS[0], uneven=True)

@@ -944,7 +944,7 @@ def test_the_plan_says_who_sends_what_to_whom() -> None:
     def keep(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> str:
         attached = current().attached[model]
         console = Console(width=200, file=io.StringIO())
-        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster), alternatives=False))
+        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster, alternatives=False)))
         return str(console.file.getvalue())  # type: ignore[attr-defined]
 
     _, (said, *_) = together(built(Net), keep, workers=3, tail=2)

@@ -255,3 +255,12 @@ def test_whole_parameters_cost_the_busiest_owners_link(carrier: str, monkeypatch
 def test_a_layer_that_no_allowed_strategy_serves_is_named() -> None:
     with pytest.raises(PlanError, match=r"body\.conv(.|\n)*add \"replicate\""):
         search(NET, cluster(4, 25e6), strategies=["factor"])
+
+
+def test_of_many_layers_the_largest_are_compared_with_what_else_there_is() -> None:
+    net = model(*(layer(f"l{number}", 0.01 * number, 100 + number) for number in range(100)))
+    where = cluster(2, 25e6)
+    plan = plan_for(net, where, strategies=["replicate"])
+    compared = {row.layer for row in explain(plan, net, where).layers if row.others}
+    assert compared == {f"l{number}" for number in range(4, 100)}
+    assert not any(row.others for row in explain(plan, net, where, alternatives=False).layers)

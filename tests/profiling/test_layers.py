@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -266,3 +267,61 @@ def test_profiles_without_times_are_reproducible(image: ModelProfile) -> None:
         ]
 
     assert untimed(image) == untimed(profile(Image(), F.cross_entropy, pixels()))
+
+
+class Sometimes(nn.Module):
+    """Calls its second layer only for batches that ask for it; puts a parameter out as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.table = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(9, 4)
+        self.query = Query()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h *= 2.0
+        if x[0, 0] > 0:
+            h = self.second(h)
+        return h + self.table(torch.tensor([1, 2, 2])).sum(0) + self.query()
+
+
+class Query(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Parameter(torch.ones(4))
+
+    def forward(self) -> Tensor:
+        return self.q
+
+
+def test_a_layer_that_ranks_call_in_different_numbers_is_found() -> None:
+    first = Sometimes()
+
+    def work(comm: ThreadComm) -> ModelProfile:
+        model = copy.deepcopy(first)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sample = torch.full((3, 4), float(comm.rank)), torch.zeros(3, 4)
+        return profile_model(model, F.mse_loss, [optimizer], sample, comm)
+
+    vary = {layer.name: layer.calls_vary for layer in run(2, work)[0].layers}
+    assert vary == {"first": False, "second": True, "table": False, "query": False}
+
+
+def test_ids_are_counted_though_the_model_works_in_place() -> None:
+    found = profile(Sometimes(), F.mse_loss, (torch.ones(3, 4), torch.zeros(3, 4)))
+    assert found.layer("table").distinct == 2
+
+
+def test_no_hook_stays_on_a_parameter_that_is_an_output() -> None:
+    model = Sometimes()
+    profile(model, F.mse_loss, (torch.ones(3, 4), torch.zeros(3, 4)))
+    assert not model.query.q._backward_hooks
+
+
+def test_an_empty_tensor_among_others_is_no_empty_sample() -> None:
+    class Boxes(nn.Linear):
+        def forward(self, x: Tensor, boxes: Tensor) -> Tensor:
+            return super().forward(x) + boxes.sum()
+
+    found = profile(Boxes(4, 2), F.mse_loss, ((torch.ones(3, 4), torch.zeros(0, 4)), torch.zeros(3, 2)))
+    assert found.layers[0].rows == 3

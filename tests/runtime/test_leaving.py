@@ -10,7 +10,7 @@ from shoal.core.job import Job
 from shoal.launch.local import Local
 
 TRAIN = """
-import sys, time
+import sys, threading, time
 import torch
 from torch import nn
 import shoal
@@ -31,6 +31,9 @@ def main():
     if world.rank == 0:
         time.sleep(0.5)
         print("changed", bool((model[0].weight != before).all()))
+joined = threading.Thread(target=lambda: print("in a thread", shoal.world().size))
+joined.start()
+joined.join()
 main()  # the model is gone before the program ends
 """
 
@@ -41,3 +44,4 @@ def test_the_last_parameters_reach_the_others(capfd: pytest.CaptureFixture[str])
     captured = capfd.readouterr()
     assert result.exit_code == 0, captured.err
     assert "changed True" in captured.out
+    assert captured.out.count("in a thread 2") == 2

@@ -244,6 +244,8 @@ class Heartbeat:
 
     def _found(self) -> Verdict | None:
         doubt = self._doubt
+        if not self._beats:
+            return None
         if doubt is None:
             return self._lost([(self._rank + 1) % self._size], _SILENT_S, or_left=False)
         lost = self._lost(list(self._beats), _DEAD_S, or_left=True)

@@ -215,14 +215,14 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, 
         UsageError: an environment variable is missing or no number that fits, or a rank is there twice.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    holder = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     if dist.is_initialized():
-        rank, size, holder = dist.get_rank(), dist.get_world_size(), None
+        rank, size = dist.get_rank(), dist.get_world_size()
         scope = PrefixStore(f"shoal/{attempt}", dist.distributed_c10d._get_default_store())
     else:
         rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
         if rank >= size:
             raise UsageError("RANK counts from 0 to WORLD_SIZE − 1", got=f"RANK={rank}, WORLD_SIZE={size}", do=_START)
-        holder = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store = _connect(address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}")
         scope = PrefixStore(f"shoal/{attempt}", store)

@@ -169,6 +169,7 @@ class LayerProfile:
     inputs: int = 0
     outputs: int = 0
     calls: int = 1
+    calls_vary: bool = False  # from step to step, or from rank to rank
     chunks: int = 1  # that its rows come in, and go back, where it is cut over ranks
     input_grad: bool = True  # something it is called with takes a gradient
     taken: int = 0  # elements of what it is called with, in all calls

@@ -11,20 +11,25 @@ from shoal.core.registry import found
 from shoal.planner.search import CUT_WORTH, OWNED_WORTH
 from shoal.planner.timeline import Predictor, as_planned
 
+_MOST_COMPARED = 96  # layers; each alternative of each is a prediction of the whole step
 
-def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
+
+def explain(plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives: bool = True) -> Explanation:
     """The plan with its reasons.
 
     Args:
         plan: for this model and this number of ranks.
         profile: the model, as profiled.
         cluster: the ranks and their links.
+        alternatives: also what else each layer could be served by; of many layers the 96 largest are compared so.
 
     Returns:
         One row a layer, and the predicted step by its parts.
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
+    compared = {layer.name for layer in by_size[:_MOST_COMPARED]} if alternatives else set()
     return Explanation(
         ranks=plan.ranks,
         rate_bytes_per_s=cluster.link.bytes_per_s,
@@ -36,7 +41,9 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Explanation:
         exposed_s=timeline.end_s - timeline.backward_s + timeline.waited_s,
         optimizer_s=timeline.optimizer_s,
         sent_bytes=timeline.sent_bytes,
-        layers=tuple(_layer(plan, choice, predictor, timeline.step_s) for choice in plan.choices),
+        layers=tuple(
+            _layer(plan, choice, predictor, timeline.step_s, choice.layer in compared) for choice in plan.choices
+        ),
         placement=plan.placement,
         stage=_stage(plan, predictor, cluster),
     )
@@ -57,7 +64,7 @@ def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
     return Stage(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
 
 
-def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float) -> LayerExplanation:
+def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float, compared: bool) -> LayerExplanation:
     layer = predictor.profile.layer(choice.layer)
     chosen = _alternative(plan, choice, predictor, step_s)
     others = tuple(
@@ -65,7 +72,7 @@ def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float) -> L
         if (refusal := predictor.refusal(layer, other.strategy))
         else _alternative(plan, other, predictor, None)
         for other in _choices(choice.layer, predictor)
-        if other != choice
+        if compared and other != choice
     )
     return LayerExplanation(
         layer=layer.name,
@@ -75,7 +82,7 @@ def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float) -> L
         backward_s=layer.backward_s,
         chosen=chosen,
         others=others,
-        reason=_reason(chosen, [other for other in others if not other.refusal]),
+        reason=_reason(chosen, [other for other in others if not other.refusal]) if compared else "",
         flips=_flips(layer, predictor),
     )
 

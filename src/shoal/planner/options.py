@@ -33,7 +33,7 @@ def options_of(
         if not every_cut:
             names = _worth_trying(predictor, layer, names)
         if not names:
-            reasons = "; ".join(f"{n}: {predictor.refusal(layer, n)}" for n in allowed)
+            reasons = "; ".join(f"{n}: {predictor.refusal(layer, n) or 'it serves pairs only'}" for n in allowed)
             raise PlanError(
                 f"no allowed strategy serves layer {layer.name}",
                 got=reasons,

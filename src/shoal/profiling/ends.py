@@ -34,16 +34,9 @@ class Ends:
     @classmethod
     def of(cls, sample: Sample, layers: Sequence[Layer], rowwise: Mapping[str, bool]) -> Ends:
         """Run the sample forward; `rowwise` says which layers can be cut by outputs."""
-        distinct: dict[str, int] = {}
+        distinct = _distinct_ids(sample, layers)
         uses: dict[str, list[Use]] = {}
         taken: dict[str, list[str]] = {}  # by linear layer, whose output it was called with
-
-        def count(name: str) -> Any:
-            def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-                ids = next(tensors_in((args, kwargs)))
-                distinct[name] = distinct.get(name, 0) + len(ids.unique())
-
-            return enter
 
         def take(name: str) -> Any:
             def enter(module: nn.Linear, args: Any) -> Any:
@@ -73,10 +66,6 @@ class Ends:
 
         with ExitStack() as hooks:
             for layer in layers:
-                if type(layer.module) is nn.Embedding:
-                    hook = layer.module.register_forward_pre_hook(count(layer.name), with_kwargs=True)
-                    hooks.callback(hook.remove)
-                    continue
                 if type(layer.module) is nn.Linear:
                     hooks.callback(layer.module.register_forward_pre_hook(take(layer.name)).remove)
                 if isinstance(layer.module, nn.Linear) and rowwise[layer.name]:
@@ -92,3 +81,24 @@ class Ends:
         }
         alone = {name: own[0].layer for name, own in uses.items() if len(set(own)) == 1}
         return cls(distinct, losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}})
+
+
+def _distinct_ids(sample: Sample, layers: Sequence[Layer]) -> dict[str, int]:
+    """Of each call of an embedding the different ids, added up: seen in a forward of the model as it is."""
+    distinct: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            ids = next(tensors_in((args, kwargs)))
+            distinct[name] = distinct.get(name, 0) + len(ids.unique())
+
+        return enter
+
+    tables = [layer for layer in layers if type(layer.module) is nn.Embedding]
+    with ExitStack() as hooks:
+        for layer in tables:
+            hook = layer.module.register_forward_pre_hook(count(layer.name), with_kwargs=True)
+            hooks.callback(hook.remove)
+        if tables:
+            sample.loss()
+    return distinct

@@ -95,9 +95,20 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
 
 
 def content(tensor: Tensor) -> Any:
-    """A tensor's bytes, for a digest."""
+    """A tensor's bytes, for a digest; of a sparse one those of its indices and values."""
+    if tensor.layout is not torch.strided:
+        return b"".join(content(part) for part in _parts(tensor))
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The strided tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
 
 
 def _form(tensor: Tensor) -> str:

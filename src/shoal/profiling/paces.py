@@ -73,17 +73,18 @@ def probe_paces(
             traffic = {nbytes: exchange.traffic(Bucket(nbytes // 4, 4), comm.topology) for nbytes in (_SMALL, *_LARGE)}
             if not traffic[_SMALL].worst:
                 return Pace(Price(0.0, 0.0), Price(0.0, 0.0))
-            wall, cpu = {}, {}
+            wall, cpu = {}, {}  # seconds of a message by its bytes: a large bucket may go in more messages
             for nbytes in (_SMALL, _large(traffic, link, len(lanes))):
                 first_s, _ = run(exchange, nbytes, 1)  # makes the connections, and uses up the burst
                 rounds = max(1, min(int(_BUDGET_S / _TIMES / first_s), _MOST_ROUNDS))
                 runs = [run(exchange, nbytes, rounds) for _ in range(_TIMES)]
                 seconds, cpu_seconds = (min(each) for each in zip(*runs, strict=True))
-                wall[len(lanes) * traffic[nbytes].worst] = seconds / rounds
-                cpu[traffic[nbytes].worst] = cpu_seconds / rounds / len(lanes)
-            processor = _price(cpu, traffic[_SMALL].rounds)
+                messages, sent = traffic[nbytes].rounds, traffic[nbytes].worst
+                wall[len(lanes) * sent / messages] = seconds / rounds / messages
+                cpu[sent / messages] = cpu_seconds / rounds / len(lanes) / messages
+            processor = Price(*fit_line(cpu))
             at_least = replace(processor, byte_s=max(processor.byte_s, link.cpu_s_per_byte))
-            return Pace(_price(wall, traffic[_SMALL].rounds), at_least)
+            return Pace(Price(*fit_line(wall)), at_least)
 
         return {name: pace(exchange) for name, exchange in exchanges.items()}
 
@@ -147,8 +148,3 @@ def _large(traffic: Mapping[int, Traffic], link: Link, in_flight: int) -> int:
         if 3 * in_flight * traffic[nbytes].worst / link.bytes_per_s <= _BUDGET_S:
             break
     return nbytes
-
-
-def _price(seconds: Mapping[float, float], rounds: int) -> Price:
-    fixed_s, byte_s = fit_line(seconds)
-    return Price(fixed_s / rounds, byte_s)

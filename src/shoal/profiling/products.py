@@ -20,6 +20,7 @@ from shoal.profiling.processor import page_faults
 from shoal.profiling.timeline import Clock
 
 _MOST_WORK = 2e9  # multiplications in one measurement: larger ones only take longer to say the same
+_MOST_ELEMENTS = 1 << 24  # of an operand with so many rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Product:
         """Two numbers of rows to measure at: K and P·K, both scaled down where that would be too much work."""
         factor = ranks if ranks > 1 else 4
         per_row = self.outputs * (1 if self.embedding else self.inputs)
-        high = min(self.rows * factor, max(int(_MOST_WORK / per_row), factor))
+        widest = self.outputs if self.embedding else max(self.inputs, self.outputs)
+        most = min(_MOST_WORK / per_row, _MOST_ELEMENTS / widest)
+        high = min(self.rows * factor, max(int(most), factor))
         return max(1, high // factor), high
 
     def work(self, rows: int, anew: bool = False) -> Callable[[], object]:

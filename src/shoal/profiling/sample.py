@@ -46,7 +46,8 @@ class Sample:
                 do="give one batch of the kind the training loop will see",
             )
         x, y = sample
-        if any(tensor.dim() and not len(tensor) for tensor in tensors_in(x)):
+        sizes = [len(tensor) for tensor in tensors_in(x) if tensor.dim()]
+        if sizes and not any(sizes):
             raise SampleError("the sample has no rows", got=f"x = {describe(x)}", do="give a batch with some")
         if loss_fn is None and y is not None:
             raise SampleError(

@@ -70,6 +70,7 @@ class Watched:
     """One layer in one step."""
 
     calls: int
+    calls_vary: bool  # from step to step
     taken: int  # elements of its inputs, over all calls,
     elements: int  # and of its outputs
     activation_bytes: int
@@ -131,6 +132,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
         layers={
             layer.name: Watched(
                 calls=watch.calls[layer.name],
+                calls_vary=False,
                 taken=watch.taken[layer.name],
                 elements=watch.elements[layer.name],
                 activation_bytes=watch.activation_bytes[layer.name],
@@ -155,6 +157,7 @@ def usual(steps: Sequence[Step]) -> Step:
         layers={
             name: replace(
                 watched,
+                calls_vary=len({step.layers[name].calls for step in steps}) > 1,
                 needed_s=median(step.layers[name].needed_s for step in steps),
                 forward_s=median(step.layers[name].forward_s for step in steps),
                 backward_s=median(step.layers[name].backward_s for step in steps),
@@ -203,7 +206,7 @@ class _Watch:
             for tensor in outputs:
                 if tensor.requires_grad and tensor not in self.hooked:
                     self.hooked[tensor] = layer.name
-                    tensor.register_hook(arrive)
+                    hooks.callback(tensor.register_hook(arrive).remove)  # a parameter, put out as it is, stays
             if not self.in_backward:
                 self.calls[layer.name] += 1
                 self.elements[layer.name] += sum(tensor.numel() for tensor in outputs)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.profiling.identity import content
 from shoal.profiling.sample import Sample
 
 # The process has one random state, and ranks may be its threads. Two threads that read torch's at once can lock each
@@ -58,12 +59,18 @@ def untraced(sample: Sample) -> Iterator[None]:
             table.update(entries)
         with torch.no_grad():
             for tensor, value in values:
-                if not torch.equal(tensor, value):  # an expanded buffer cannot be written, and never was
+                if not _equal(tensor, value):  # an expanded buffer cannot be written, and never was
                     tensor.copy_(value)
         for leaf, gradient in gradients:
             leaf.grad = gradient
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.layout is torch.strided:
+        return torch.equal(a, b)
+    return a.shape == b.shape and bool(content(a) == content(b))  # torch compares no sparse ones
 
 
 @contextmanager

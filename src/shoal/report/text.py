@@ -21,10 +21,10 @@ def console() -> Console:
     return probe if probe.is_terminal else Console(width=_WIDTH, soft_wrap=False)
 
 
-def explained(explanation: Explanation, *, alternatives: bool = True) -> RenderableType:
-    """The plan as a table, one row a layer; below it every alternative, the reason, and the predicted step."""
+def explained(explanation: Explanation) -> RenderableType:
+    """The plan as a table, one row a layer; below it the alternatives that were compared, and the predicted step."""
     parts: list[RenderableType] = [_layers(explanation)]
-    if alternatives:
+    if any(row.others for row in explanation.layers):
         parts.append(_alternatives(explanation))
     if explanation.stage is not None:
         parts.append(_routes(explanation.stage))
@@ -64,7 +64,7 @@ def _alternatives(explanation: Explanation) -> Table:
     for name in ("sends", "alone", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("reason")
-    for row in explanation.layers:
+    for row in filter(lambda row: row.others, explanation.layers):
         for cells in _ways(row):
             table.add_row(*cells)
         table.add_section()

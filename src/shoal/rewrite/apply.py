@@ -20,12 +20,12 @@ from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
 from shoal.core.buckets import Buckets
 from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import found, named
-from shoal.profiling.identity import Layer, model_digest, trainable_layers
+from shoal.profiling.identity import Layer, content, model_digest, trainable_layers
 
 
 def apply(
@@ -201,6 +201,12 @@ def align(model: nn.Module, comm: Comm) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             if any(other[name] != digests[0][name] for other in digests):
+                if tensor.layout is not torch.strided:
+                    raise RanksDiffer(
+                        f"{name} is sparse and differs between ranks, and is not sent",
+                        where=name,
+                        do="build it alike on every rank",
+                    )
                 received = tensor.detach().contiguous()
                 comm.broadcast(received, root=0)
                 tensor.copy_(received)
@@ -222,8 +228,7 @@ def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.blake2b(data.view(torch.uint8).numpy().data if data.numel() else b"", digest_size=16).hexdigest()
+    return hashlib.blake2b(content(tensor), digest_size=16).hexdigest()
 
 
 def _identity(model: nn.Module) -> list[tuple[str, int]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, final
 from weakref import ref
 
@@ -25,10 +24,7 @@ from shoal.comm.cut_output import CutOutput
 from shoal.comm.stage_output import StageOutput
 from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
-from shoal.runtime.weights import Weight
-
-_OPAQUE = (nn.Module, type, ModuleType)  # what an output may refer to, but is not made of
-_DEPTH = 3  # objects within objects
+from shoal.runtime.weights import DEPTH, OPAQUE, Weight
 
 
 @final
@@ -39,6 +35,7 @@ class Border:
         self._engine = engine
         self._model = ref(model)  # whose hooks have this
         self._given = [_Given(name, p, p.dtype, p.device) for name, p in model.named_parameters() if p.requires_grad]
+        self._known = {id(p) for p in model.parameters()}
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         # Autograd makes a parameter's accumulator on first use and tells by node whether a backward will run it.
@@ -60,7 +57,7 @@ class Border:
 
     def outward(self, output: Any, weight: Weight) -> Any:
         """The same output, its tensors through the border. Objects of unknown classes are changed in place."""
-        return _mapped(output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), _DEPTH)
+        return _mapped(output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH)
 
     def inward(self, inputs: Any, weight: Weight) -> Any:
         """The same inputs, through the border."""
@@ -75,19 +72,24 @@ class Border:
         return weight.value()
 
     def _check_whole(self) -> None:
-        """Raise UsageError if another parameter has taken a trainable one's place: nobody would exchange its gradient.
+        """Raise UsageError if the model trains others than it was given with: nobody would exchange their gradients.
 
         In backward, as during forward `torch.func.functional_call` may have its own in their places.
         """
         if (model := self._model()) is None:
             return
-        here = set(map(id, model.parameters()))
-        gone = next((given.name for given in self._given if id(given.parameter) not in here), None)
-        if gone is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            here = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            gone = [
+                each.name for each in self._given if id(each.parameter) not in here and each.parameter.requires_grad
+            ]
+        added = [name for number, name in here.items() if number not in self._known]
+        for name in gone[:1] or added[:1]:
+            what = "is no longer the model's" if gone else "is new"
             raise UsageError(
-                f"parameter {gone} is no longer the model's, which was changed after parallelize",
-                where=gone,
-                do="replace, tie and remove layers before parallelize, which knows only the parameters it was given",
+                f"parameter {name} {what}: the model was changed after parallelize",
+                where=name,
+                do="add, replace and tie layers before parallelize, which knows only the parameters it was given",
             )
 
     def _trains(self) -> bool:
@@ -201,7 +203,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
             if isinstance(leaf, Tensor):
                 new = change(leaf) if leaf.requires_grad else leaf
                 done[id(leaf)] = done[id(new)] = new
-            elif depth and not isinstance(leaf, _OPAQUE):
+            elif depth and not isinstance(leaf, OPAQUE):
                 inside(leaf, depth - 1)
         return done[id(leaf)]
 

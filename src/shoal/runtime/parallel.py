@@ -12,7 +12,6 @@ A lone process stops after checking what it was given.
 from __future__ import annotations
 
 import math
-import os
 import socket
 import sys
 from collections import Counter
@@ -29,6 +28,7 @@ from shoal.comm.agreement import agreed, from_first
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask
 from shoal.core.contracts import Comm, Exchange, Strategy
+from shoal.core.cores import usable_cores
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
@@ -113,7 +113,8 @@ def parallelize(
         sys.exit(0)
     if session.tail is not None:
         session.tail.calls += 1
-    asked = Request(plan, pins, strategies, count, staleness, memory, placement, memory_limit, micro_batches)
+    names = tuple(strategies) if isinstance(strategies, Iterable) and not isinstance(strategies, str) else strategies
+    asked = Request(plan, pins, names, count, staleness, memory, placement, memory_limit, micro_batches)
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
     optimizers = listed(optimizer)
@@ -272,7 +273,7 @@ def measured_cluster(session: Session) -> Cluster:
     """The session's ranks and links, measured at the first call (a collective)."""
     if session.cluster is None:
         comm = session.comm
-        seats = comm.gather_objects((_machine(), len(os.sched_getaffinity(0))))
+        seats = comm.gather_objects((_machine(), usable_cores()))
         machines = Counter(machine for machine, _ in seats)
         cores = min(cores / machines[machine] for machine, cores in seats)
         if comm.size == 1:

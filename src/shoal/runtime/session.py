@@ -126,7 +126,8 @@ class Session:
             self.servers.close()
 
 
-_session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
+_session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)  # of a thread that is a rank
+_joined: list[Session] = []  # at most one: the process's, which all its threads and a notebook's cells share
 
 
 def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
@@ -154,7 +155,7 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         >>> shoal.init().size
         1
     """
-    session = _session.get()
+    session = _found()
     if session is None:
         if min(timeout_s, start_timeout_s) <= 0:
             raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
@@ -167,11 +168,15 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
             comm.leave(None)
             sys.exit(0)
         session = _among_workers(comm)
-        _session.set(session)
+        _joined.append(session)
         # Before what tells the others that this rank has left; multiprocessing's children know no atexit.
         atexit.register(_drain_at_exit, session)
         Finalize(None, _drain_at_exit, (session,), exitpriority=10)
     return session.world
+
+
+def _found() -> Session | None:
+    return _session.get() or next(iter(_joined), None)
 
 
 def _number_of(variable: str) -> int:
@@ -198,7 +203,7 @@ def world() -> World:
 
 def leave(error: BaseException | None) -> None:
     """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell by themselves."""
-    session = _session.get()
+    session = _found()
     if session is not None:
         session.broken = error is not None
         session.comm.leave(error)
@@ -214,7 +219,7 @@ def _drain_at_exit(session: Session) -> None:
 
 def current() -> Session:
     """The session (UsageError before `init`)."""
-    session = _session.get()
+    session = _found()
     if session is None:
         raise UsageError("there is no session yet", do="call shoal.init() first, on every rank")
     return session
@@ -222,7 +227,7 @@ def current() -> Session:
 
 def ranks() -> Comm:
     """The session's ranks; before `init`, this process alone."""
-    session = _session.get()
+    session = _found()
     return ThreadComm() if session is None else session.comm
 
 

@@ -10,6 +10,7 @@ A deep copy or a pickle of the model takes none of this along: it is an ordinary
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, final
 
@@ -42,7 +43,7 @@ def watch(
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(_After(border, before), with_kwargs=True, always_call=True)
         return loss_fn
-    counted = _Counted(border, weigher, count)
+    counted = _Counted(border, weigher, count, loss_fn)
     if loss_fn is None:
         model.register_forward_hook(_CountedModel(counted), with_kwargs=True)
         return None
@@ -118,13 +119,15 @@ class _After(_StaysBehind):
 class _Counted:
     """Weighs a loss by its own count of terms."""
 
-    def __init__(self, border: Border, weigher: Weigher, count: Count) -> None:
+    def __init__(self, border: Border, weigher: Weigher, count: Count, loss_fn: Callable[..., Any] | None) -> None:
         self._border, self._weigher, self._count = border, weigher, count
+        self._names = _argument_names(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
         if not torch.is_grad_enabled():
             return loss
-        output, target = (*args, *kwargs.values())[:2]
+        by_name = sorted(kwargs, key=lambda name: self._names.index(name) if name in self._names else len(self._names))
+        output, target = (*args, *(kwargs[name] for name in by_name), None)[:2]
         return self.weigh(output, target, loss)
 
     def weigh(self, output: Any, target: Any, loss: Any) -> Any:
@@ -132,6 +135,13 @@ class _Counted:
         with torch.no_grad():
             count = float(self._count(output, target))
         return self._border.outward(loss, self._weigher.ask(count, (output, target)))
+
+
+def _argument_names(function: Callable[..., Any] | None) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters) if function is not None else []
+    except (TypeError, ValueError):  # written in C
+        return []
 
 
 @final

@@ -9,16 +9,20 @@ message carries a digest of the batch too: ranks that all feed the same rows are
 from __future__ import annotations
 
 import hashlib
+from types import ModuleType
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.core.contracts import Comm
 from shoal.core.errors import RanksDiffer
 from shoal.profiling.identity import content
 from shoal.runtime.lanes import Errand, Lane
+
+OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
+DEPTH = 3  # objects within objects
 
 
 @final
@@ -89,8 +93,15 @@ def rows(batch: Any) -> int:
     return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+def _tensors(batch: Any, depth: int = DEPTH) -> list[Tensor]:
+    """The tensors in containers, and in the attributes of objects."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE):
+            found += _tensors(vars(leaf), depth - 1)
+    return found
 
 
 def _digest(batch: Any) -> tuple[int, int]:

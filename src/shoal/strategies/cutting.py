@@ -114,7 +114,7 @@ class ByOutputs(CutStrategy):
     dim = 0
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        reason = refused(layer, layer.outputs, "outputs", cluster)
+        reason = uncut(layer, layer.outputs, "outputs", cluster)
         if reason is None and not layer.rowwise:
             return (
                 "it serves layers each of whose outputs is made of one row of the weight, "
@@ -130,8 +130,15 @@ class ByOutputs(CutStrategy):
         return CutOutput.of(product, rows, widths, numbers)
 
 
+def uncut(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
+    """Why a layer cannot be cut along a dimension of that width over ranks that call it together, or None."""
+    if layer.calls_vary:
+        return "ranks or steps differ in how often they call it, and what is cut is called by all ranks together"
+    return refused(layer, width, what, cluster)
+
+
 def refused(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
-    """Why a layer cannot be cut along a dimension of that width, or None."""
+    """Why a layer cannot be in parts along a dimension of that width, or None."""
     if layer.outside_use:
         return layer.outside_use
     if not layer.calls:

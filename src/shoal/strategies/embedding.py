@@ -28,7 +28,7 @@ from shoal.core.cut import OverRanks, cut, cut_of, part_of
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.strategies.copies import plain
-from shoal.strategies.cutting import counts, move, refused
+from shoal.strategies.cutting import counts, move, uncut
 
 _ID_BYTES = 8
 _SLOT = "_cut_embedding"  # where a served layer keeps what runs it
@@ -44,7 +44,7 @@ class EmbeddingRows(Strategy):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind != "Embedding":
             return f"it serves nn.Embedding, and this is a {layer.kind}"
-        return refused(layer, layer.inputs, "rows", cluster)
+        return uncut(layer, layer.inputs, "rows", cluster)
 
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         (layer,) = layers

@@ -16,7 +16,7 @@ from torch import Tensor
 from shoal.comm.boundary import Move, Rows
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.strategies.cutting import CutStrategy, counts, move, refused
+from shoal.strategies.cutting import CutStrategy, counts, move, uncut
 
 
 class Row(CutStrategy):
@@ -28,7 +28,7 @@ class Row(CutStrategy):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind != "Linear":
             return f"it serves nn.Linear, and this is a {layer.kind}"
-        return refused(layer, layer.inputs, "inputs", cluster)
+        return uncut(layer, layer.inputs, "inputs", cluster)
 
     def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
         return rows.to_columns(widths, scale=len(widths))
