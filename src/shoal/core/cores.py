@@ -1,18 +1,32 @@
-"""How many cores a process has to itself and the ranks beside it."""
+"""How many cores a process may use, alone or with others."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, as a container sees it
+_CONTAINER = Path("/proc/self/ns/cgroup")
 
 
-def usable_cores() -> float:
-    """Cores that this process may use: of those it is bound to, what a container's quota leaves (Linux)."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def bound_cores() -> int:
+    """Cores of the machine that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota_cores() -> float:
+    """Cores' worth of time that its container may take; infinity where there is no quota (or no Linux)."""
     try:
         quota, period = _QUOTA.read_text().split()
-        return min(bound, int(quota) / int(period))
+        return int(quota) / int(period)
     except (OSError, ValueError):  # none, or "max"
-        return bound
+        return math.inf
+
+
+def container() -> str:
+    """A name for the container, of those on one machine."""
+    try:
+        return os.readlink(_CONTAINER)
+    except OSError:
+        return ""

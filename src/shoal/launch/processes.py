@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, TextIO
 
-from shoal.core.cores import usable_cores
+from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
 from shoal.core.job import Job, Result
 
@@ -76,7 +76,7 @@ def environment(job: Job, **launcher: str) -> dict[str, str]:
     Cores are shared out among ranks, and Python's output is unbuffered so that lines come when they are printed; both
     only where the user has not said otherwise.
     """
-    threads = max(1, int(usable_cores() // job.ranks))
+    threads = max(1, int(min(bound_cores(), quota_cores()) // job.ranks))
     polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     return {**polite, **os.environ, "SHOAL_HOST": socket.gethostname(), **launcher, **job.environment}
 

@@ -8,8 +8,8 @@ on a lone rank; outputs tell what is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +27,12 @@ from shoal.profiling.sample import Sample, tensors_in
 class Ends:
     """By layer, what one forward showed."""
 
-    distinct: dict[str, int]  # of each call of an embedding the different ids, added up
     losses: dict[str, list[Use]]  # of linear layers whose output goes into a loss and would not have to be gathered
     feeds: dict[str, str]  # of linear layers: the one that takes all of their output, and takes nothing else
 
     @classmethod
     def of(cls, sample: Sample, layers: Sequence[Layer], rowwise: Mapping[str, bool]) -> Ends:
         """Run the sample forward; `rowwise` says which layers can be cut by outputs."""
-        distinct = _distinct_ids(sample, layers)
         uses: dict[str, list[Use]] = {}
         taken: dict[str, list[str]] = {}  # by linear layer, whose output it was called with
 
@@ -80,11 +78,12 @@ class Ends:
             if any(use.loss_rows for use in own) and all(use.loss_rows or use.softmax_rows for use in own)
         }
         alone = {name: own[0].layer for name, own in uses.items() if len(set(own)) == 1}
-        return cls(distinct, losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}})
+        return cls(losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}})
 
 
-def _distinct_ids(sample: Sample, layers: Sequence[Layer]) -> dict[str, int]:
-    """Of each call of an embedding the different ids, added up: seen in a forward of the model as it is."""
+@contextmanager
+def ids_counted(layers: Sequence[Layer]) -> Iterator[dict[str, int]]:
+    """Of each call of an embedding inside, the different ids, added up by layer."""
     distinct: dict[str, int] = {}
 
     def count(name: str) -> Any:
@@ -94,11 +93,9 @@ def _distinct_ids(sample: Sample, layers: Sequence[Layer]) -> dict[str, int]:
 
         return enter
 
-    tables = [layer for layer in layers if type(layer.module) is nn.Embedding]
     with ExitStack() as hooks:
-        for layer in tables:
-            hook = layer.module.register_forward_pre_hook(count(layer.name), with_kwargs=True)
-            hooks.callback(hook.remove)
-        if tables:
-            sample.loss()
-    return distinct
+        for layer in layers:
+            if type(layer.module) is nn.Embedding:
+                hook = layer.module.register_forward_pre_hook(count(layer.name), with_kwargs=True)
+                hooks.callback(hook.remove)
+        yield distinct

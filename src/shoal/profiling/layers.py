@@ -22,7 +22,7 @@ from shoal.comm.agreement import agreed
 from shoal.core.contracts import Comm
 from shoal.core.errors import SampleError
 from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
-from shoal.profiling.ends import Ends
+from shoal.profiling.ends import Ends, ids_counted
 from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import Product, ProductCost, measure_products
@@ -70,7 +70,7 @@ def profile_model(
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
         by_rows = agreed(comm, lambda: rowwise(checked, layers, comm.size), SampleError)
-        readers, seen, tails, step = _measured_step(checked, layers, by_rows, clock, comm, micro_batches)
+        readers, distinct, seen, tails, step = _measured_step(checked, layers, by_rows, clock, comm, micro_batches)
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
@@ -94,7 +94,7 @@ def profile_model(
                     softmax_rows=sum(use.softmax_rows for use in seen.losses.get(layer.name, [])),
                     feeds=seen.feeds.get(layer.name, ""),
                     fed_by=fed_by.get(layer.name, ""),
-                    distinct=seen.distinct.get(layer.name, 0),
+                    distinct=distinct.get(layer.name, 0),
                     whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
                     joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
                     unread=bool(layer.parameters.keys() & step.ready_s.keys() - readers.read),
@@ -121,7 +121,7 @@ def _meet(comm: Comm) -> None:
 
 def _measured_step(
     sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm, pieces: int | None
-) -> tuple[Readers, Ends, Tails, Step]:
+) -> tuple[Readers, dict[str, int], Ends, Tails, Step]:
     """Warm up, finding borrowed weights, what goes into the loss, and the model's ends; then measure some steps in a
     row, as in training.
 
@@ -132,17 +132,17 @@ def _measured_step(
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
 
-    def warm_up() -> tuple[Readers, Ends, Tails, Step]:
-        with Readers(sample.model, layers).watching() as readers:
+    def warm_up() -> tuple[Readers, dict[str, int], Ends, Tails, Step]:
+        with Readers(sample.model, layers).watching() as readers, ids_counted(layers) as distinct:
             sample.loss()
         tails = Tails.find(sample, layers, pieces) if pieces else Tails({}, {})
-        return readers, Ends.of(sample, layers, by_rows), tails, watch_step(sample, layers, clock)
+        return readers, distinct, Ends.of(sample, layers, by_rows), tails, watch_step(sample, layers, clock)
 
     def measure() -> Step:
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
-    readers, seen, tails, first = agreed(comm, warm_up, SampleError)
+    readers, distinct, seen, tails, first = agreed(comm, warm_up, SampleError)
     left_s = _BUDGET_S - (time.perf_counter() - start)
     affordable = min(max(_FEWEST, int(_ENOUGH_S / first.total_s)), int(left_s / first.total_s), _MOST)
     count = max(1, min(comm.gather_objects(affordable)))
@@ -151,7 +151,7 @@ def _measured_step(
     mine = usual(steps)
     ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])
     usual_s, *slowest_s = [max(same) for same in zip(*ranks, strict=True)]
-    return readers, seen, tails, mine.times(max(1.0, median(slowest_s) / usual_s))
+    return readers, distinct, seen, tails, mine.times(max(1.0, median(slowest_s) / usual_s))
 
 
 def _layer_profile(

@@ -58,13 +58,15 @@ def _layers(explanation: Explanation) -> Table:
 
 
 def _alternatives(explanation: Explanation) -> Table:
-    table = Table(title="why: each layer's choice (*) beside its alternatives", title_justify="left")
+    compared = [row for row in explanation.layers if row.others]
+    of_many = f", the {len(compared)} largest" if len(compared) < len(explanation.layers) else ""
+    table = Table(title=f"why: each layer's choice (*) beside its alternatives{of_many}", title_justify="left")
     table.add_column("layer", no_wrap=True)
     table.add_column("way", no_wrap=True)
     for name in ("sends", "alone", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("reason")
-    for row in filter(lambda row: row.others, explanation.layers):
+    for row in compared:
         for cells in _ways(row):
             table.add_row(*cells)
         table.add_section()

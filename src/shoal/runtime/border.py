@@ -35,6 +35,7 @@ class Border:
         self._engine = engine
         self._model = ref(model)  # whose hooks have this
         self._given = [_Given(name, p, p.dtype, p.device) for name, p in model.named_parameters() if p.requires_grad]
+        self._checked = -1  # autograd's number of the backward before which the model was looked at
         self._known = {id(p) for p in model.parameters()}
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -67,7 +68,10 @@ class Border:
         """A gradient is at the border: open the engine's round; what weighs it (None: nothing)."""
         if not self._trains():
             return None
-        self._check_whole()
+        task = torch._C._current_graph_task_id()
+        if task != self._checked:
+            self._check_whole()
+            self._checked = task
         self._engine.begin()
         return weight.value()
 
@@ -89,7 +93,7 @@ class Border:
             raise UsageError(
                 f"parameter {name} {what}: the model was changed after parallelize",
                 where=name,
-                do="add, replace and tie layers before parallelize, which knows only the parameters it was given",
+                do="add, replace and tie layers before parallelize; freeze what is to be taken out later",
             )
 
     def _trains(self) -> bool:

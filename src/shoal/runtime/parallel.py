@@ -28,7 +28,7 @@ from shoal.comm.agreement import agreed, from_first
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask
 from shoal.core.contracts import Comm, Exchange, Strategy
-from shoal.core.cores import usable_cores
+from shoal.core.cores import bound_cores, container, quota_cores
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
@@ -215,13 +215,13 @@ def plan(
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan that a parallelised model follows; None where one process trains alone, which needs none.
 
-    Print it, or `.save("plan.json")` it for `parallelize(plan="plan.json")`.
+    Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`.
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.
     """
     session = current()
-    if model not in session.optimizers:
+    if model not in (session.attached if session.comm.size > 1 else session.optimizers):
         raise UsageError("the model is not parallelised", got=type(model).__name__, do="call shoal.parallelize first")
     attached = session.attached.get(model)
     return attached.plan if attached else None
@@ -251,7 +251,8 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
     seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
     mine = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
     if comm.size > 1:
-        _require_same_batches(comm, f"{len(mine)} batches of {mine.batch_size} rows")
+        rows = len(mine.sampler)  # type: ignore[arg-type]  # feed.shard has asked for it
+        _require_same_batches(comm, f"{len(mine)} batches of {mine.batch_size} rows, {rows} rows")
     return mine
 
 
@@ -273,9 +274,10 @@ def measured_cluster(session: Session) -> Cluster:
     """The session's ranks and links, measured at the first call (a collective)."""
     if session.cluster is None:
         comm = session.comm
-        seats = comm.gather_objects((_machine(), usable_cores()))
-        machines = Counter(machine for machine, _ in seats)
-        cores = min(cores / machines[machine] for machine, cores in seats)
+        seats = comm.gather_objects((_machine(), (_machine(), container()), bound_cores(), quota_cores()))
+        machines = Counter(machine for machine, _, _, _ in seats)
+        boxes = Counter(box for _, box, _, _ in seats)
+        cores = min(min(bound / machines[machine], quota / boxes[box]) for machine, box, bound, quota in seats)
         if comm.size == 1:
             session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
         else:

@@ -1,6 +1,7 @@
 """The session: this process's place among the ranks, and what it measured of the links.
 
-One context variable holds it, so that ranks run as threads each have their own. The environment is read here only.
+It is the process's; ranks that are threads each have their own, in a context variable. The environment is read here
+only.
 """
 
 from __future__ import annotations

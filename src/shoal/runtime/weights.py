@@ -93,15 +93,18 @@ def rows(batch: Any) -> int:
     return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
 
 
-def _tensors(batch: Any, depth: int = DEPTH) -> list[Tensor]:
-    """The tensors in containers, and in the attributes of objects."""
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE):
-            found += _tensors(vars(leaf), depth - 1)
-    return found
+def _tensors(batch: Any) -> list[Tensor]:
+    """The tensors in containers; where there are none, those in the attributes of objects."""
+    seen: set[int] = set()
+    level = [batch]
+    for _ in range(1 + DEPTH):
+        leaves = [leaf for value in level for leaf in pytree.tree_leaves(value)]
+        if found := [leaf for leaf in leaves if isinstance(leaf, Tensor)]:
+            return found
+        objects = {id(leaf): leaf for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE)}
+        level = [vars(leaf) for number, leaf in objects.items() if number not in seen]
+        seen |= objects.keys()
+    return []
 
 
 def _digest(batch: Any) -> tuple[int, int]:
