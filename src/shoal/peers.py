@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.core.errors import ShoalError, UsageError
+from shoal.profiling.sample import called, own_loss
 
 DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 
@@ -42,16 +43,6 @@ class Workload:
     batch: tuple[Any, Any]
 
 
-def loss_of(model: nn.Module, loss_fn: Any, x: Any, y: Any) -> Tensor:
-    """The loss of one batch: loss_fn(output, y), or what the model returns itself."""
-    output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
-    if loss_fn is not None:
-        loss: Tensor = loss_fn(output, y)
-    else:
-        loss = output if isinstance(output, Tensor) else output["loss"] if isinstance(output, dict) else output.loss
-    return loss
-
-
 class Peer:
     """A model that takes whole training steps."""
 
@@ -63,7 +54,8 @@ class Peer:
 
     def step(self, x: Any, y: Any) -> None:
         """Forward, backward and update on one batch."""
-        loss = loss_of(self.model, self.loss, x, y)
+        output = called(self.model, x)
+        loss = own_loss(output) if self.loss is None else self.loss(output, y)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

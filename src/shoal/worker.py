@@ -27,11 +27,11 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Plan
-from shoal.peers import loss_of
 from shoal.planner.explain import explain
 from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
 from shoal.profiling.layers import profile_model
+from shoal.profiling.sample import called, own_loss
 from shoal.report import text
 from shoal.rewrite.apply import cuts
 from shoal.runtime.memory import memory
@@ -135,7 +135,8 @@ def train(
 def timed_step(model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any) -> tuple[float, float]:
     """One ordinary training step: its seconds, and its loss over this rank's rows."""
     began = time.perf_counter()
-    loss = loss_of(model, loss_fn, x, y)
+    output = called(model, x)
+    loss = own_loss(output) if loss_fn is None else loss_fn(output, y)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -68,7 +68,7 @@ class Sample:
         except Exception as error:
             raise self._refused("the model does not take the sample", error) from error
         if self.loss_fn is None:
-            return self._checked(_own_loss(output), output)
+            return self._checked(own_loss(output), output)
         try:
             loss = self.loss_fn(output, self.y)
         except Exception as error:
@@ -88,11 +88,7 @@ class Sample:
 
     def output(self) -> Any:
         """Run the model."""
-        if isinstance(self.x, tuple):
-            return self.model(*self.x)
-        if isinstance(self.x, Mapping):
-            return self.model(**self.x)
-        return self.model(self.x)
+        return called(self.model, self.x)
 
     def _given(self) -> str:
         return f"x = {describe(self.x)}, y = {describe(self.y)}"
@@ -148,7 +144,17 @@ def describe(value: Any) -> str:
     return repr(value) if value is None or isinstance(value, int | float | bool) else type(value).__name__
 
 
-def _own_loss(output: Any) -> Any:
+def called(model: nn.Module, x: Any) -> Any:
+    """The output for a batch: a tensor, a tuple of positional or a mapping of keyword arguments."""
+    if isinstance(x, tuple):
+        return model(*x)
+    if isinstance(x, Mapping):
+        return model(**x)
+    return model(x)
+
+
+def own_loss(output: Any) -> Any:
+    """The loss of a model that returns its own: the output, or its "loss"; None where there is none."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:
