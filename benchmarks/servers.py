@@ -1,9 +1,13 @@
 """Spare hosts as servers: their exchange against all-reduce, and what running ahead is worth.
 
-    sudo .venv/bin/python benchmarks/servers.py [exchange] [ahead]      about ten minutes; results/servers.json
+    sudo .venv/bin/python benchmarks/servers.py [exchange] [training] [ahead]       half an hour; results/servers.json
 
 exchange   buckets summed and brought back, back to back, several in flight: 4 workers by themselves, by all-reduce
-           and by `direct`; with 4 more hosts as servers, and with 2 more (then workers serve a share too)
+           and by `direct`; with 4 more hosts as servers, and with 2 more (then workers serve a share too). As in
+           training, a lane brings buckets to servers while another brings back what is summed, in a steady state:
+           the first to come back is of before. Once more where a packet waits at a link for 5 ms at most, not 50
+training   steps of benchmarks/recipes/eight_linears.py, which are exchange and little else: by all-reduce without
+           servers, by 4 and by 2 servers, and as the planner would have it with 4; for both queues
 ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds
            a step of the synchronous server, of a bound of 3, and of none; and the same with one worker slow for good
 """
@@ -13,11 +17,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,10 +42,11 @@ STEP_S, SLOWER, STEPS = 0.05, 3, 60
 RESULTS = Path(__file__).parent / "results" / "servers.json"
 
 
-def lab(rate: str, servers: int, serving: int, *arguments: str) -> list[dict[str, float]]:
+def lab(rate: str, servers: int, serving: int, *arguments: str, queue: str = "50ms") -> list[dict[str, float]]:
     """Run this file on hosts of a lab, of which `serving` are Shoal's servers; what ranks printed as JSON."""
     hosts = ["--hosts", str(WORKERS + servers - serving), "--servers", str(serving)]
-    command = [sys.executable, "-m", "shoal", "lab", *hosts, "--rate", rate, "--", sys.executable, __file__, *arguments]
+    links = ["--rate", rate, "--queue", queue]
+    command = [sys.executable, "-m", "shoal", "lab", *hosts, *links, "--", sys.executable, __file__, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, end="", flush=True)
     return [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if "] {" in line]
@@ -50,44 +56,47 @@ def exchange(servers: int, in_flight: str) -> None:
     """On a rank: seconds of one bucket's exchange, by way."""
     nbytes, num_lanes, rounds = IN_FLIGHT[in_flight]
     everyone = join(60.0, 60.0, os.environ["SHOAL_HOST"], servers)
-    lanes = [everyone.channel(f"lane{i}") for i in range(num_lanes)]
+    there, back = ([everyone.channel(f"{way}{i}") for i in range(num_lanes)] for way in ("there", "back"))
     sizes = [int(nbytes // 4 * share) for share in shares(WORKERS, servers)] if servers else [0] * WORKERS
-    flats = [torch.zeros(nbytes // 4) for _ in lanes]
+    going, coming = ([torch.zeros(nbytes // 4) for _ in range(num_lanes)] for _ in range(2))
 
-    def by_servers(comm: Comm, flat: Tensor) -> None:
-        slices = flat[: sum(sizes)].split(sizes)
-        halves = [Direct().reduce_scatter, Direct().all_gather]
-        if lanes.index(comm) % 2:  # the other way round, so that some buckets go while others come back
-            halves.reverse()
-        for half in halves:
-            half(slices, comm)
+    def to_servers(comm: Comm, flat: Tensor) -> None:
+        Direct().reduce_scatter(flat[: sum(sizes)].split(sizes), comm)
+
+    def from_servers(comm: Comm, flat: Tensor) -> None:
+        Direct().all_gather(flat[: sum(sizes)].split(sizes), comm)
 
     def by_workers(comm: Comm, flat: Tensor) -> None:
         Direct().reduce(flat, comm)
         Direct().gather(flat, comm)
 
-    ways: dict[str, tuple[list[Comm], Callable[[Comm, Tensor], None]]] = {}
+    def by_all_reduce(comm: Comm, flat: Tensor) -> None:
+        comm.all_reduce(flat)
+
+    work: dict[str, list[tuple[Callable[[Comm, Tensor], None], Comm, Tensor]]] = {"all-reduce": [], "direct": []}
     if servers:
-        ways[f"{WORKERS} + {servers} servers"] = (lanes, by_servers)
+        both_ways = (to_servers, there, going), (from_servers, back, coming)
+        work[f"{WORKERS} + {servers} servers"] = [
+            (half, comm, flat) for half, comms, flats in both_ways for comm, flat in zip(comms, flats, strict=True)
+        ]
     if everyone.rank < WORKERS:
         among = everyone.group(range(WORKERS))
         own_lanes = [among.channel(f"own{i}") for i in range(num_lanes)]
-        ways["all-reduce"] = (own_lanes, lambda comm, flat: comm.all_reduce(flat))
-        ways["direct"] = (own_lanes, by_workers)
-    else:
-        ways |= {"all-reduce": ([], by_workers), "direct": ([], by_workers)}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    with ThreadPoolExecutor(num_lanes) as pool:
+        work["all-reduce"] = [(by_all_reduce, *own) for own in zip(own_lanes, going, strict=True)]
+        work["direct"] = [(by_workers, *own) for own in zip(own_lanes, going, strict=True)]
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    with ThreadPoolExecutor(2 * num_lanes) as pool:
+
+        def serve(what: Callable[[Comm, Tensor], None], comm: Comm, flat: Tensor) -> None:
+            for _ in range(rounds):
+                what(comm, flat)
+
         for _ in range(TURNS):
-            for name, (channels, work) in ways.items():
-
-                def serve(comm: Comm, flat: Tensor, work: Callable[[Comm, Tensor], None] = work) -> None:
-                    for _ in range(rounds):
-                        work(comm, flat)
-
+            for name, errands in work.items():
                 everyone.gather_objects(None)
                 start = time.perf_counter()
-                list(pool.map(serve, channels, flats))
+                for errand in [pool.submit(serve, *each) for each in errands]:
+                    errand.result()
                 ranks = everyone.gather_objects(time.perf_counter() - start)
                 seconds[name].append(max(ranks) / (rounds * num_lanes))
     if everyone.rank == 0:
@@ -120,15 +129,40 @@ def ahead(staleness: int | None, slow: str) -> None:
     print(json.dumps({"rank": world.rank, "step_s": sum(own_s) / STEPS}), flush=True)
 
 
+def training(servers: int, pins: Sequence[str], queue: str) -> dict[str, float]:
+    """Seconds of a step by `shoal train`, predicted and median."""
+    shoal_ = [sys.executable, "-m", "shoal"]
+    links = ["--hosts", str(WORKERS), "--servers", str(servers), "--rate", "200mbit", "--queue", queue]
+    recipe = str(RESULTS.parent.parent / "recipes" / "eight_linears.py")
+    pinned = [word for pin in pins for word in ("--pin", pin)]
+    command = [*shoal_, "lab", *links, "--", *shoal_, "train", recipe, *pinned, "--steps", "14"]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found = {name: re.search(rf"{name} step ([\d.]+) ms", out) for name in ("median", "predicted")}
+    seconds = {name: float(each[1]) / 1e3 for name, each in found.items() if each}
+    print(servers, *pins, queue, seconds, flush=True)
+    return seconds
+
+
 def main() -> None:
     """Run what was asked for, and write the figures."""
-    wanted = sys.argv[1:] or ["exchange", "ahead"]
+    wanted = sys.argv[1:] or ["exchange", "training", "ahead"]
     figures = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if "exchange" in wanted:
         figures["exchange_s"] = {
-            f"{servers} servers, {in_flight}": lab("200mbit", servers, 0, "--exchange", str(servers), in_flight)[0]
+            f"{servers} servers, {in_flight}, at most {queue} at a link": lab(
+                "200mbit", servers, 0, "--exchange", str(servers), in_flight, queue=queue
+            )[0]
+            for queue in ("50ms", "5ms")
             for in_flight in IN_FLIGHT
             for servers in (WORKERS, WORKERS // 2)
+        }
+    if "training" in wanted:
+        ways = {"all-reduce": (0, ["*=replicate:allreduce"]), "4 servers": (4, ["*=server"])}
+        ways |= {"2 servers": (2, ["*=server"]), "auto, 4 servers": (4, [])}
+        figures["training_s"] = {
+            f"{name}, at most {queue} at a link": training(*way, queue)
+            for queue in ("50ms", "5ms")
+            for name, way in ways.items()
         }
     if "ahead" in wanted:
         figures["ahead_step_s"] = {}

@@ -134,7 +134,7 @@ def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, 
     predicted = Predictor(attached.profile, attached.cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
     if current().comm.rank == 0:
         processes = {f"rank {rank}": events for rank, events in enumerate(ranks)}
-        path.write_text(chrome({**processes, "predicted, one step": predicted.events(plan.lanes)}))
+        path.write_text(chrome({**processes, "predicted, one step": predicted.events()}))
 
 
 def _shoal(work: Workload, options: PlanOptions) -> Peer:

@@ -25,7 +25,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.job import Job
 from shoal.core.placement import BALANCED, POLICIES
 from shoal.core.plan import MICRO_BATCHES
-from shoal.launch.lab import Lab
+from shoal.launch.lab import QUEUE, Lab
 from shoal.launch.local import Local
 from shoal.runtime.recipe import Recipe, load
 from shoal.runtime.session import leave, world
@@ -261,6 +261,7 @@ def probe(workers: int | None) -> None:
 @click.option("--tail", default=0, type=click.IntRange(0), help='More hosts, for the end of models (strategy "stage").')
 @click.option("--rate", default="1gbit", show_default=True, help='Each link\'s rate, as tc writes it, or "none".')
 @click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
+@click.option("--queue", default=QUEUE, show_default=True, help="How long a packet may wait at a link.")
 @click.option("--congestion", default="cubic", show_default=True, help="TCP's congestion control (bbr, reno …).")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def lab(
@@ -270,6 +271,7 @@ def lab(
     tail: int,
     rate: str,
     delay: str | None,
+    queue: str,
     congestion: str,
     command: tuple[str, ...],
 ) -> None:
@@ -280,7 +282,7 @@ def lab(
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
-    built = Lab(hosts + servers + tail, rate, delay, ranks_per_host=ranks_per_host, congestion=congestion)
+    built = Lab(hosts + servers + tail, rate, delay, queue=queue, ranks_per_host=ranks_per_host, congestion=congestion)
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")
     others = {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}

@@ -109,6 +109,19 @@ def test_workers_own_no_state_where_servers_suffice() -> None:
     assert trained(2, 2, loop, optimizer=adamw, pins={"*": "server"})[1] == [0, 0]
 
 
+def test_the_order_in_which_parameters_come_back_changes_no_bit() -> None:
+    def loop(model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batches: list) -> Plan:
+        steps(3)(model, loss_fn, optimizer, batches)
+        return current().attached[model].plan
+
+    states, plans, _ = trained(2, 2, loop, optimizer=adamw, pins={"*": "server"})
+    plan = plans[0]
+    assert isinstance(plan, Plan)
+    for late in {0, 1, 99} - {plan.late}:
+        again, _, _ = trained(2, 2, loop, optimizer=adamw, plan=replace(plan, late=late))
+        assert all(torch.equal(again[0][name], states[0][name]) for name in states[0])
+
+
 class Adding:
     """What a shelf asks of an update: here the parameters are the sum of all gradients."""
 

@@ -228,6 +228,7 @@ def test_a_kernel_without_netem_says_so_before_anything_is_built(monkeypatch: py
         ({"rate": "0mbit"}, "200mbit"),
         ({"rate": "1gbit", "delay": "5"}, "5ms"),
         ({"burst": "1gbit"}, "128kb"),
+        ({"queue": "50"}, "5ms"),
     ],
 )
 def test_impossible_options_are_refused_at_construction(options: dict[str, object], named_in_error: str) -> None:

@@ -238,3 +238,42 @@ def test_on_one_host_the_floor_is_what_the_busiest_rank_moves() -> None:
     profile, where = model(layer("a", 2.0, MB * 4)), replace(cluster(2, 1e5), topology=Topology(("a", "a")))
     plan = Plan(2, "made up", (Choice("a", "replicate", "hierarchical"),), bucket_bytes=1, lanes=1)
     assert Predictor(profile, where).floor_s(plan) == pytest.approx(40.0, rel=1e-3)
+
+
+def served(profile: ModelProfile, workers: int = 2, servers: int = 2, duplex: float = 1.0) -> Timeline:
+    """All layers at servers, over a link of a megabyte a second in each direction; two lanes each way."""
+    where = replace(cluster(workers, 1e6), servers=tuple(f"s{i}" for i in range(servers)), duplex=duplex)
+    choices = [Choice(each.name, "server", "direct") for each in profile.layers]
+    return Predictor(profile, where).predict(choices, bucket_bytes=1, lanes=2)
+
+
+def test_what_comes_from_servers_does_not_share_the_link_with_what_goes_to_them() -> None:
+    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcdefgh"), backward_s=0.0, forward_s=0.0, optimizer_s=0.0)
+    found = served(profile)
+    there_s, back_s = (max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s"))
+    assert there_s == pytest.approx(8 * 0.25, rel=1e-2), "eight quarters of a megabyte, one way"
+    assert back_s == pytest.approx(there_s + 2 * 0.25, rel=1e-2), "the last two that came, and no more, are behind"
+    assert found.late == 8, "all were on their way when backward ended: they come back as they are summed"
+    assert [span.back_s for span in found.spans] == sorted(span.back_s for span in found.spans)
+
+
+def test_where_all_is_at_the_servers_when_backward_ends_parameters_come_as_forward_needs_them() -> None:
+    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcd"), backward_s=2.0, forward_s=0.0, optimizer_s=0.0)
+    found = served(profile)
+    assert found.late == 0
+    assert [span.back_s for span in found.spans] == sorted((span.back_s for span in found.spans), reverse=True)
+
+
+def test_servers_links_are_as_full_as_workers_where_these_own_a_share() -> None:
+    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcdefgh"), backward_s=0.0, forward_s=0.0, optimizer_s=0.0)
+    found = served(profile, workers=4, servers=2)
+    there_s = max(span.end_s for span in found.spans)
+    assert there_s == pytest.approx(1.2 * 8 * 0.25, rel=1e-2), "four workers bring a server three tenths of all each"
+
+
+def test_directions_that_hinder_one_another_are_slower_while_both_are_in_use() -> None:
+    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcdefgh"), backward_s=0.0, forward_s=0.0, optimizer_s=0.0)
+    found = served(profile, duplex=0.5)
+    there_s, back_s = (max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s"))
+    assert there_s == pytest.approx(2 * 0.25 + 6 * 0.5, rel=1e-2), "the first two go alone"
+    assert back_s == pytest.approx(there_s + 2 * 0.25, rel=1e-2), "the last two come alone"

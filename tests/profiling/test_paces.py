@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,12 +15,15 @@ from shaped import ShapedComm
 from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Bucket, Exchange, Pending
+from shoal.core.contracts import Bucket, Comm, Exchange, Pending, SplitExchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link, Topology
 from shoal.core.pieces import cut
 from shoal.exchange.direct import Direct
-from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
+from shoal.profiling.paces import probe_duplex, probe_moves, probe_paces, probe_pack
+from shoal.runtime.parallel import measured_cluster
+from shoal.runtime.servers import serve
+from shoal.runtime.session import using
 
 LINK = Link(ShapedComm.latency_s, ShapedComm.bytes_per_s)
 
@@ -184,6 +190,59 @@ class Late(ShapedComm):
 def test_a_move_waits_for_whoever_comes_last() -> None:
     first, _ = run(2, lambda comm: probe_moves(comm, LINK, Direct(), lane=Late.of(comm.channel("lane"))))
     assert first.wall.round_s > Late.late_s / 2
+
+
+@dataclass(frozen=True)
+class Sleeping(SplitExchange):
+    """Halves of ten milliseconds, beside one another or, with a lock, in turn."""
+
+    name: ClassVar[str] = "sleeping"
+    turns: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+    def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
+        raise NotImplementedError
+
+    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
+        with self.turns:
+            time.sleep(10e-3)
+
+    all_gather = reduce_scatter
+
+
+@pytest.mark.parametrize(("in_turn", "kept"), [(False, 1.0), (True, 0.5)])
+def test_it_is_found_what_directions_keep_of_their_rate(
+    in_turn: bool, kept: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What else the machine does blurs it, but not always."""
+    monkeypatch.setattr("shoal.profiling.paces._DUPLEX_S", 0.2)
+    found = []
+    for _ in range(8):
+        locks = [Lock() for _ in range(4)]
+
+        def work(comm: ThreadComm, locks: list[Any] = locks) -> float:
+            exchange = Sleeping(locks[comm.rank]) if in_turn else Sleeping()
+            return probe_duplex(comm, exchange, (0.0, 0.0, 0.5, 0.5), num_lanes=1)
+
+        ranks = run(4, work, servers=2)
+        assert len(set(ranks)) == 1 and 0 < ranks[0] <= 1
+        found.append(ranks[0])
+        if ranks[0] == pytest.approx(kept, abs=0.1):
+            return
+    pytest.fail(f"{found} for {kept}")
+
+
+def test_servers_take_part_in_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.profiling.paces._DUPLEX_S", 0.1)
+
+    def work(comm: ThreadComm) -> float | None:
+        if comm.rank >= comm.workers:
+            serve(comm)
+            return None
+        with using(comm) as session:
+            return measured_cluster(session).duplex
+
+    first, second, *_ = run(4, work, servers=2)
+    assert first == second and first is not None and 0 < first <= 1
 
 
 def test_packing_is_priced_by_the_byte() -> None:

@@ -46,7 +46,7 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
             predicted = Predictor(attached.profile, attached.cluster).predict(
                 plan.choices, plan.bucket_bytes, plan.lanes
             )
-            return recorder.events, predicted.events(plan.lanes)
+            return recorder.events, predicted.events()
 
     for measured, predicted in run(2, work):
         assert all(event.begin_s <= event.end_s for event in (*measured, *predicted))

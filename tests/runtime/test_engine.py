@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 import traceback
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.faulty import Delay, FaultyComm, Kill, Killed, RandomDelay
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Comm, Transfer
+from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import PeerLost, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
@@ -68,6 +69,53 @@ def test_a_ready_transfer_waits_for_those_before_it() -> None:
     assert [entry for entry in log if "pack" in entry] == ["pack b", "pack c", "pack a"]
     assert [entry for entry in log if "run" in entry] == ["run b", "run c", "run a"]
     assert [entry for entry in log if "publish" in entry] == ["publish b", "publish c", "publish a"]
+
+
+class ScriptedAtServers(Scripted, OwnedTransfer):
+    """Of what owners have it has nothing but the lane."""
+
+    served = True
+    follow = gradients = gather = slice_of = used = release = None  # type: ignore[assignment]
+
+
+def test_what_comes_back_from_servers_holds_up_nothing_that_goes_to_them() -> None:
+    first, second = transfers = [ScriptedAtServers(name, nn.Parameter(torch.ones(2)), []) for name in "ab"]
+    engine = Engine(transfers, [], [ThreadComm()], [ThreadComm()])
+    may_end = threading.Event()
+    engine.exchange(first)
+    engine.later(first, lambda comm: may_end.wait(5) and None, "bring back")
+    engine.exchange(second)
+    assert second.ran.wait(4), "it goes while the first comes back"
+    may_end.set()
+    engine.settle(first)
+    engine.settle(second)
+    engine.close()
+
+
+def test_nothing_comes_back_before_it_is_there() -> None:
+    log: list[str] = []
+    transfer = ScriptedAtServers("a", nn.Parameter(torch.ones(2)), log)
+    arrived, run = threading.Event(), transfer.run
+    transfer.run = lambda comm: run(comm) if arrived.wait(5) else None  # type: ignore[method-assign]
+    engine = Engine([transfer], [], [ThreadComm()], [ThreadComm()])
+    engine.exchange(transfer)
+    engine.later(transfer, lambda comm: log.append("back a"), "bring back")
+    time.sleep(0.05)
+    assert log == []
+    arrived.set()
+    engine.settle(transfer)
+    engine.close()
+    assert log == ["run a", "back a"]
+
+
+def test_a_transfer_that_failed_on_its_way_there_fails_on_its_way_back() -> None:
+    transfer = ScriptedAtServers("a", nn.Parameter(torch.ones(2)), [], RuntimeError("the wire is cut"))
+    engine = Engine([transfer], [], [ThreadComm()], [ThreadComm()])
+    engine.exchange(transfer)
+    engine.later(transfer, lambda comm: pytest.fail("there is nothing to bring back"), "bring back")
+    with pytest.raises(RuntimeError, match="the wire is cut"):
+        engine.settle(transfer)
+    engine.close()
 
 
 def test_a_lane_error_is_raised_by_backward_and_the_next_one_is_refused() -> None:

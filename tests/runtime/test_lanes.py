@@ -24,7 +24,7 @@ def test_an_abandoned_lane_ends_behind_what_it_is_doing() -> None:
         done.append("first")
 
     first = lane.run(slowly, "first")
-    lane.run(lambda comm: done.append("second"), "second")
+    second = lane.run(lambda comm: done.append("second"), "second")
     begun.wait()
     lane.abandon()
     with pytest.raises(WorldError, match="has ended"):
@@ -33,6 +33,8 @@ def test_an_abandoned_lane_ends_behind_what_it_is_doing() -> None:
     first.wait("a test")
     lane._thread.join(timeout=5)
     assert not lane._thread.is_alive() and done == ["first"]
+    with pytest.raises(WorldError, match="has ended"):
+        second.wait("a test")
 
 
 def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:

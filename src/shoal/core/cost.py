@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 
@@ -30,6 +30,11 @@ class Traffic:
         """What one of two equal halves moves."""
         leaving = None if self.leaving is None else tuple(n / 2 for n in self.leaving)
         return Traffic(tuple(n / 2 for n in self.sent), tuple(n / 2 for n in self.received), self.rounds // 2, leaving)
+
+    @cached_property
+    def one_way(self) -> Traffic:
+        """What goes in one direction where one half goes only there, and the other only back."""
+        return replace(self, rounds=self.rounds // 2)
 
 
 def total(traffics: Sequence[Traffic]) -> Traffic:

@@ -90,6 +90,7 @@ class Cluster:
     servers: tuple[str, ...] = ()  # hosts of ranks that only own parameters, behind those of the topology
     tail: tuple[str, ...] = ()  # or of ranks that run the end of the model
     moves: Pace | None = None  # of messages between all ranks that main threads wait for, one move at a time
+    duplex: float = 1.0  # of its rate what each direction of a link keeps while servers' buckets go and come
 
     @property
     def size(self) -> int:

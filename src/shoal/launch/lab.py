@@ -35,13 +35,15 @@ INTERFACE = "eth0"  # of every host
 SWITCH_ADDRESS = "10.0.0.254"
 NETWORK = "10.0.0.0/24"
 MAX_HOSTS = 250  # of one /24 network
-QUEUE = "50ms"  # how long a packet may wait at a link before it is dropped, as at a switch with shallow buffers
+QUEUE = "50ms"
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 UNSHAPED = (None, "none", "unshaped")
+_TIME = (r"\d+(\.\d+)?(us|ms|s)", "a time such as 500us or 5ms")
 SYNTAX = {
     "rate": (r"\d+(\.\d+)?[kmg]bit", "a rate such as 200mbit, 1gbit or 2.5gbit, or none"),
     "burst": (r"\d+kb", "a size such as 128kb"),
-    "delay": (r"\d+(\.\d+)?(us|ms|s)", "a time such as 500us or 5ms"),
+    "delay": _TIME,
+    "queue": _TIME,
 }
 
 
@@ -59,6 +61,9 @@ class Lab(Launcher):
         ranks_per_host: how many ranks share a host and its link; what they send each other stays on its loopback.
         congestion: how TCP finds its pace from host to host, whatever the machine's own way is: Linux's default, cubic;
             or bbr, reno …, as the kernel has them.
+        queue: how long a packet may wait at a link before it is dropped. TCP fills what there is, so that all that is
+            sent waits as long, acknowledgements of what comes the other way too: a switch with shallow buffers or a
+            fair queue (fq_codel) has some milliseconds.
 
     Raises: LabError for options that no lab can have.
 
@@ -77,6 +82,7 @@ class Lab(Launcher):
         burst: str = "128kb",
         ranks_per_host: int = 1,
         congestion: str = "cubic",
+        queue: str = QUEUE,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise LabError(f"a lab has 1 to {MAX_HOSTS} hosts", got=f"hosts={hosts}", do="ask for another number")
@@ -90,10 +96,10 @@ class Lab(Launcher):
         self.ranks_per_host = ranks_per_host
         self.rate = None if rate in UNSHAPED else rate
         self.delay = delay
-        self.burst = burst
+        self.burst, self.queue = burst, queue
         self.congestion = congestion
         self.namespaces: tuple[str, ...] = ()  # of the hosts in order, then of the switch; empty while it is down
-        for option, value in (("rate", self.rate), ("burst", burst), ("delay", delay)):
+        for option, value in (("rate", self.rate), ("burst", burst), ("delay", delay), ("queue", queue)):
             pattern, expected = SYNTAX[option]
             if value is not None and (not re.fullmatch(pattern, value) or float(re.split("[a-z]", value)[0]) == 0):
                 raise LabError(f"a lab cannot have this {option}", got=repr(value), expected=expected)
@@ -163,7 +169,7 @@ class Lab(Launcher):
                 )
 
     def _tbf(self) -> tuple[str, ...]:
-        return ("tbf", "rate", self.rate, "burst", self.burst, "latency", QUEUE) if self.rate else ()
+        return ("tbf", "rate", self.rate, "burst", self.burst, "latency", self.queue) if self.rate else ()
 
     def _netem(self) -> tuple[str, ...]:
         return ("netem", "delay", self.delay, "limit", "10000") if self.delay else ()

@@ -5,6 +5,7 @@ A lane does one job after the other. A job is parts of some seconds each, were i
     lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
     lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|      whoever is on the link has an even share of it
 
+What goes to servers is on the link in one direction, what comes from them in the other; all else is in both.
 So with the processor, which the main thread takes too while it computes: who wants more than an even share of it is
 slower for it, a lane that sends as well. A rank has as many processors as cores; where it has less than one, the part
 of a core that its main thread had in the profile. Costs some microseconds a part.
@@ -20,6 +21,7 @@ from typing import NamedTuple, final
 from shoal.core.cost import Pace, Traffic
 from shoal.core.facts import Cluster
 
+THERE, BACK, BOTH = 1, 2, 3  # directions of the link
 _OVER_S = 1e-12  # what is left of a part that is over, for rounding
 
 
@@ -28,17 +30,18 @@ class Part(NamedTuple):
 
     seconds: float
     processor: float = 0.0  # how much of a processor it takes meanwhile, at most 1
-    link: bool = False
+    link: int = 0  # the directions of it that it takes
 
 
 @final
 class Job:
     """What a lane does at one go."""
 
-    __slots__ = ("end_s", "left_s", "now", "parts", "ready_s", "sent_s")
+    __slots__ = ("after", "end_s", "left_s", "now", "parts", "ready_s", "sent_s")
 
-    def __init__(self, ready_s: float, parts: Iterable[Part]) -> None:
+    def __init__(self, ready_s: float, parts: Iterable[Part], after: Job | None = None) -> None:
         self.ready_s = ready_s  # not before
+        self.after = after  # nor before this one is over, which may be another lane's
         self.sent_s = self.end_s = inf  # its last byte is through; it is over
         self.parts = deque(parts)  # those to come
         self.now, self.left_s = Part(0.0), 0.0  # the one under way
@@ -51,14 +54,22 @@ class Lanes:
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
         self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
-        self._lanes: list[deque[Job]] = [deque() for _ in range(number)]
+        ways = (BOTH, THERE, BACK) if cluster.servers else (BOTH,)
+        self._lanes: dict[int, list[deque[Job]]] = {way: [deque() for _ in range(number)] for way in ways}
+        self._duplex = cluster.duplex
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
-        self._every = (*self._lanes, self._main)
+        self._every = (*(lane for lanes in self._lanes.values() for lane in lanes), self._main)
         self.now_s = 0.0  # what has been run
 
-    def add(self, index: int, ready_s: float, *parts: Part) -> Job:
-        """Queue a job on the lane of site `index`."""
-        return self._queue(Job(ready_s, parts), self._lanes[index % len(self._lanes)])
+    def add(self, index: int, ready_s: float, *parts: Part, way: int = BOTH, after: Job | None = None) -> Job:
+        """Queue a job on the lane of site `index` of those that go this way."""
+        lanes = self._lanes[way]
+        return self._queue(Job(ready_s, parts, after), lanes[index % len(lanes)])
+
+    def named(self, index: int, way: int) -> tuple[str, str]:
+        """What the lanes are called that a site's gradients go over, and that its parameters come back over."""
+        number = index % len(self._lanes[way])
+        return {BOTH: (f"lane {number}",) * 2}.get(way, (f"server lane {number}", f"lane {number} from servers"))
 
     def wait(self, clock: float, pace: Pace, traffic: Traffic, beside_s: float = 0.0) -> float:
         """Have the main thread at its `clock` send traffic, on the link beside lanes, compute for so long, and wait.
@@ -72,11 +83,11 @@ class Lanes:
         self.finish([job])
         return max(job.end_s, self.now_s)
 
-    def exchange(self, pace: Pace, traffic: Traffic) -> tuple[Part, Part, Part]:
+    def exchange(self, pace: Pace, traffic: Traffic, way: int = BOTH) -> tuple[Part, Part, Part]:
         """Traffic as parts of a job."""
         busy_byte_s, busy_s = pace.cpu.byte_s / self.turn, traffic.rounds * pace.cpu.round_s / self.turn
         byte_s = max(pace.wall.byte_s, busy_byte_s)
-        sent = Part(traffic.worst * byte_s, busy_byte_s / byte_s if byte_s else 0.0, link=True)
+        sent = Part(traffic.worst * byte_s, busy_byte_s / byte_s if byte_s else 0.0, link=way)
         return sent, self.compute(busy_s), Part(max(0.0, traffic.rounds * pace.wall.round_s - busy_s))
 
     def compute(self, seconds: float) -> Part:
@@ -106,11 +117,11 @@ class Lanes:
         if not busy:
             self.now_s += main_s
             return main_s
-        share = 1 / (sum(job.now.link for job, _ in busy) or 1)  # of the link
-        wanted = [job.now.processor * (share if job.now.link else 1.0) for job, _ in busy]
+        shares = self._shares([job.now.link for job, _ in busy])
+        wanted = [job.now.processor * shares[job.now.link] for job, _ in busy]
         level = self._level([*wanted, 1.0] if main_s else wanted)
         speeds = [
-            (share if job.now.link else 1.0) * (level / want if want > level else 1.0)
+            shares[job.now.link] * (level / want if want > level else 1.0)
             for (job, _), want in zip(busy, wanted, strict=True)
         ]
         main_speed = min(1.0, level)
@@ -123,6 +134,12 @@ class Lanes:
             if job.left_s <= _OVER_S:
                 self._end_part(lane)
         return passed_s * main_speed
+
+    def _shares(self, links: Sequence[int]) -> tuple[float, ...]:
+        """What a job gets of the link, by the directions that it takes, where jobs take these."""
+        there, back = (sum(bool(link & way) for link in links) for way in (THERE, BACK))
+        kept = self._duplex if THERE in links and BACK in links else 1.0
+        return 1.0, kept / max(there, 1), kept / max(back, 1), 1 / max(there, back, 1)
 
     def _level(self, wanted: Sequence[float]) -> float:
         """What of a processor nobody gets more than, so that all get even shares of what others leave of theirs."""
@@ -148,6 +165,9 @@ class Lanes:
         lane.popleft()
         if lane:
             self._begin(lane)
+        for other in self._every:
+            if other and other[0].after is job:
+                self._begin(other)
 
     def _queue(self, job: Job, lane: deque[Job]) -> Job:
         lane.append(job)
@@ -157,5 +177,6 @@ class Lanes:
 
     def _begin(self, lane: deque[Job]) -> None:
         job = lane[0]
-        job.now = Part(max(0.0, job.ready_s - self.now_s))
+        waits = job.after is not None and job.after.end_s == inf
+        job.now = Part(inf if waits else max(0.0, job.ready_s - self.now_s))
         job.left_s = job.now.seconds

@@ -123,8 +123,9 @@ class _Search:
                 expected=f"{held:.4g} bytes a rank, or more",
                 do="take more ranks or an optimizer with less state; allow strategies that cut layers, and pin fewer",
             )
-        step_s = self._predictor.predict(choices, bucket_bytes, lanes).step_s
-        return Plan(cluster.size, profile.digest, tuple(choices), bucket_bytes, lanes, predicted_s=step_s)
+        step = self._predictor.predict(choices, bucket_bytes, lanes)
+        plan = Plan(cluster.size, profile.digest, tuple(choices), bucket_bytes, lanes, predicted_s=step.step_s)
+        return replace(plan, late=step.late)
 
     def _descend(self, picks: dict[str, Option], bucket_bytes: int) -> _End:
         carrier = self._start[0], bucket_bytes, LANES

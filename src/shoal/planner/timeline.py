@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from math import inf
 from operator import attrgetter
 
 from shoal import exchange as exchanges
@@ -37,7 +39,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
 from shoal.core.trace import MAIN, Event
-from shoal.planner.lanes import Job, Lanes
+from shoal.planner.lanes import BACK, BOTH, THERE, Job, Lanes
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Span:
     ready_s: float
     sent_s: float  # its last byte is through
     end_s: float  # its gradients are there, or with their owners
-    back_s: float = 0.0  # its parameters are back from their owners, where it has any
+    back_s: float  # its parameters are back from their owners; 0 where it has none
+    lanes: tuple[str, str]  # it goes over, and comes back over
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Timeline:
     optimizer_s: float  # of what is not updated by owners
     spans: tuple[Span, ...]
     traffics: tuple[Traffic, ...]  # of the sites
+    late: int  # sites that are still on their way to servers when backward ends
 
     @property
     def step_s(self) -> float:
@@ -73,7 +77,7 @@ class Timeline:
         """Bytes through the busiest direction of the busiest rank's link."""
         return total(self.traffics).worst
 
-    def events(self, lanes: int) -> list[Event]:
+    def events(self) -> list[Event]:
         """The step as events from the start of its backward: what a trace of it should look like."""
         optimizer_end_s = self.end_s + self.optimizer_s
         main = [
@@ -83,13 +87,11 @@ class Timeline:
             Event("forward, waits included", MAIN, optimizer_end_s, optimizer_end_s + self.forward_s + self.waited_s),
         ]
         for index, span in enumerate(self.spans):
-            lane, label = (
-                f"lane {index % lanes}",
-                f"site {index} ({span.site.strategy}: {', '.join(span.site.layers[:2])})",
-            )
-            main.append(Event(f"exchange {label}", lane, span.ready_s, span.end_s))
+            label = f"site {index} ({span.site.strategy}: {', '.join(span.site.layers[:2])})"
+            main.append(Event(f"exchange {label}", span.lanes[0], span.ready_s, span.end_s))
             if span.back_s:
-                main.append(Event(f"update and return {label}", lane, max(span.end_s, self.end_s), span.back_s))
+                begin_s = max(span.end_s, self.end_s)
+                main.append(Event(f"update and return {label}", span.lanes[1], begin_s, span.back_s))
         return main
 
 
@@ -114,6 +116,7 @@ class Predictor:
         placed = any(p.owner is not None for layer in profile.layers for p in layer.parameters)  # then nothing is cut
         self._owning = frozenset(name for name in self._bucketed if self._strategies[name].owns and not placed)
         self._staged = frozenset(name for name, kind in self._strategies.items() if kind.staged)
+        self._served = frozenset(name for name in self._bucketed if self._strategies[name].served)
         self._costs: dict[Site, Cost] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
@@ -217,6 +220,7 @@ class Predictor:
         lanes: Lanes,
     ) -> Timeline:
         profile = self.profile
+        going = _going(served, self._served)
         waiting: dict[str, list[int]] = {}
         for index, (site, _) in enumerate(served):
             waiting.setdefault(site.layers[-1], []).append(index)
@@ -231,13 +235,15 @@ class Predictor:
             for index in waiting.get(name, ()):
                 ready[index] = True
             while len(sent) < len(served) and ready[len(sent)]:
-                sent.append(_send(served[len(sent)][1], len(sent), clock, lanes))
+                sent.append(_send(served[len(sent)][1], *going[len(sent)], clock, lanes))
         backward_s = lanes.pay(clock)
         updated = [index for index, (_, cost) in enumerate(served) if cost.owned]
         waited_for = [job for job, (_, cost) in zip(sent, served, strict=True) if not cost.owned]
         lanes.finish(waited_for)
         end_s = max([backward_s, *(job.end_s for job in waited_for)])
-        returned = {index: self._return(*served[index], index, end_s, lanes) for index in reversed(updated)}
+        late = [index for index in updated if going[index][1] == THERE and sent[index].end_s == inf]
+        coming = (*late, *(index for index in reversed(updated) if index not in late))
+        returned = {i: self._return(*served[i], *going[i], end_s, sent[i], lanes) for i in coming}
         back: dict[str, list[Job]] = defaultdict(list)
         for index, job in returned.items():
             for name in served[index][0].layers:
@@ -248,11 +254,18 @@ class Predictor:
         forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, back, cuts, lanes)
         lanes.finish([*sent, *returned.values()])
         spans = [
-            Span(site, job.ready_s, job.sent_s, job.end_s, returned[index].end_s if index in returned else 0.0)
+            Span(
+                site,
+                job.ready_s,
+                job.sent_s,
+                job.end_s,
+                returned[index].end_s if index in returned else 0.0,
+                lanes.named(*going[index]),
+            )
             for index, ((site, _), job) in enumerate(zip(served, sent, strict=True))
         ]
         traffics = tuple(cost.traffic for _, cost in (*served, *cuts.values()))
-        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics)
+        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics, len(late))
 
     def _last_rank(
         self, changes: Mapping[str, float], cuts: Container[str], lanes: Lanes
@@ -275,12 +288,13 @@ class Predictor:
                     yield each, turn * seconds + (0.0 if index else waits_s)
                 run = []
 
-    def _return(self, site: Site, cost: Cost, index: int, now: float, lanes: Lanes) -> Job:
+    def _return(self, site: Site, cost: Cost, number: int, way: int, now: float, sent: Job, lanes: Lanes) -> Job:
         """A site's parameters, updated by their owners and sent back."""
         share = sum(self._nbytes[name] for name in site.layers) / site.parts / self._total_nbytes
         update = lanes.compute(self.profile.optimizer_s * share * cost.owned)
-        back = lanes.exchange(cost.pace, cost.traffic.half)
-        return lanes.add(index, now, update, *back, lanes.compute(cost.lane_s))
+        way = BACK if way == THERE else way
+        back = lanes.exchange(cost.pace, _one_half(cost.traffic, way), way)
+        return lanes.add(number, now, update, *back, lanes.compute(cost.lane_s), way=way, after=sent)
 
     def _forward(
         self,
@@ -316,11 +330,22 @@ class Predictor:
         return clock - begin - waited_s, waited_s
 
 
-def _send(cost: Cost, index: int, now: float, lanes: Lanes) -> Job:
+def _going(served: Sequence[tuple[Site, Cost]], by_servers: Container[str]) -> list[tuple[int, int]]:
+    """Each site's number among those that go the same way, and the directions of the link that it first takes."""
+    numbers = {BOTH: count(), THERE: count()}
+    ways = [THERE if site.strategy in by_servers else BOTH for site, _ in served]
+    return [(next(numbers[way]), way) for way in ways]
+
+
+def _one_half(traffic: Traffic, way: int) -> Traffic:
+    return traffic.half if way == BOTH else traffic.one_way
+
+
+def _send(cost: Cost, number: int, way: int, now: float, lanes: Lanes) -> Job:
     """A site's gradients, whole or to their owners."""
     if cost.owned:
-        return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic.half))
-    return lanes.add(index, now, *lanes.exchange(cost.pace, cost.traffic), lanes.compute(cost.lane_s))
+        return lanes.add(number, now, *lanes.exchange(cost.pace, _one_half(cost.traffic, way), way), way=way)
+    return lanes.add(number, now, *lanes.exchange(cost.pace, cost.traffic), lanes.compute(cost.lane_s))
 
 
 def _waited(cost: Cost, way: int, clock: float, lanes: Lanes) -> float:

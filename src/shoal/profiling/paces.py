@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange
+from shoal.core.contracts import Bucket, Comm, Exchange, SplitExchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
@@ -32,6 +32,7 @@ _BUDGET_S = 0.5  # for each exchange and size
 _TIMES = 2  # what else the machine does only adds: the least counts
 _MOST_ROUNDS = 64
 _PACK_S = 0.1
+_DUPLEX, _DUPLEX_S = 1 << 20, 1.5  # bytes of a bucket that goes or comes, and seconds of each turn
 _COMPUTED = 384  # rows and columns of the product between two moves: some milliseconds
 
 
@@ -122,6 +123,45 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
     traffic = direct.traffic(Bucket(flat.numel(), flat.itemsize), comm.topology)
     round_s = max(0.0, both_s - computed_s - traffic.worst * pace.wall.byte_s) / traffic.rounds
     return Pace(Price(max(pace.wall.round_s, round_s), pace.wall.byte_s), pace.cpu)
+
+
+def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], num_lanes: int) -> float:
+    """Measure how much of its rate each direction of the links keeps while buckets go to servers and come from them.
+
+    Where packets wait long at a link, what acknowledges those that come waits behind those that go, and TCP with it.
+
+    Args:
+        comm: all ranks, servers too, all of which call this at once.
+        exchange: what carries buckets to servers and back.
+        shares: what part of a bucket each rank owns.
+        num_lanes: how many buckets go at once, and how many come.
+
+    Returns:
+        1 where neither direction knows of the other, on every rank the same; a half where they take turns.
+    """
+    there, back = ([comm.channel(f"duplex-{way}{i}") for i in range(num_lanes)] for way in ("there", "back"))
+    sizes = [int(_DUPLEX // 4 * share) for share in shares]
+    with ThreadPoolExecutor(2 * num_lanes, thread_name_prefix="probe lane") as pool:
+
+        def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> None:
+            slices = torch.zeros(sum(sizes)).split(sizes)
+            for _ in range(rounds):
+                half(slices, lane)
+
+        def seconds(rounds: int, *ways: tuple[Callable[[Sequence[Tensor], Comm], None], Sequence[Comm]]) -> float:
+            comm.gather_objects(None)
+            start = time.perf_counter()
+            for errand in [pool.submit(serve, half, lane, rounds) for half, lanes in ways for lane in lanes]:
+                errand.result()
+            ranks: list[float] = comm.gather_objects(time.perf_counter() - start)
+            return max(ranks)
+
+        going, coming = (exchange.reduce_scatter, there), (exchange.all_gather, back)
+        rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)), _MOST_ROUNDS))
+        kept = min(1.0, seconds(rounds, going) / seconds(rounds, going, coming))
+    for lane in (*there, *back):
+        lane.close()
+    return kept
 
 
 def _nothing(flat: Tensor, lane: Comm) -> None:

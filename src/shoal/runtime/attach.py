@@ -95,21 +95,21 @@ def _started(
     served = [transfer for transfer in owned if transfer.served]
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts") if weighs and plan.staleness == 0 else None)
-    number, server_lanes = _open_servers(session, model, plan, served, optimizers)
-    engine = Engine(transfers, lanes, server_lanes, buckets)
+    number, there, back = _open_servers(session, model, plan, served, optimizers)
+    engine = Engine(transfers, lanes, there, back, buckets)
     session.threads[session.models] = Threads(ref(model), engine.lanes, weigher)
     session.models += 1
     tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
     engine.began = partial(tell, "exchange")
-    return engine, weigher, Owners(engine, owned, comm.rank, tell) if owned else None
+    return engine, weigher, Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
 
 
 def _open_servers(
     session: Session, model: nn.Module, plan: Plan, served: Sequence[OwnedTransfer], optimizers: Sequence[Optimizer]
-) -> tuple[int, Sequence[Comm]]:
-    """Let the servers, if the plan has any use for them, take their part."""
+) -> tuple[int, Sequence[Comm], Sequence[Comm]]:
+    """Let the servers, if the plan has any use for them, take their part; the channels there and back."""
     if session.servers is None or not served:
-        return 0, ()
+        return 0, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
     sites = [
         ServedSite(

@@ -9,7 +9,8 @@ It owns order, threads and errors; what it runs (`Transfer.run`) is straight-lin
     4  finish   backward is over: what never got ready is packed as it is, lanes are waited for, gradients published
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
-transfer whose sums stay with their owners is not waited for: what follows it (`later`) comes behind it on its lane.
+transfer whose sums stay with their owners is not waited for: what follows it (`later`) comes behind it on its lane, or,
+where servers are the owners, on one for the way back: what goes to them and what comes from them do not share a link.
 Where memory is to be low, backward waits before it fills another bucket for owners while two a lane are not summed yet.
 Guarded by tests/runtime/test_engine.py: order under random delays, errors, no thread left.
 """
@@ -37,6 +38,10 @@ def _nothing() -> None:
     return None
 
 
+def _is_served(transfer: Transfer) -> bool:
+    return isinstance(transfer, OwnedTransfer) and transfer.served
+
+
 @final
 class Engine:
     """Runs the transfers of one parallelised model, once in every backward."""
@@ -46,8 +51,18 @@ class Engine:
         transfers: Sequence[Transfer],
         lanes: Sequence[Comm],
         served: Sequence[Comm] = (),
+        returning: Sequence[Comm] = (),
         buckets: Buckets | None = None,
     ) -> None:
+        """Start the lanes.
+
+        Args:
+            transfers: in the order in which they are sent.
+            lanes: channels among the workers, each for a lane.
+            served: channels among all ranks, for transfers that servers take part in.
+            returning: channels for these transfers' way back; without any they come back as they went.
+            buckets: the memory that the transfers' buckets have.
+        """
         self.steps = 0  # rounds finished
         self.began: Callable[[], None] = _nothing  # called as a round opens
         self.entered: Sequence[Callable[[], None]] = ()  # called as any backward enters the model
@@ -56,10 +71,13 @@ class Engine:
         self.others: Sequence[Comm] = ()  # channels that the main thread itself waits for
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
+        back = [Lane(comm, f"lane {number} from servers") for number, comm in enumerate(returning)]
         self.served_lanes = with_servers
-        self.lanes = among_workers + with_servers
+        self._going = among_workers + with_servers
+        self.lanes = self._going + back
         ways = {False: cycle(among_workers), True: cycle(with_servers)}
-        self._lane = {t: next(ways[isinstance(t, OwnedTransfer) and t.served]) for t in self.transfers}
+        self._lane = {t: next(ways[_is_served(t)]) for t in self.transfers}
+        self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(back), strict=False))
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
@@ -126,14 +144,21 @@ class Engine:
 
     def later(self, transfer: Transfer, work: Callable[[Comm], None], what: str) -> None:
         """Have a transfer's lane do `what`, behind all that it has to do. The same calls in order on every rank."""
+        self._behind(transfer, self._lane_back[transfer], work, f"{what} {transfer.label}")
+
+    def exchange(self, transfer: Transfer) -> None:
+        """Have a transfer's lane run it, behind all that it has to do: as `later`, but on its way there."""
+        self._behind(transfer, self._lane[transfer], transfer.run, f"exchange {transfer.label}")
+
+    def _behind(self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], what: str) -> None:
         before = self._last.get(transfer)
 
         def behind(comm: Comm) -> None:
             if before is not None:
-                before.result()  # the lane has done it; if it failed, so does this
+                before.result(what)  # another lane may be at it; if it fails, so does this
             work(comm)
 
-        self._last[transfer] = self._lane[transfer].run(behind, f"{what} {transfer.label}")
+        self._last[transfer] = lane.run(behind, what)
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until a transfer's lane is done with it; an error there is raised here."""
@@ -166,7 +191,7 @@ class Engine:
         if not self.buckets.freed:
             return
         for errand, sent in zip(self._sent, self.transfers, strict=False):  # the oldest first
-            if self.buckets.live < BUCKETS_A_LANE * len(self.lanes):
+            if self.buckets.live < BUCKETS_A_LANE * len(self._going):
                 break
             if isinstance(sent, OwnedTransfer):
                 begin_s = perf_counter()

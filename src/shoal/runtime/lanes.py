@@ -40,8 +40,14 @@ class Errand:
             self._error = error
         self._done.set()
 
-    def result(self) -> None:
-        """Raise its error, if it ended with one."""
+    def give_up(self) -> None:
+        """It will not be done: whoever waits for it need not."""
+        self._error = WorldError("this rank has ended")
+        self._done.set()
+
+    def result(self, where: str) -> None:
+        """Block until it is done; raise the very error that it ended with."""
+        self._block(where)
         if self._error is not None:
             raise self._error
 
@@ -54,12 +60,15 @@ class Errand:
 
         `meanwhile` is called now and then.
         """
+        self._block(where, meanwhile)
+        if self._error is not None:
+            raise self._comm.diagnose(self._error, where) from self._error.__cause__
+
+    def _block(self, where: str, meanwhile: Callable[[], object] | None = None) -> None:
         while not self._done.wait(_POLL_S):
             self._comm.check(where)
             if meanwhile is not None:
                 meanwhile()
-        if self._error is not None:
-            raise self._comm.diagnose(self._error, where) from self._error.__cause__
 
 
 @final
@@ -110,7 +119,10 @@ class Lane:
     @torch.no_grad()  # the mode is each thread's own
     def _serve(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a lane works on parameters that all others wait for
-            while (errand := self._queue.get()) is not None and not self._abandoned:
+            while (errand := self._queue.get()) is not None:
+                if self._abandoned:
+                    errand.give_up()
+                    continue
                 begin_s = perf_counter()
                 errand.run()
                 if self.recorder is not None:

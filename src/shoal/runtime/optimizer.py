@@ -225,7 +225,7 @@ class OwnedOptimizer:
         group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
         captured, now = [settings(group) for group in groups], attributes(self._optimizer)
         sent_off: list[tuple[OwnedTransfer, list[nn.Parameter], Callable[[int], dict[Piece, Given]]]] = []
-        for transfer in reversed(self._owners.transfers):  # as the next forward will need them
+        for transfer in self._owners.returning:
             mine = [p for p in transfer.parameters if p in group_of]
             if any(map(self._owners.has_gradient, mine)):
                 self._updates[transfer].check_strides()

@@ -53,9 +53,18 @@ def values_of(transfers: Iterable[OwnedTransfer], parameters: Set[Tensor], rank:
 class Owners:
     """What the ranks own of one model, and what is on its way."""
 
-    def __init__(self, engine: Engine, transfers: Sequence[OwnedTransfer], rank: int, tell: Tell = tell_nobody) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        transfers: Sequence[OwnedTransfer],
+        rank: int,
+        tell: Tell = tell_nobody,
+        late: int = 0,
+    ) -> None:
         self.transfers = tuple(transfers)
-        self.served = tuple(transfer for transfer in transfers if transfer.served)
+        self.served = served = tuple(transfer for transfer in transfers if transfer.served)
+        first = served[len(served) - late :]  # sent when backward is over: back when they are summed
+        self.returning = (*first, *(each for each in reversed(self.transfers) if each not in first))  # as forward needs
         self.rank = rank
         self.tell: Tell = tell
         known = (p for transfer in self.served for p in transfer.parameters)

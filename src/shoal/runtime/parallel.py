@@ -292,7 +292,8 @@ def measured_cluster(session: Session) -> Cluster:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
             tail = session.tail.hosts if session.tail else ()
-            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves)
+            duplex = session.servers.duplex(LANES) if session.servers else 1.0
+            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves, duplex)
     return session.cluster
 
 

@@ -34,6 +34,8 @@ from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Place, Strategy
 from shoal.core.pieces import Piece
 from shoal.core.placement import Owner
 from shoal.core.registry import named
+from shoal.exchange.direct import Direct
+from shoal.profiling.paces import probe_duplex
 from shoal.profiling.updates import attributes, made
 from shoal.runtime.ahead import AheadModel, RunningAhead
 from shoal.runtime.engine import Engine
@@ -42,6 +44,7 @@ from shoal.runtime.optimizer import Update
 from shoal.runtime.orders import Names, OfRank, of_rank, read, receive_bytes, send_bytes
 from shoal.runtime.owners import Owners, Tell, values_of
 from shoal.runtime.tables import ServedTables, TableForm
+from shoal.strategies.server import shares
 
 _CHANNEL = "orders"
 _END = "end"
@@ -78,6 +81,11 @@ class Servers:
         self._running_ahead: list[RunningAhead] = []
         self._tables: list[Tables] = []
 
+    def duplex(self, lanes: int) -> float:
+        """What each direction of the links keeps of its rate while both are in use (a collective of all ranks)."""
+        self._send("duplex", lanes)
+        return _duplex(self._comm, lanes)
+
     def open(
         self,
         sites: Sequence[ServedSite],
@@ -85,8 +93,8 @@ class Servers:
         optimizers: Sequence[Optimizer],
         lanes: int,
         staleness: int | None,
-    ) -> tuple[int, list[Comm]]:
-        """Let servers take their part of a model (a collective of all ranks): its number, and the lanes to them.
+    ) -> tuple[int, list[Comm], list[Comm]]:
+        """Let servers take their part of a model (a collective of all ranks): its number, and the ways there and back.
 
         Args:
             sites: what servers take part in.
@@ -99,7 +107,7 @@ class Servers:
         self._models.append(tuple(transfers))
         self._send("open", model, sites, [(type(each), attributes(each)) for each in optimizers], lanes, staleness)
         self._names.add(model, transfers)
-        return model, channels(self._comm, model, lanes, idle=staleness != 0)
+        return model, *ways(self._comm, model, lanes, staleness)
 
     def open_tables(self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None) -> Tables:
         """Have the servers make tables of these forms, of zeros (a collective of all ranks); the way to them."""
@@ -156,9 +164,18 @@ def _write_and_send(write: Callable[[], Tensor], to: int, comm: Comm) -> None:
     send_bytes(write(), to, comm)
 
 
-def channels(comm: Comm, model: int, lanes: int, *, idle: bool) -> list[Comm]:
-    """The lanes of a model's served transfers, among all ranks."""
-    return [comm.channel(f"model{model}-served{lane}", idle=idle) for lane in range(lanes)]
+def _duplex(comm: Comm, lanes: int) -> float:
+    return probe_duplex(comm, Direct(), shares(comm.workers, comm.size - comm.workers), lanes)
+
+
+def ways(comm: Comm, model: int, lanes: int, staleness: int | None) -> tuple[list[Comm], list[Comm]]:
+    """Channels of a model's served transfers, among all ranks: there, and back.
+
+    None are for the way back where workers run ahead: what such a one brings and is given is one talk.
+    """
+    names = ["there", "back"] if staleness == 0 else ["there"]
+    made = [[comm.channel(f"model{model}-{name}{i}", idle=staleness != 0) for i in range(lanes)] for name in names]
+    return made[0], made[1] if staleness == 0 else []
 
 
 def serve(comm: Comm) -> list[Counter[int]]:
@@ -186,17 +203,19 @@ def serve(comm: Comm) -> list[Counter[int]]:
             break
         if what == "open":
             models.append(_Model(comm, *args))
+        elif what == "duplex":
+            _duplex(comm, *args)
         elif what == "tables":
             tables.append(ServedTables(comm.channel(f"tables{len(tables)}", idle=True), *args))
         else:
             model, held, *args = args
             models[model].do(what, held, *args)
-    ways = [*(model.way for model in models), *tables]
-    for each in ways:
+    parts = [*(model.way for model in models), *tables]
+    for each in parts:
         each.finish(partial(_check, models, tables))
         each.close()
     orders.close()
-    return [each.observed() for each in ways]
+    return [each.observed() for each in parts]
 
 
 def _next_order(landed: SimpleQueue[Tensor], comm: Comm) -> None:
@@ -240,12 +259,12 @@ class _Model:
             transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]
         self.transfers = tuple(transfers)
         self._updates = [{t: Update(made(*each), t) for t in transfers} for each in optimizers]
-        to_workers = channels(comm, number, lanes, idle=staleness != 0)
+        there, back = ways(comm, number, lanes, staleness)
         self.way: _InStep | AheadModel
         if staleness == 0:
-            self.way = _InStep(self.transfers, self._updates, to_workers)
+            self.way = _InStep(self.transfers, self._updates, there, back)
         else:
-            self.way = AheadModel(self.transfers, number, self._updates, to_workers, staleness)
+            self.way = AheadModel(self.transfers, number, self._updates, there, staleness)
 
     def do(self, what: str, held: Sequence[Sequence[int]] | None, *args: Any) -> None:
         """Do this server's part of what the workers do; `held`, where it matters: the gradients that owners have."""
@@ -273,11 +292,12 @@ class _InStep:
         self,
         transfers: Sequence[OwnedTransfer],
         updates: Sequence[Mapping[OwnedTransfer, Update]],
-        lanes: Sequence[Comm],
+        there: Sequence[Comm],
+        back: Sequence[Comm],
     ) -> None:
         self._transfers, self._updates = transfers, updates
-        self._engine = Engine(transfers, (), lanes)
-        self._owners = owners = Owners(self._engine, transfers, lanes[0].rank)
+        self._engine = Engine(transfers, (), there, back)
+        self._owners = owners = Owners(self._engine, transfers, there[0].rank)
         self.parts: dict[str, Callable[..., object]] = {
             "exchange": self._exchange,
             "update": self._update,
@@ -300,7 +320,7 @@ class _InStep:
         for transfer in self._transfers:
             self._engine.settle(transfer)
             transfer.follow(set(transfer.held))
-            self._engine.later(transfer, transfer.run, "exchange")
+            self._engine.exchange(transfer)
 
     def _update(self, optimizer: int, transfer: OwnedTransfer, *work: Any) -> None:
         self._owners.send_off(transfer, (), self._updates[optimizer][transfer].work(*work))
