@@ -131,7 +131,7 @@ def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, 
             recorder.note("step", "steps", begin_s)
     ranks: list[list[Event]] = current().comm.gather_objects(recorder.events)
     plan = attached.plan
-    predicted = Predictor(attached.profile, attached.cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    predicted = Predictor(attached.profile, attached.cluster).as_is(plan)
     if current().comm.rank == 0:
         processes = {f"rank {rank}": events for rank, events in enumerate(ranks)}
         path.write_text(chrome({**processes, "predicted, one step": predicted.events()}))

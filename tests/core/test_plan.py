@@ -73,7 +73,7 @@ def test_a_choice_is_edited_by_changing_one_line() -> None:
         ('"lanes": 2', '"lanez": 2', "unknown fields"),
         ('"ranks": 2,', "", "lacks a field"),
         ('"placement": "balanced"', '"placement": 1', "placement is of the wrong type"),
-        ('"late": 0', '"late": -1', "late is a number of buckets"),
+        ('"late": 0', '"late": -1', "late is a number of sites"),
         ('"placement": "balanced"', '"placement": "robin"', "one of balanced, round-robin, hash, or ranks"),
         ('"placement": "balanced"', '"placement": {"b": "1"}', "neither a policy nor ranks by name"),
         ('"layer": "b"', '"lair": "b"', "choice 0 has unknown fields"),

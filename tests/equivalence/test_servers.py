@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Slice
+from shoal.core.contracts import OwnedTransfer, Slice
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.plan import Plan
 from shoal.runtime.ahead import Shelf
+from shoal.runtime.engine import Engine
+from shoal.runtime.owners import Owners
 from shoal.runtime.servers import serve
 from shoal.runtime.session import current, using
 from shoal.strategies.server import shares
@@ -109,6 +112,27 @@ def test_workers_own_no_state_where_servers_suffice() -> None:
     assert trained(2, 2, loop, optimizer=adamw, pins={"*": "server"})[1] == [0, 0]
 
 
+@pytest.mark.parametrize(("late", "order"), [(0, "dcba"), (1, "dcba"), (2, "cdba"), (4, "abcd"), (5, "abcd")])
+def test_late_transfers_come_back_first_and_the_others_as_forward_needs_them(late: int, order: str) -> None:
+    def transfer(label: str) -> OwnedTransfer:
+        return cast(OwnedTransfer, SimpleNamespace(label=label, served=True, parameters=(), owned=()))
+
+    owners = Owners(cast(Engine, None), [transfer(label) for label in "abcd"], rank=0, late=late)
+    assert "".join(each.label for each in owners.returning) == order
+
+
+def test_the_plan_says_which_are_late() -> None:
+    def loop(model: nn.Module, *others: object) -> list[str]:
+        (owned,) = current().attached[model].owned
+        return [transfer.label for transfer in owned._owners.returning]
+
+    _, plans, _ = trained(2, 2, lambda model, *others: current().attached[model].plan, pins={"*": "server"})
+    plan = plans[0]
+    assert isinstance(plan, Plan)
+    orders = [trained(2, 2, loop, plan=replace(plan, late=late))[1][0] for late in (0, 99)]
+    assert orders[0] == list(reversed(orders[1])) and len(orders[0]) > 1
+
+
 def test_the_order_in_which_parameters_come_back_changes_no_bit() -> None:
     def loop(model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batches: list) -> Plan:
         steps(3)(model, loss_fn, optimizer, batches)
@@ -117,7 +141,7 @@ def test_the_order_in_which_parameters_come_back_changes_no_bit() -> None:
     states, plans, _ = trained(2, 2, loop, optimizer=adamw, pins={"*": "server"})
     plan = plans[0]
     assert isinstance(plan, Plan)
-    for late in {0, 1, 99} - {plan.late}:
+    for late in {0, 1, 7, 99} - {plan.late}:
         again, _, _ = trained(2, 2, loop, optimizer=adamw, plan=replace(plan, late=late))
         assert all(torch.equal(again[0][name], states[0][name]) for name in states[0])
 

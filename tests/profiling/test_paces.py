@@ -221,7 +221,7 @@ def test_it_is_found_what_directions_keep_of_their_rate(
 
         def work(comm: ThreadComm, locks: list[Any] = locks) -> float:
             exchange = Sleeping(locks[comm.rank]) if in_turn else Sleeping()
-            return probe_duplex(comm, exchange, (0.0, 0.0, 0.5, 0.5), num_lanes=1)
+            return probe_duplex(comm, exchange, (0.0, 0.0, 0.5, 0.5), num_lanes=1, nbytes=64)
 
         ranks = run(4, work, servers=2)
         assert len(set(ranks)) == 1 and 0 < ranks[0] <= 1

@@ -74,7 +74,7 @@ class Plan:
     micro_batches: int = MICRO_BATCHES  # that a batch is cut into where the end of the model has hosts of its own
     joined: bool = True  # and whether these run all of them at once
     chunks: int = 1  # that rows come in to layers that are cut over ranks
-    late: int = 0  # so many of the last buckets that go to servers come back first, the others as forward needs them
+    late: int = 0  # so many of the last sites that go to servers come back first, the others as forward needs them
 
     def sites(
         self,
@@ -191,7 +191,7 @@ class Plan:
         if min(plan.ranks, plan.bucket_bytes, plan.lanes, plan.micro_batches, plan.chunks) < 1:
             raise PlanError(f"{source}: ranks, bucket_bytes, lanes, micro_batches and chunks are at least 1", do=redo)
         if plan.late < 0:
-            raise PlanError(f"{source}: late is a number of buckets", got=str(plan.late), do=redo)
+            raise PlanError(f"{source}: late is a number of sites", got=str(plan.late), do=redo)
         return plan
 
     @classmethod

@@ -27,7 +27,7 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives
         One row a layer, and the predicted step by its parts.
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
-    timeline = predictor.predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    timeline = predictor.as_is(plan)
     by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
     compared = {layer.name for layer in by_size[:_MOST_COMPARED]} if alternatives else set()
     return Explanation(
@@ -101,7 +101,7 @@ def _alternative(plan: Plan, choice: Choice, predictor: Predictor, step_s: float
         plan = plan.with_choice(choice)
         for other, needed in predictor.needs(choice.layer, choice.strategy).items():
             plan = plan.with_choice(Choice(other, needed))
-        step_s = predictor.predict(plan.choices, plan.bucket_bytes, plan.lanes).step_s
+        step_s = predictor.as_is(plan).step_s
     return Alternative(choice, sent, alone_s, step_s)
 
 

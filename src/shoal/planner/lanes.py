@@ -129,8 +129,9 @@ class Lanes:
         if main_s:
             passed_s = min(passed_s, main_s / main_speed)
         self.now_s += passed_s
-        for (job, lane), speed in zip(busy, speeds, strict=True):
+        for (job, _), speed in zip(busy, speeds, strict=True):
             job.left_s -= passed_s * speed
+        for job, lane in busy:
             if job.left_s <= _OVER_S:
                 self._end_part(lane)
         return passed_s * main_speed

@@ -254,5 +254,5 @@ def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[O
 
 def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """The same plan with the step time that is to be expected of it here."""
-    timeline = Predictor(as_planned(profile, plan), cluster).predict(plan.choices, plan.bucket_bytes, plan.lanes)
+    timeline = Predictor(as_planned(profile, plan), cluster).as_is(plan)
     return replace(plan, predicted_s=timeline.step_s)

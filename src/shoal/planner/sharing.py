@@ -43,7 +43,8 @@ def plan_for(
         made = min((repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS), key=_with_chunks_s)
     if cluster.tail:
         made = min((repredicted(replace(made, joined=j), profile, cluster) for j in (True, False)), key=_predicted)
-    return with_sharing(replace(made, staleness=staleness), profile, cluster)
+    made = replace(made, staleness=staleness, late=made.late if staleness == 0 else 0)  # who runs ahead has one way
+    return with_sharing(made, profile, cluster)
 
 
 def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:

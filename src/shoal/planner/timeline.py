@@ -9,7 +9,8 @@ One rank's main thread computes; its lanes take transfers in the plan's order, s
     step = forward + waited + max(backward, last lane) + optimizer              (predict)
 
 Of a site whose owners update it, the first half of the traffic is sent so, and waited for by nobody; update and second
-half follow on its lane from the optimizer's step on, last site first, and the next forward waits layer by layer:
+half follow on its lane (from servers on another) from the optimizer's step on, last site first, and the next forward
+waits layer by layer:
 
     forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's own: a steady state
     lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|
@@ -167,7 +168,8 @@ class Predictor:
     def alone_s(self, choice: Choice) -> tuple[float, float]:
         """Bytes, and seconds of link and lane, of one layer served by itself."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
-        return cost.traffic.worst, cost.pace.wall.of(cost.traffic) + cost.lane_s
+        again_s = cost.traffic.worst * cost.pace.wall.byte_s * (choice.strategy in self._served)  # one way, then back
+        return cost.traffic.worst, cost.pace.wall.of(cost.traffic) + again_s + cost.lane_s
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """What the busiest rank holds between steps: parameters, optimizer state, gradients and buckets."""
@@ -180,8 +182,12 @@ class Predictor:
             held += nbytes * (cost.held + state_per_byte * (cost.owned or cost.held)) + cost.memory_bytes
         return held
 
-    def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> Timeline:
-        """The timeline of a step under these choices."""
+    def as_is(self, plan: Plan) -> Timeline:
+        """The timeline of a step under a plan."""
+        return self.predict(plan.choices, plan.bucket_bytes, plan.lanes, plan.late)
+
+    def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int, late: int | None = None) -> Timeline:
+        """The timeline of a step under these choices; None: those come back first from servers that are late."""
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
         served = [(site, self.cost(site)) for site in self._sites(plan)]
         sent = [(site, cost) for site, cost in served if cost.awaited is None]
@@ -189,7 +195,7 @@ class Predictor:
         changes: dict[str, float] = defaultdict(float)
         for site, cost in served:
             changes[site.layers[0 if site.strategy in self._staged else -1]] += cost.backward_s
-        return self._run(sent, changes, cuts, Lanes(self.cluster, lanes))
+        return self._run(sent, changes, cuts, Lanes(self.cluster, lanes), late)
 
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan can beat: its compute, or its bytes that leave a host at the rate of the link.
@@ -218,6 +224,7 @@ class Predictor:
         changes: Mapping[str, float],
         cuts: Mapping[str, tuple[Site, Cost]],
         lanes: Lanes,
+        late: int | None,
     ) -> Timeline:
         profile = self.profile
         going = _going(served, self._served)
@@ -241,8 +248,11 @@ class Predictor:
         waited_for = [job for job, (_, cost) in zip(sent, served, strict=True) if not cost.owned]
         lanes.finish(waited_for)
         end_s = max([backward_s, *(job.end_s for job in waited_for)])
-        late = [index for index in updated if going[index][1] == THERE and sent[index].end_s == inf]
-        coming = (*late, *(index for index in reversed(updated) if index not in late))
+        at_servers = [index for index in updated if going[index][1] == THERE]
+        if late is None:
+            late = sum(sent[index].end_s == inf for index in at_servers)
+        first = at_servers[max(0, len(at_servers) - late) :]
+        coming = (*first, *(index for index in reversed(updated) if index not in first))
         returned = {i: self._return(*served[i], *going[i], end_s, sent[i], lanes) for i in coming}
         back: dict[str, list[Job]] = defaultdict(list)
         for index, job in returned.items():
@@ -265,7 +275,7 @@ class Predictor:
             for index, ((site, _), job) in enumerate(zip(served, sent, strict=True))
         ]
         traffics = tuple(cost.traffic for _, cost in (*served, *cuts.values()))
-        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics, len(late))
+        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics, late)
 
     def _last_rank(
         self, changes: Mapping[str, float], cuts: Container[str], lanes: Lanes

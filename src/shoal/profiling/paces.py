@@ -32,7 +32,7 @@ _BUDGET_S = 0.5  # for each exchange and size
 _TIMES = 2  # what else the machine does only adds: the least counts
 _MOST_ROUNDS = 64
 _PACK_S = 0.1
-_DUPLEX, _DUPLEX_S = 1 << 20, 1.5  # bytes of a bucket that goes or comes, and seconds of each turn
+_DUPLEX_S = 1.0  # of each turn: what the queues of a link hold is used up in a tenth of it
 _COMPUTED = 384  # rows and columns of the product between two moves: some milliseconds
 
 
@@ -125,7 +125,7 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
     return Pace(Price(max(pace.wall.round_s, round_s), pace.wall.byte_s), pace.cpu)
 
 
-def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], num_lanes: int) -> float:
+def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], num_lanes: int, nbytes: int) -> float:
     """Measure how much of its rate each direction of the links keeps while buckets go to servers and come from them.
 
     Where packets wait long at a link, what acknowledges those that come waits behind those that go, and TCP with it.
@@ -135,12 +135,13 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
         exchange: what carries buckets to servers and back.
         shares: what part of a bucket each rank owns.
         num_lanes: how many buckets go at once, and how many come.
+        nbytes: of a bucket.
 
     Returns:
         1 where neither direction knows of the other, on every rank the same; a half where they take turns.
     """
     there, back = ([comm.channel(f"duplex-{way}{i}") for i in range(num_lanes)] for way in ("there", "back"))
-    sizes = [int(_DUPLEX // 4 * share) for share in shares]
+    sizes = [int(nbytes // 4 * share) for share in shares]
     with ThreadPoolExecutor(2 * num_lanes, thread_name_prefix="probe lane") as pool:
 
         def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> None:
@@ -158,7 +159,9 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
 
         going, coming = (exchange.reduce_scatter, there), (exchange.all_gather, back)
         rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)), _MOST_ROUNDS))
-        kept = min(1.0, seconds(rounds, going) / seconds(rounds, going, coming))
+        turns = [(seconds(rounds, going), seconds(rounds, going, coming)) for _ in range(_TIMES)]
+        alone_s, both_s = (min(each) for each in zip(*turns, strict=True))
+        kept: float = min(1.0, alone_s / both_s)
     for lane in (*there, *back):
         lane.close()
     return kept

@@ -4,8 +4,8 @@ It owns order, threads and errors; what it runs (`Transfer.run`) is straight-lin
 
     1  begin    the first gradient to come opens a round and asks autograd to be called at the end
     2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
-    3  lanes    transfer i runs on lane i mod L, each lane a thread with a channel of its own, so the order of messages
-                in a channel is the same on every rank, whatever the threads do
+    3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of its own, so the order of
+                messages in a channel is the same on every rank, whatever the threads do
     4  finish   backward is over: what never got ready is packed as it is, lanes are waited for, gradients published
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
@@ -51,7 +51,7 @@ class Engine:
         transfers: Sequence[Transfer],
         lanes: Sequence[Comm],
         served: Sequence[Comm] = (),
-        returning: Sequence[Comm] = (),
+        back: Sequence[Comm] = (),
         buckets: Buckets | None = None,
     ) -> None:
         """Start the lanes.
@@ -60,7 +60,7 @@ class Engine:
             transfers: in the order in which they are sent.
             lanes: channels among the workers, each for a lane.
             served: channels among all ranks, for transfers that servers take part in.
-            returning: channels for these transfers' way back; without any they come back as they went.
+            back: channels for these transfers' way back; without any they come back as they went.
             buckets: the memory that the transfers' buckets have.
         """
         self.steps = 0  # rounds finished
@@ -71,13 +71,13 @@ class Engine:
         self.others: Sequence[Comm] = ()  # channels that the main thread itself waits for
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
-        back = [Lane(comm, f"lane {number} from servers") for number, comm in enumerate(returning)]
+        from_servers = [Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)]
         self.served_lanes = with_servers
         self._going = among_workers + with_servers
-        self.lanes = self._going + back
+        self.lanes = self._going + from_servers
         ways = {False: cycle(among_workers), True: cycle(with_servers)}
         self._lane = {t: next(ways[_is_served(t)]) for t in self.transfers}
-        self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(back), strict=False))
+        self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(from_servers), strict=False))
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
@@ -155,7 +155,7 @@ class Engine:
 
         def behind(comm: Comm) -> None:
             if before is not None:
-                before.result(what)  # another lane may be at it; if it fails, so does this
+                before.result()  # another lane may be at it; if it fails, so does this
             work(comm)
 
         self._last[transfer] = lane.run(behind, what)

@@ -45,9 +45,9 @@ class Errand:
         self._error = WorldError("this rank has ended")
         self._done.set()
 
-    def result(self, where: str) -> None:
-        """Block until it is done; raise the very error that it ended with."""
-        self._block(where)
+    def result(self) -> None:
+        """Block until it is done, saying nothing of it: the rank waits for something else. Raise its very error."""
+        self._done.wait()
         if self._error is not None:
             raise self._error
 
@@ -60,15 +60,12 @@ class Errand:
 
         `meanwhile` is called now and then.
         """
-        self._block(where, meanwhile)
-        if self._error is not None:
-            raise self._comm.diagnose(self._error, where) from self._error.__cause__
-
-    def _block(self, where: str, meanwhile: Callable[[], object] | None = None) -> None:
         while not self._done.wait(_POLL_S):
             self._comm.check(where)
             if meanwhile is not None:
                 meanwhile()
+        if self._error is not None:
+            raise self._comm.diagnose(self._error, where) from self._error.__cause__
 
 
 @final

@@ -63,7 +63,7 @@ class Owners:
     ) -> None:
         self.transfers = tuple(transfers)
         self.served = served = tuple(transfer for transfer in transfers if transfer.served)
-        first = served[len(served) - late :]  # sent when backward is over: back when they are summed
+        first = served[max(0, len(served) - late) :]  # sent when backward is over: back when they are summed
         self.returning = (*first, *(each for each in reversed(self.transfers) if each not in first))  # as forward needs
         self.rank = rank
         self.tell: Tell = tell

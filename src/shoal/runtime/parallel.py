@@ -33,7 +33,7 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import found, named
-from shoal.planner.search import LANES, repredicted
+from shoal.planner.search import BUCKET_BYTES, LANES, repredicted
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
@@ -50,6 +50,7 @@ from shoal.runtime.session import Attached, Session, current, leave, ranks
 from shoal.runtime.stage import Opening, serve_tail
 
 T = TypeVar("T")
+_BUCKET_S = 0.05  # of a slow link, for a bucket of those that show how its directions hinder one another
 
 
 def parallelize(
@@ -292,7 +293,8 @@ def measured_cluster(session: Session) -> Cluster:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
             tail = session.tail.hosts if session.tail else ()
-            duplex = session.servers.duplex(LANES) if session.servers else 1.0
+            bucket = min(BUCKET_BYTES[0], int(link.bytes_per_s * _BUCKET_S))
+            duplex = session.servers.duplex(LANES, bucket) if session.servers else 1.0
             session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves, duplex)
     return session.cluster
 

@@ -81,10 +81,15 @@ class Servers:
         self._running_ahead: list[RunningAhead] = []
         self._tables: list[Tables] = []
 
-    def duplex(self, lanes: int) -> float:
-        """What each direction of the links keeps of its rate while both are in use (a collective of all ranks)."""
-        self._send("duplex", lanes)
-        return _duplex(self._comm, lanes)
+    def duplex(self, lanes: int, nbytes: int) -> float:
+        """What each direction of the links keeps of its rate while both are in use (a collective of all ranks).
+
+        Args:
+            lanes: how many buckets go, and come, at once.
+            nbytes: of a bucket, the same on every rank.
+        """
+        self._send("duplex", lanes, nbytes)
+        return _duplex(self._comm, lanes, nbytes)
 
     def open(
         self,
@@ -164,8 +169,8 @@ def _write_and_send(write: Callable[[], Tensor], to: int, comm: Comm) -> None:
     send_bytes(write(), to, comm)
 
 
-def _duplex(comm: Comm, lanes: int) -> float:
-    return probe_duplex(comm, Direct(), shares(comm.workers, comm.size - comm.workers), lanes)
+def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
+    return probe_duplex(comm, Direct(), shares(comm.workers, comm.size - comm.workers), lanes, nbytes)
 
 
 def ways(comm: Comm, model: int, lanes: int, staleness: int | None) -> tuple[list[Comm], list[Comm]]:
