@@ -1,6 +1,6 @@
 """The first set of figures: tuned DDP ÷ Shoal in a lab of four hosts, each line one `shoal bench` under `shoal lab`.
 
-    sudo .venv/bin/python benchmarks/first_light.py [NAME ...]      half an hour for all; figures in results/NAME.json
+    sudo .venv/bin/python benchmarks/first_light.py [NAME ...]      an hour for all; figures in results/NAME.json
 
 Needs root and Linux (the lab). Both contenders take turns in one run; DDP has the best of several bucket sizes.
 """
@@ -58,6 +58,19 @@ CASES = [
     Case("resnet50", "1gbit", rounds=7, steps=3),
     Case("digits", "1gbit", rounds=7, steps=20),
     Case("gpt", "1gbit", rounds=7, steps=4),
+    Case("resnet18", "100mbit", rounds=3, steps=1),
+    Case("resnet50", "none", rounds=7, steps=3),
+    Case("alexnet", "none", rounds=6, steps=3),
+    Case("gpt", "100mbit", rounds=4, steps=2),
+    Case("gpt", "none", rounds=8, steps=4),
+    Case("digits", "100mbit", rounds=4, steps=4),
+    Case("digits", "none", rounds=8, steps=20),
+    Case("arcface", "100mbit", rounds=8, steps=20),
+    Case("arcface", "1gbit", rounds=8, steps=20),
+    Case("arcface", "none", rounds=8, steps=10),
+    Case("./gpt25m", "500mbit", rounds=5, steps=2),
+    Case("./gpt25m", "1gbit", rounds=5, steps=2, against="ddp,plain"),
+    Case("./gpt25m", "1500mbit", rounds=5, steps=2, against="ddp,plain"),
 ]
 
 

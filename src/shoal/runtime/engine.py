@@ -4,8 +4,8 @@ It owns order, threads and errors; what it runs (`Transfer.run`) is straight-lin
 
     1  begin    the first gradient to come opens a round and asks autograd to be called at the end
     2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
-    3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of its own, so the order of
-                messages in a channel is the same on every rank, whatever the threads do
+    3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of its own, so the order
+                of messages in a channel is the same on every rank, whatever the threads do
     4  finish   backward is over: what never got ready is packed as it is, lanes are waited for, gradients published
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
