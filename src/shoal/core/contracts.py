@@ -293,7 +293,8 @@ class OwnedTransfer(Transfer):
     """A transfer whose sums stay with their owners, who update their pieces and send them back.
 
     After `run` each rank holds the global gradients of its own pieces, until they are dropped. What the owners do with
-    them (runtime/owners.py) goes over the same lane: `gather` brings any values of the pieces to every rank.
+    them (runtime/owners.py) goes over the same lane, where servers are owners over one for the way back: `gather`
+    brings any values of the pieces to every rank.
     """
 
     parameters: tuple[nn.Parameter, ...]  # of which it has all, or a part: see `owned`

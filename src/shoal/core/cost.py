@@ -78,9 +78,10 @@ class Cost:
     `forward_s` and `backward_s` are what the strategy changes in the layer's own (negative where it leaves work out),
     `lane_s` is compute that runs beside backward, after the site's bytes have come; `memory_bytes` is extra memory.
     `owned`: the part of the site that its busiest owner updates, 0 where it has no owners; where it has, half of the
-    traffic, and `lane_s`, come after optimizer.step(). `awaited` is the traffic again where it is no lane's, but the
-    main thread waits for it, in forward and in backward; `beside` it the layer computes for so long, the first seconds
-    of its forward and the last of its backward. `held` is the part of the parameters that a rank has;
+    traffic (of servers' all of it once more, the other way), and `lane_s`, come after optimizer.step(). `awaited` is
+    the traffic again where it is no lane's, but the main thread waits for it, in forward and in backward; `beside` it
+    the layer computes for so long, the first seconds of its forward and the last of its backward. `held` is the part
+    of the parameters that a rank has;
     `elsewhere` what one of others updates meanwhile, whom the layer's next forward waits for.
     """
 

@@ -14,6 +14,7 @@ The bytes are those of `replicate` through the same exchange, but half of them h
 update and the optimizer's state are divided by P. The flags lie beside their pieces, so that the owner knows by itself
 which parameters nobody used: those are not updated, as in one process. Gradients, fetched gradients and parameters are
 of one size on one channel, so a rank that does something else than the others would mix them up: the turn tells.
+(What servers bring back has a channel of its own: there a rank that does something else is waited for.)
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section
 5.1; CaffeOnSpark's socket exchange, in which every node is the master of one slice.
 """
