@@ -16,9 +16,14 @@ from one_process import (
     features,
     integers,
     numbers,
+    rows_of,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import shoal
+from shoal.core.errors import UsageError
+from shoal.runtime.weights import Weigher
 
 UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 
@@ -165,3 +170,110 @@ def test_a_loss_called_by_names_is_counted_as_it_is(loss_fn):
 
     training = Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted, loop=loop)
     assert_same(training, 3, AMONG_WORKERS[0], uneven=True)
+
+
+@UNEVEN
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
+def test_two_calls_of_other_rows_meet_in_one_backward(way, uneven):
+    def loop(model, loss_fn, optimizer, batches):
+        for (x, y), (other, its) in zip(batches, reversed(batches), strict=True):
+            loss = loss_fn(model(x), y) + loss_fn(model(other[: len(other) // 2]), its[: len(its) // 2])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    batches = features(7, 3, rows=24)  # of which every rank has an even number
+    training = Training(model=built(mlp), batches=batches, loop=loop)
+    halves = (
+        [half_of_each_rank(x, 3, uneven) for x, _ in batches],
+        [half_of_each_rank(y, 3, uneven) for _, y in batches],
+    )
+    alone = Training(model=built(mlp), batches=list(zip(*halves, strict=True)), loop=second_beside(batches))
+    assert_same(training, 3, way, uneven=uneven, expected=alone.alone())
+
+
+def half_of_each_rank(whole: Tensor, ranks: int, uneven: bool) -> Tensor:
+    """The first half of every rank's rows."""
+    mine = [rows_of(whole, rank, ranks, uneven) for rank in range(ranks)]
+    return torch.cat([rows[: len(rows) // 2] for rows in mine])
+
+
+def second_beside(batches):
+    """A loop over halves of batches, the last first, each beside a whole batch."""
+
+    def loop(model, loss_fn, optimizer, halves):
+        for (x, y), (other, its) in zip(batches, reversed(halves), strict=True):
+            loss = loss_fn(model(x), y) + loss_fn(model(other), its)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    return loop
+
+
+@UNEVEN
+@pytest.mark.parametrize("way", AMONG_WORKERS)
+def test_an_earlier_call_joins_in_a_later_backward(way, uneven):
+    def loop(model, loss_fn, optimizer, batches):
+        earlier = None
+        for x, y in batches:
+            loss = kept = loss_fn(model(x), y)
+            loss.backward(retain_graph=True)
+            optimizer.zero_grad()
+            if earlier is not None:  # whose graph has older parameters: they only must not change in place
+                loss = loss + 0.5 * earlier
+            loss.backward(retain_graph=True)
+            earlier = kept
+        optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=uneven)
+
+
+def test_rows_in_an_earlier_call_alone_are_refused():
+    def loop(model, loss_fn, optimizer, batches):
+        (x, y), (other, its), *_ = batches
+        earlier = loss_fn(model(x), y)
+        earlier.backward(retain_graph=True)
+        none = shoal.world().rank == 0
+        later = loss_fn(model(other[:0] if none else other), its[:0] if none else its)
+        (earlier + later).backward()
+
+    with pytest.raises(UsageError, match="no rows in the later call"):
+        Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2)
+
+
+@pytest.mark.parametrize("rows", ["some", "of one rank none", "none"])
+@pytest.mark.parametrize("way", [way for way in AMONG_WORKERS if way != "factor"])
+def test_a_penalty_beside_few_rows_or_none(way, rows):
+    """What does not come of rows is the mean over ranks, also where the counts of a step are other than usual, or 0."""
+
+    def of_terms(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, ignore_index=-100, reduction="sum") / counted(output, target).clamp(
+            min=1
+        )
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            loss = loss_fn(model(x), y) + 0.1 * sum(p.abs().sum() for p in model.parameters())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    ignored = [integers(3, 12, seed=step) == 0 for step in range(5)]
+    if rows != "some":
+        ignored[2][: 4 if rows == "of one rank none" else 12] = True
+    batches = [(x, y.masked_fill(its, -100)) for (x, y), its in zip(features(7, 3), ignored, strict=True)]
+    assert_same(Training(model=built(mlp), batches=batches, loop=loop, loss_fn=of_terms, count=counted), 3, way)
+
+
+@pytest.mark.parametrize("way", AMONG_WORKERS)
+def test_only_the_first_forward_exchanges_counts(way, monkeypatch):
+    asked = []
+
+    def noted(self, mine, ask=Weigher._ask):
+        asked.append(mine)
+        return ask(self, mine)
+
+    monkeypatch.setattr(Weigher, "_ask", noted)
+    Training(model=built(mlp), batches=features(7, 3)).on_ranks(2, way, uneven=True)
+    assert len(asked) == 2, "one a rank"

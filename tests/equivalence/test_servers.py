@@ -169,8 +169,8 @@ def brought(worker: int, step: int) -> Slice:
 
 
 def slice_of(values: Tensor) -> Slice:
-    whole = torch.cat([values, torch.ones(1), torch.ones(1)])
-    return Slice(whole, (whole[:5],), whole[5:6], whole[6:])
+    whole = torch.cat([values, torch.ones(3)])
+    return Slice(whole, (whole[:5],), whole[5:6], whole[6:7], whole[7:])
 
 
 def given(shelf: Shelf, worker: int, step: int) -> Tensor:

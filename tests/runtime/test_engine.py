@@ -225,7 +225,7 @@ def test_low_memory_has_backward_wait_for_room_on_a_slow_network(slow: int) -> N
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
-@pytest.mark.parametrize("at", [12, 64, 70])  # operations of rank 1: in its first and in its second backward
+@pytest.mark.parametrize("at", [12, 60, 66])  # operations of rank 1: in its first and in its second backward
 def test_a_rank_that_is_lost_while_another_waits_for_room_is_named(at: int) -> None:
     torch.manual_seed(0)
     model, rows = Deep(), torch.randn(3, 5, 5, 40)

@@ -250,6 +250,7 @@ class Transfer(ABC):
     """
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
+    share: float = 1.0  # set by the engine: `pack` multiplies by it, and `run` divides the sum by all ranks' mean
     accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
     ready: Callable[[Transfer], None]
 
@@ -286,6 +287,7 @@ class Slice:
     whole: Tensor  # flat
     values: tuple[Tensor, ...]  # of each piece
     flags: Tensor  # of each piece, whether its parameter was used
+    excess: Tensor  # of the share, over 1, that the values are multiplied by; no element where nothing is owned
     turn: Tensor  # what the sender takes it for; no element where nothing is owned
 
 

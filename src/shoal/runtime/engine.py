@@ -32,6 +32,7 @@ from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.trace import MAIN, Recorder
 from shoal.runtime.lanes import Errand, Lane
+from shoal.runtime.weights import Weight
 
 
 def _nothing() -> None:
@@ -69,6 +70,7 @@ class Engine:
         self.transfers = tuple(transfers)
         self.buckets = buckets or Buckets()
         self.others: Sequence[Comm] = ()  # channels that the main thread itself waits for
+        self.weight: Weight | None = None  # whose share goes with all that the running backward sends
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
         from_servers = [Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)]
@@ -92,8 +94,16 @@ class Engine:
             if isinstance(transfer, OwnedTransfer):
                 transfer.settle = partial(self._make_room, transfer)
 
-    def begin(self) -> None:
+    @property
+    def sends_what_comes(self) -> bool:
+        """Whether all that the next backward brings goes over lanes, and nothing else does."""
+        return not (self._accumulating or self._unsent or self.others)
+
+    def begin(self, weight: Weight | None = None) -> None:
         """Open a round for the backward that is running. Called as it enters the model, once for each output.
+
+        Args:
+            weight: of all that it brings, if that comes of one call of the model.
 
         Raises:
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on what was sent.
@@ -106,6 +116,8 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if self._task is None:
             self._task, self._began_s = task, perf_counter()
+            if weight is not None and self.sends_what_comes:
+                self._weigh(weight)
             self._reached(f"backward {self.steps}")
             self.began()
             Variable._execution_engine.queue_callback(self._finish)
@@ -223,6 +235,11 @@ class Engine:
         for lane in self.lanes[:1]:  # they share one comm's word
             lane.reached(where)
 
+    def _weigh(self, weight: Weight | None) -> None:
+        self.weight = weight
+        for transfer in self.transfers:
+            transfer.share = 1.0 if weight is None else weight.share
+
     def _announce(self, transfer: Transfer) -> None:
         if self._accumulating:
             self._unsent = True
@@ -257,5 +274,6 @@ class Engine:
         self._sent.clear()
         self._ready.clear()
         self._task, self._failed, self._unsent = None, False, False
+        self._weigh(None)
         self.steps += 1
         self._reached(f"after backward {self.steps - 1}")

@@ -1,6 +1,6 @@
 """Hooks on a parallelised model: they see forward begin and end, count its rows, and put the border around it.
 
-    before forward   this rank's rows are sent (Weigher.ask), unless gradients are off: evaluation on one rank is free
+    before forward   this rank's rows are counted, unless gradients are off: evaluation on one rank is free
     after forward    the output goes over the border, where backward opens the engine's round and is weighed
     with count=      the loss goes over it instead, since only there output and target meet
 
@@ -101,7 +101,8 @@ class _Before(_StaysBehind):
         if len(self.running) > 1 or not torch.is_grad_enabled():
             return None
         self._border.check()
-        self.running[-1] = weight = self._weigher.ask(rows((args, kwargs)), (args, kwargs))
+        self.running[-1] = weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
+        self._border.called(weight)
         return self._border.inward((args, kwargs), weight)
 
 
@@ -134,7 +135,9 @@ class _Counted:
         self._border.check()
         with torch.no_grad():
             count = float(self._count(output, target))
-        return self._border.outward(loss, self._weigher.ask(count, (output, target)))
+        weight = self._weigher.weight(count, (output, target))
+        self._border.called(weight)
+        return self._border.outward(loss, weight)
 
 
 def _argument_names(function: Callable[..., Any] | None) -> list[str]:

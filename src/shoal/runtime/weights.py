@@ -1,14 +1,22 @@
 """Uneven rows: how much each rank's loss weighs in the global mean.
 
-The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of ΣK weighs K·P/ΣK. The
-counts cross the network (24 bytes to each peer) while forward runs; the weight multiplies the gradient where backward
-enters the model, so that accumulating several backwards stays exact. With equal counts nothing is multiplied. The first
-message carries a digest of the batch too: ranks that all feed the same rows are a mistake that nothing else would show.
+The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of ΣK weighs K·P/ΣK.
+With equal counts nothing is multiplied. Who knows ΣK, and when:
+
+    share    mostly nobody asks: all that a backward sends comes of one call of the model. What is sent is multiplied by
+             K ÷ (what was usual in the first forward) and divided by the mean of the ranks' shares, which goes with it
+             (strategies/landing.py). Nobody waits, and where all have the usual number nothing is multiplied
+    weight   where several calls meet in what is sent, or layers are cut, counts cross the network beside forward (24
+             bytes to each peer), and the gradient is multiplied where backward enters the model (border.py)
+
+The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a mistake that nothing
+else would show.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, final
 
@@ -17,45 +25,56 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.core.contracts import Comm
-from shoal.core.errors import RanksDiffer
+from shoal.core.errors import RanksDiffer, UsageError
 from shoal.profiling.identity import content
 from shoal.runtime.lanes import Errand, Lane
 
 OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
 DEPTH = 3  # objects within objects
+_Asked = tuple[Errand | None, list[Tensor]]  # what is under way, and where it puts what the ranks say
 
 
 @final
 class Weigher:
-    """Exchanges row counts over a channel of its own; without one, every rank weighs the same."""
+    """Counts rows, and exchanges the counts over a channel of its own; without one, every rank weighs the same."""
 
     def __init__(self, comm: Comm | None) -> None:
         self._comm = comm
         self._lane = None if comm is None else Lane(comm, "row counts")
         self._asked = 0
+        self._usual = 1.0  # rows of the rank that has most of them in the first forward
 
-    def ask(self, count: float, batch: Any = None) -> Weight:
-        """Start the exchange of this rank's count; with the first also that the batches (anything with tensors) differ.
+    def weight(self, count: float, batch: Any = None) -> Weight:
+        """The weight of this rank's count; the first also looks whether batches (anything with tensors) differ.
 
         Raises:
             RanksDiffer: every rank was fed the same batch.
         """
-        if self._comm is None or self._lane is None:
-            return Weight(None, [], 0, "")
-        self._lane.reached(f"forward {self._asked}")
-        first = self._asked == 0 and bool(_tensors(batch))
-        mine = torch.tensor([count, *(_digest(batch) if first else (0, 0))], dtype=torch.float64)
-        counts = [torch.empty_like(mine) for _ in range(self._comm.size)]
-        errand = self._lane.run(lambda comm: comm.all_gather(counts, mine), "row counts")
-        weight = Weight(errand, counts, self._comm.rank, f"forward {self._asked}, row counts")
+        if self._comm is None:
+            return Weight(1.0, 1.0, _nobody, 0, "")
+        where = f"forward {self._asked}"
+        self._comm.reached(where)
+        first, digest = self._asked == 0, (0, 0)
+        if first and _tensors(batch):
+            digest = _digest(batch)
         self._asked += 1
-        if first and weight.same_batch():
-            raise RanksDiffer(
-                f"all {self._comm.size} ranks were fed the same batch, so every rank would compute the same gradients",
-                where="the first forward",
-                do="wrap the loader on every rank: loader = shoal.shard(loader)",
-            )
+        mine = torch.tensor([count, *digest], dtype=torch.float64)
+        weight = Weight(count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts")
+        if first:
+            self._usual = weight.usual = max(weight.counts()) or 1.0
+            if weight.same_batch():
+                raise RanksDiffer(
+                    f"all {self._comm.size} ranks were fed the same batch, so every rank would compute the same "
+                    "gradients",
+                    where="the first forward",
+                    do="wrap the loader on every rank: loader = shoal.shard(loader)",
+                )
         return weight
+
+    def _ask(self, mine: Tensor) -> _Asked:
+        assert self._comm is not None and self._lane is not None
+        theirs = [torch.empty_like(mine) for _ in range(self._comm.size)]
+        return self._lane.run(lambda comm: comm.all_gather(theirs, mine), "row counts"), theirs
 
     def close(self) -> None:
         """End the lane."""
@@ -65,17 +84,56 @@ class Weigher:
 
 @final
 class Weight:
-    """This rank's weight in the global mean, known once every rank's count has come (1 where none is asked for)."""
+    """This rank's weight in the global mean: its share, at once; or, once every rank's count has come, all of it.
 
-    def __init__(self, errand: Errand | None, counts: list[Tensor], rank: int, where: str) -> None:
-        self._errand, self._counts, self._rank, self._where = errand, counts, rank, where
+    Args:
+        count: its rows, or terms of its loss.
+        usual: what that is mostly; the same on every rank.
+        ask: starts the exchange of counts; nothing is exchanged where it is not called.
+        rank: this one.
+        where: what the messages call it.
+    """
+
+    def __init__(self, count: float, usual: float, ask: Callable[[], _Asked], rank: int, where: str) -> None:
+        self.usual = usual
+        self._count, self._ask, self._rank, self._where = count, ask, rank, where
+        self._asked: _Asked | None = None
+
+    @property
+    def share(self) -> float:
+        """The count over the usual one."""
+        return self._count / self.usual
+
+    def ask(self) -> None:
+        """Start the exchange of counts, if it was not: on every rank, of the same weights in the same order."""
+        if self._asked is None:
+            self._asked = self._ask()
 
     def value(self) -> float | None:
         """K·P/ΣK, or None where every rank counts the same. Waits for the counts."""
-        counts = self._arrived(0)
+        counts = self.counts()
         if len(set(counts)) <= 1:
             return None
         return counts[self._rank] * len(counts) / sum(counts)
+
+    def over(self, other: Weight) -> float | None:
+        """This weight, where that of `other` comes on top; None where there is nothing to multiply. Waits for both.
+
+        Raises:
+            UsageError: the other is 0.
+        """
+        other.ask()
+        mine, its = self.value(), other.value()
+        if its == 0:
+            raise UsageError(
+                "one backward has gradients of two calls of the model, and this rank had no rows in the later call",
+                do="call backward once for each call of the model, or give every rank rows",
+            )
+        return None if mine == its else (1.0 if mine is None else mine) / (1.0 if its is None else its)
+
+    def counts(self) -> list[float]:
+        """Every rank's count. Waits for them."""
+        return self._arrived(0)
 
     def same_batch(self) -> bool:
         """Whether every rank's digest is the same. Waits for the counts."""
@@ -83,9 +141,16 @@ class Weight:
         return len(digests) == 1 and digests != {(0.0, 0.0)}
 
     def _arrived(self, column: int) -> list[float]:
-        if self._errand is not None:
-            self._errand.wait(self._where)
-        return [float(count[column]) for count in self._counts]
+        self.ask()
+        assert self._asked is not None
+        errand, counts = self._asked
+        if errand is not None:
+            errand.wait(self._where)
+        return [float(count[column]) for count in counts]
+
+
+def _nobody() -> _Asked:
+    return None, []
 
 
 def rows(batch: Any) -> int:

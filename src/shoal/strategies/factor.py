@@ -6,7 +6,7 @@ the same with row ids in place of x: K·(D·s+8)·(P−1).
 
     1  forward      the layer keeps x                         (FactorLinear, FactorEmbedding: the layer's new class)
     2  backward     dx as always; (x, dy) is kept for the lane instead of multiplied
-    3  on a lane    8 bytes tell each peer the number of rows; x and dy of all ranks are gathered, in rank order
+    3  on a lane    16 bytes tell each peer rows and share; x and dy of all ranks are gathered, in rank order
     4  on a lane    one product over all rows gives the global mean gradient, the same bits wherever the libraries agree
     5  backward ends  `.grad` is that buffer, or has it added
 
@@ -29,7 +29,7 @@ from shoal.core.facts import Cluster, LayerProfile
 from shoal.strategies.copies import plain
 from shoal.strategies.factors import EmbeddingProduct, FactorTransfer, LinearProduct, Product
 
-_HEADER_BYTES = 8  # the number of rows, to every peer
+_HEADER_BYTES = 16  # the number of rows, and the share, to every peer
 _ID_BYTES = 8
 _SLOT = "_factors"  # where a served layer keeps its transfer
 

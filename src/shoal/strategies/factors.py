@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.core.contracts import Comm, Place, Transfer
 from shoal.core.errors import UsageError
-from shoal.strategies.landing import history
+from shoal.strategies.landing import at_least, history
 
 
 class Product(ABC):
@@ -155,6 +155,8 @@ class FactorTransfer(Transfer):
             left = torch.empty(0, product.left_width, device=product.weight.device)
             right = torch.empty(0, product.right_width, device=product.weight.device)
         mean = right.to(product.weight.dtype) / self._ranks
+        if self.share != 1:
+            mean.mul_(at_least(self.share))
         self._packed = left.to(product.left_dtype).contiguous(), mean
         self._pairs.clear()
         self._training = [target for target in self._targets if target.requires_grad]
@@ -171,7 +173,7 @@ class FactorTransfer(Transfer):
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
         left, right = self._packed
-        all_left, all_right = _gathered(comm, left, right)
+        all_left, all_right = _gathered(comm, left, right, self.share)
         self._rows = len(all_left)
         if not self._rows:
             return
@@ -226,16 +228,20 @@ class _Mark:
         return True
 
 
-def _gathered(comm: Comm, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """All ranks' rows, in rank order. Everything is sent at once; a peer receives when it knows how much there is."""
+def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """All ranks' rows, in rank order, those on the right over the mean of shares.
+
+    Everything is sent at once; a peer receives when it knows how much there is.
+    """
     peers = [r for r in range(comm.size) if r != comm.rank]
-    count = torch.tensor([len(left)], device=left.device)
+    count = torch.tensor([len(left), share], dtype=torch.float64, device=left.device)
     counts = [count if r == comm.rank else torch.empty_like(count) for r in range(comm.size)]
     pending = [comm.receive(counts[r], r) for r in peers]
     sends = [comm.send(each, r) for each in (count, left, right)[: 3 if len(left) else 1] for r in peers]
     for each in pending:
         each.wait()
-    rows = [int(each) for each in counts]
+    rows = [int(each[0]) for each in counts]
+    mean_share = at_least(sum(float(each[1]) for each in counts) / comm.size)
     all_left, all_right = left.new_empty(sum(rows), left.shape[1]), right.new_empty(sum(rows), right.shape[1])
     lefts, rights = all_left.split(rows), all_right.split(rows)
     pending = [comm.receive(parts[r], r) for parts in (lefts, rights) for r in peers if rows[r]]
@@ -243,6 +249,8 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     rights[comm.rank].copy_(right)
     for each in (*pending, *sends):
         each.wait()
+    if mean_share != 1:
+        all_right.div_(mean_share)
     return all_left, all_right
 
 

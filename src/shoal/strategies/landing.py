@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
+
+_LEAST = 2.0**-60  # multiplied and divided by, a number keeps its bits; added to 1, nothing is left of it
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,28 @@ def on_landing(parameter: nn.Parameter, work: Callable[[nn.Parameter], None]) ->
     """Have `work(parameter)` called whenever autograd has accumulated its gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(_Hook(work))
     return handle
+
+
+def weigh(gradients: Sequence[Tensor], excess: Tensor, share: float) -> None:
+    """Multiply what a rank adds to a sum by its share; what that has over 1 (mostly nothing) goes along in `excess`."""
+    excess.fill_(share - 1)
+    if share != 1:
+        factor = at_least(1 + float(excess.real))  # as exactly as the tensor holds it
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def divide(sums: Sequence[Tensor], excess: Tensor, ranks: int) -> None:
+    """Divide sums over ranks by the mean of the shares, which have come with them."""
+    if over := float(excess.real):
+        factor = at_least(1 + over / ranks)
+        for each in sums:
+            each.div_(factor)
+
+
+def at_least(share: float) -> float:
+    """A share that is no 0: where no rank has any rows, what does not come of rows, as a penalty, is as it was."""
+    return share if share > _LEAST else _LEAST
 
 
 def by_kind(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:

@@ -1,7 +1,8 @@
 """Replicate: every rank holds the layer and the ranks exchange the sum of its gradients, one bucket at a time.
 
 The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag a parameter that
-says whether the parameter was used: one that no rank used keeps the gradient it had (None, usually), as in one process.
+says whether the parameter was used: one that no rank used keeps the gradient it had (None, usually), as in one process;
+and one number more: where ranks have unlike numbers of rows, they have shares, whose mean the sum is divided by.
 
     1  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes a view of that
     2  the last one landed   the bucket is ready: the engine gives it to a lane, where the exchange sums it
@@ -23,7 +24,7 @@ from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transf
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
-from shoal.strategies.landing import by_kind, on_landing, refuse_hooks, second_gradient
+from shoal.strategies.landing import by_kind, divide, on_landing, refuse_hooks, second_gradient, weigh
 
 
 @final
@@ -40,7 +41,7 @@ class Replicate(Strategy):
         assert exchange is not None
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
-        bucket = Bucket(sum(p.numel for p in parameters) + len(parameters), itemsize)
+        bucket = Bucket(sum(p.numel for p in parameters) + len(parameters) + 1, itemsize)
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         return Cost(traffic, cluster.pace(exchange.name), backward_s=pack_s, memory_bytes=bucket.nbytes)
@@ -53,7 +54,7 @@ class Replicate(Strategy):
 
 @final
 class BucketTransfer(Transfer):
-    """Gradients of one dtype and device, flat, behind them one flag a parameter."""
+    """Gradients of one dtype and device, flat, behind them one flag a parameter, and the rank's share."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str) -> None:
         self.label = label
@@ -63,10 +64,10 @@ class BucketTransfer(Transfer):
         self._ranks = ranks
         numel = sum(p.numel() for p in self._parameters)
         first = self._parameters[0]
-        self._flat = torch.zeros(numel + len(self._parameters), dtype=first.dtype, device=first.device)
-        pieces = self._flat[:numel].split([p.numel() for p in self._parameters])
+        self._flat = torch.zeros(numel + len(self._parameters) + 1, dtype=first.dtype, device=first.device)
+        self._gradients, self._flags, self._excess = self._flat.split([numel, len(self._parameters), 1])
+        pieces = self._gradients.split([p.numel() for p in self._parameters])
         self._views = [unlined(piece, p) for piece, p in zip(pieces, self._parameters, strict=True)]
-        self._flags = self._flat[numel:]
         self._landed: set[int] = set()
         self._packed = False
         self._hooks = [on_landing(p, partial(self._land, i)) for i, p in enumerate(self._parameters)]
@@ -101,10 +102,12 @@ class BucketTransfer(Transfer):
             if index not in self._landed:  # nothing came, or what came before was kept
                 self._take(index, parameter)
         self._flags.copy_(torch.tensor(used))
+        weigh([self._gradients], self._excess, self.share)
 
     def run(self, comm: Comm) -> None:
         self.exchange.reduce(self._flat, comm)
         self.exchange.gather(self._flat, comm)
+        divide([self._gradients], self._excess, self._ranks)
 
     def publish(self) -> None:
         for parameter, view, users in zip(self._parameters, self._views, self._flags.tolist(), strict=True):
