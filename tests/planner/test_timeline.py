@@ -34,6 +34,25 @@ def test_lanes_share_the_link_evenly(lanes: int, sent_s: list[float]) -> None:
     assert found.sent_bytes == pytest.approx(4e6, rel=1e-3)
 
 
+@pytest.mark.parametrize(("burst_mb", "step_s"), [(0, 7.5), (2, 5.5), (100, 4.0)])
+def test_what_was_not_used_of_a_shaped_link_passes_afterwards(burst_mb: float, step_s: float) -> None:
+    """Four seconds of bytes behind 3.5 of computing: a burst spares those at most, and never more than was paused."""
+    where = cluster(2, 1e6)
+    where = replace(where, link=replace(where.link, burst_bytes=burst_mb * 1e6))
+    profile = model(layer("a", 2.0, 4 * MB))
+    found = Predictor(profile, where).predict([Choice("a", "replicate", "allreduce")], bucket_bytes=1, lanes=1)
+    assert found.step_s == pytest.approx(step_s, **NEARLY)
+
+
+def test_a_burst_passes_no_faster_than_the_processor_sends_it() -> None:
+    where = cluster(2, 1e6, cores=1.0, cpu=0.5e-6)  # half of a core at the rate, so at most twice as fast
+    where = replace(where, link=replace(where.link, burst_bytes=2e6))
+    found = Predictor(model(layer("a", 2.0, 4 * MB)), where).predict(
+        [Choice("a", "replicate", "allreduce")], bucket_bytes=1, lanes=1
+    )
+    assert found.end_s == pytest.approx(2.0 + 2.0, **NEARLY), "two megabytes a second for two, while the burst lasts"
+
+
 def test_latency_is_hidden_by_other_lanes_only() -> None:
     profile = model(*(layer(name, 0.0, 1) for name in "abcd"), backward_s=0.0)
     alone, shared = timeline(profile, latency_s=0.1), timeline(profile, latency_s=0.1, lanes=4)

@@ -26,6 +26,15 @@ def test_latency_and_rate_of_a_known_link() -> None:
     pytest.fail(f"{found} for 2 ms and 50 MB/s")
 
 
+def test_a_burst_that_passes_for_free_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShapedComm, "latency_s", 1e-4)
+    monkeypatch.setattr(ShapedComm, "bytes_per_s", 10e6)
+    monkeypatch.setattr(ShapedComm, "burst_bytes", 200e3)
+    found = [run(2, lambda comm: probe_link(ShapedComm.of(comm), budget_s=0.7))[0] for _ in range(4)]
+    assert any(link.burst_bytes == pytest.approx(200e3, rel=0.3) for link in found), found
+    assert any(link.bytes_per_s == pytest.approx(10e6, rel=0.2) for link in found), found
+
+
 def test_a_slow_link_is_measured_without_its_largest_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShapedComm, "bytes_per_s", 1e6)  # 4 MB would take 4 s
     start = time.perf_counter()

@@ -73,6 +73,12 @@ class Link:
     latency_s: float
     bytes_per_s: float
     cpu_s_per_byte: float = 0.0  # processor time that a sent-and-received byte costs on one rank
+    burst_bytes: float = 0.0  # what passes for free after a pause, as where a token bucket shapes the link
+
+    @property
+    def burst_s(self) -> float:
+        """Seconds of pause after which a whole burst passes for free."""
+        return self.burst_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ A lane does one job after the other. A job is parts of some seconds each, were i
     lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
     lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|      whoever is on the link has an even share of it
 
-What goes to servers is on the link in one direction, what comes from them in the other; all else is in both.
+What goes to servers is on the link in one direction, what comes from them in the other; all else is in both. Where a
+token bucket shapes the link, what was not used of it in a pause passes afterwards for next to nothing.
 So with the processor, which the main thread takes too while it computes: who wants more than an even share of it is
 slower for it, a lane that sends as well. A rank has as many processors as cores; where it has less than one, the part
 of a core that its main thread had in the profile. Costs some microseconds a part.
@@ -22,6 +23,7 @@ from shoal.core.cost import Pace, Traffic
 from shoal.core.facts import Cluster
 
 THERE, BACK, BOTH = 1, 2, 3  # directions of the link
+_QUICK = 10.0  # as fast as this passes a burst, if the processor sends it so fast
 _OVER_S = 1e-12  # what is left of a part that is over, for rounding
 
 
@@ -51,12 +53,14 @@ class Job:
 class Lanes:
     """Runs jobs on lanes that share a link and a processor, event by event."""
 
-    def __init__(self, cluster: Cluster, number: int) -> None:
+    def __init__(self, cluster: Cluster, number: int, burst_s: float = 0.0) -> None:
+        """So many lanes each way, on a link of which so many seconds pass as a burst to begin with."""
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
         self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
         ways = (BOTH, THERE, BACK) if cluster.servers else (BOTH,)
         self._lanes: dict[int, list[deque[Job]]] = {way: [deque() for _ in range(number)] for way in ways}
         self._duplex = cluster.duplex
+        self.burst_s, self._most_burst_s = burst_s, cluster.link.burst_s
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*(lane for lanes in self._lanes.values() for lane in lanes), self._main)
         self.now_s = 0.0  # what has been run
@@ -115,20 +119,24 @@ class Lanes:
         """Run until the next part ends, or the main thread has computed for so long; how long it has, were it alone."""
         busy = [(lane[0], lane) for lane in self._every if lane]
         if not busy:
-            self.now_s += main_s
+            self._pass(main_s, 0.0)
             return main_s
-        shares = self._shares([job.now.link for job, _ in busy])
+        links = [job.now.link for job, _ in busy]
+        shares = self._shares(links)
         wanted = [job.now.processor * shares[job.now.link] for job, _ in busy]
         level = self._level([*wanted, 1.0] if main_s else wanted)
         speeds = [
             shares[job.now.link] * (level / want if want > level else 1.0)
             for (job, _), want in zip(busy, wanted, strict=True)
         ]
+        used = max(sum(speed for link, speed in zip(links, speeds, strict=True) if link & way) for way in (THERE, BACK))
         main_speed = min(1.0, level)
         passed_s = min([job.left_s / speed for (job, _), speed in zip(busy, speeds, strict=True)])
         if main_s:
             passed_s = min(passed_s, main_s / main_speed)
-        self.now_s += passed_s
+        if self.burst_s and used > 1:
+            passed_s = min(passed_s, self.burst_s / (used - 1))
+        self._pass(passed_s, used)
         for (job, _), speed in zip(busy, speeds, strict=True):
             job.left_s -= passed_s * speed
         for job, lane in busy:
@@ -136,11 +144,18 @@ class Lanes:
                 self._end_part(lane)
         return passed_s * main_speed
 
+    def _pass(self, seconds: float, used: float) -> None:
+        """Let time pass in which so much of the link is used, 1 where all that it carries but for bursts."""
+        self.now_s += seconds
+        left_s = self.burst_s + (1 - used) * seconds
+        self.burst_s = min(left_s, self._most_burst_s) if left_s > _OVER_S else 0.0
+
     def _shares(self, links: Sequence[int]) -> tuple[float, ...]:
         """What a job gets of the link, by the directions that it takes, where jobs take these."""
         there, back = (sum(bool(link & way) for link in links) for way in (THERE, BACK))
-        kept = self._duplex if THERE in links and BACK in links else 1.0
-        return 1.0, kept / max(there, 1), kept / max(back, 1), 1 / max(there, back, 1)
+        quick = _QUICK if self.burst_s else 1.0
+        kept = quick * (self._duplex if THERE in links and BACK in links else 1.0)
+        return 1.0, kept / max(there, 1), kept / max(back, 1), quick / max(there, back, 1)
 
     def _level(self, wanted: Sequence[float]) -> float:
         """What of a processor nobody gets more than, so that all get even shares of what others leave of theirs."""

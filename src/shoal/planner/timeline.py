@@ -42,6 +42,8 @@ from shoal.core.registry import found, named
 from shoal.core.trace import MAIN, Event
 from shoal.planner.lanes import BACK, BOTH, THERE, Job, Lanes
 
+_BURST = 0.01  # of the step: what is less does not change it
+
 
 @dataclass(frozen=True)
 class Span:
@@ -67,6 +69,7 @@ class Timeline:
     spans: tuple[Span, ...]
     traffics: tuple[Traffic, ...]  # of the sites
     late: int  # sites that are still on their way to servers when backward ends
+    burst_s: float = 0.0  # of the link that pass for free when it ends
 
     @property
     def step_s(self) -> float:
@@ -195,7 +198,10 @@ class Predictor:
         changes: dict[str, float] = defaultdict(float)
         for site, cost in served:
             changes[site.layers[0 if site.strategy in self._staged else -1]] += cost.backward_s
-        return self._run(sent, changes, cuts, Lanes(self.cluster, lanes), late)
+        timeline = self._run(sent, changes, cuts, Lanes(self.cluster, lanes), late)
+        if self.cluster.link.burst_s > _BURST * timeline.step_s:  # what a step leaves of a burst the next one has
+            timeline = self._run(sent, changes, cuts, Lanes(self.cluster, lanes, timeline.burst_s), late)
+        return timeline
 
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan can beat: its compute, or its bytes that leave a host at the rate of the link.
@@ -275,7 +281,8 @@ class Predictor:
             for index, ((site, _), job) in enumerate(zip(served, sent, strict=True))
         ]
         traffics = tuple(cost.traffic for _, cost in (*served, *cuts.values()))
-        return Timeline(forward_s, waited_s, backward_s, end_s, optimizer_s, tuple(spans), traffics, late)
+        parts = forward_s, waited_s, backward_s, end_s, optimizer_s
+        return Timeline(*parts, tuple(spans), traffics, late, lanes.burst_s)
 
     def _last_rank(
         self, changes: Mapping[str, float], cuts: Container[str], lanes: Lanes

@@ -7,6 +7,7 @@ quick one half a second's) and leaves no trace: see untraced.py.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +35,8 @@ from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.updates import whole_updates
 from shoal.profiling.usage import Readers, kind_of, outside_use
 
-_FEWEST, _MOST = 5, 25  # measured steps, after one to warm up
+_FEWEST, _MOST = 5, 200  # measured steps, after one to warm up
+_TURN_S = 0.03  # in which ranks that share cores have all had their turns
 _ENOUGH_S, _BUDGET_S = 2.0, 20.0  # for more than the fewest; for more than one
 
 
@@ -127,7 +129,9 @@ def _measured_step(
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the other way round: so
     each rank's times are medians. In training all wait in every step for whoever is slowest in it, which is more than
-    any rank takes in the median: the medians are stretched to that.
+    any rank takes in the median: the medians are stretched to that. Steps that are over before the kernel has given
+    every rank its turn are taken by the dozen: one that was interrupted is ten times as long, and who waits lets others
+    have the core.
     """
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
@@ -150,8 +154,11 @@ def _measured_step(
     drop_gradients(parameters)
     mine = usual(steps)
     ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])
-    usual_s, *slowest_s = [max(same) for same in zip(*ranks, strict=True)]
-    return readers, distinct, seen, tails, mine.times(max(1.0, median(slowest_s) / usual_s))
+    usual_s = max(total_s for total_s, *_ in ranks)
+    size = min(count, math.ceil(_TURN_S / usual_s))
+    groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
+    slowest_s = median(max(sum(each[1 + i] for i in group) for each in ranks) / size for group in groups)
+    return readers, distinct, seen, tails, mine.times(max(1.0, slowest_s / usual_s))
 
 
 def _layer_profile(

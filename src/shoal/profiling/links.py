@@ -1,16 +1,18 @@
 """Measures the links: latency, rate and processor cost of a byte.
 
 Every rank sends to another host and receives from one, all at once, back to back. So ranks that share a host each find
-their share of its link; on one host alone they find what they can send each other. After a pause a shaped link lets a
-burst (128 KB in the lab) pass for free, so each size begins with messages that are not counted, and the large ones
-decide the rate. What the ranks agree on is the slowest rank's, so that all go on alike and return the same.
+their share of its link; on one host alone they find what they can send each other. After a pause a shaped link (the
+lab's, or a cloud's) lets a burst pass for free, so each size begins with messages that are not counted, and the large
+ones decide the rate; how much it is, a train of messages after a pause tells by how much too early it comes. What the
+ranks agree on is the slowest rank's, so that all go on alike and return the same.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -22,6 +24,7 @@ from shoal.profiling.processor import ProcessorTime
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
+_TRAIN, _TRAINS, _PAUSE_S, _LONGEST_S = 8, 3, 0.05, 0.5  # of messages of 64 KB after a pause, and the most for all
 _GROUPS, _MOST_IN_GROUP = 9, 16  # of messages timed together, so that clumps even out; the median group counts
 
 
@@ -35,9 +38,10 @@ def probe_link(comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, bu
         budget_s: about how long it may take; at most twice that.
 
     Returns:
-        The same link on every rank. `cpu_s_per_byte` is the whole process's: where ranks are threads it counts them
-        all. With one rank there is nothing to measure: no latency, no limit. Where one host holds more than half of
-        the ranks, some of them must send within it, and the share of the others is found larger than it is.
+        The same link on every rank, with a burst up to half a megabyte. `cpu_s_per_byte` is the whole process's: where
+        ranks are threads it counts them all. With one rank there is nothing to measure: no latency, no limit. Where one
+        host holds more than half of the ranks, some of them must send within it, and the share of the others is found
+        larger than it is.
     """
     if comm.size == 1:
         return Link(latency_s=0.0, bytes_per_s=math.inf)
@@ -53,11 +57,41 @@ def probe_link(comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, bu
                 break
         seconds[size], cpu_s_per_byte = _time_messages(comm, size, left_s / (len(ordered) - index), sharing)
     latency_s, s_per_byte = fit_line(seconds)
-    return Link(latency_s, 1 / max(s_per_byte, 1e-13), cpu_s_per_byte)
+    link = Link(latency_s, 1 / max(s_per_byte, 1e-13), cpu_s_per_byte)
+    return replace(link, burst_bytes=_burst(comm, link))
+
+
+def _burst(comm: Comm, link: Link) -> float:
+    """Bytes that pass for free after a pause: by how much sooner a train of messages is through than at the rate."""
+    nbytes = _TRAIN << 16
+    if _TRAINS * nbytes / link.bytes_per_s > _LONGEST_S:
+        return 0.0
+    shift = _shifter(comm, 1 << 16)
+    found = []
+    for _ in range(_TRAINS):
+        comm.gather_objects(None)
+        time.sleep(_PAUSE_S)
+        found.append(nbytes - shift(_TRAIN) * _TRAIN * link.bytes_per_s)
+    least: float = min(comm.gather_objects(median(found)))
+    return max(0.0, least)
 
 
 def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tuple[float, float]:
     """(seconds a message, processor seconds a byte) of messages of one size, back to back, in about `allowed_s`."""
+    shift = _shifter(comm, size)
+    warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
+    one_s = max(comm.gather_objects(shift(warm_up)))
+    in_group = max(1, min(int(allowed_s / one_s / _GROUPS), _MOST_IN_GROUP))
+    groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
+    cpu_start = ProcessorTime.now()
+    message_s = median(shift(in_group) for _ in range(groups))  # the first one may profit from the pause
+    cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (groups * in_group * size)
+    ranks = comm.gather_objects((message_s, cpu_s_per_byte))
+    return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
+
+
+def _shifter(comm: Comm, size: int) -> Callable[[int], float]:
+    """What sends some messages of this size, and receives as many: seconds of each."""
     source, to = _partners(comm)
     outgoing = torch.zeros(size, dtype=torch.uint8)
     incoming = torch.empty_like(outgoing)
@@ -71,15 +105,7 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tup
             sent.wait()
         return (time.perf_counter() - start) / messages
 
-    warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
-    one_s = max(comm.gather_objects(shift(warm_up)))
-    in_group = max(1, min(int(allowed_s / one_s / _GROUPS), _MOST_IN_GROUP))
-    groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
-    cpu_start = ProcessorTime.now()
-    message_s = median(shift(in_group) for _ in range(groups))  # the first one may profit from the pause
-    cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (groups * in_group * size)
-    ranks = comm.gather_objects((message_s, cpu_s_per_byte))
-    return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
+    return shift
 
 
 def _partners(comm: Comm) -> tuple[int, int]:
