@@ -48,8 +48,12 @@ def test_a_wide_layer_is_cut_as_a_pair_with_the_small_one_behind_it() -> None:
     small = replace(linear("small", 0.1, 4096, 10, rows=32), fed_by="wide")
     wide = replace(linear("wide", 0.2, 1024, 4096, rows=32), feeds="small")
     assert small.nbytes < LEAST_CUT_BYTES
-    plan = search(model(small, wide, forward_s=0.01, backward_s=0.2, optimizer_s=0.0), cluster(4, 1e8))
+    net, where = model(small, wide, forward_s=0.01, backward_s=0.2, optimizer_s=0.0), cluster(4, 1e8)
+    plan = search(net, where)
     assert strategies_of(plan.choices) == {"small": "row_pair", "wide": "column_pair"}
+    for row in explain(plan, net, where).layers:  # without half of a pair the other is no pair's
+        least_s = min(other.step_s for other in row.others if not other.refusal)
+        assert least_s > row.chosen.step_s, row
 
 
 @pytest.mark.parametrize(("fixed_s", "chunks"), [(0.0, 8), (1.0, 1)])

@@ -101,8 +101,18 @@ def _alternative(plan: Plan, choice: Choice, predictor: Predictor, step_s: float
         plan = plan.with_choice(choice)
         for other, needed in predictor.needs(choice.layer, choice.strategy).items():
             plan = plan.with_choice(Choice(other, needed))
+        for other in predictor.lone(plan.choices):
+            plan = plan.with_choice(_cheapest(other, predictor))
         step_s = predictor.as_is(plan).step_s
     return Alternative(choice, sent, alone_s, step_s)
+
+
+def _cheapest(name: str, predictor: Predictor) -> Choice:
+    """How a layer is served that has lost the other half of its pair, as in the search."""
+    layer = predictor.layer(name)
+    able = [choice for choice in _choices(name, predictor) if predictor.refusal(layer, choice.strategy) is None]
+    by_itself = [choice for choice in able if not predictor.needs(name, choice.strategy)]
+    return min(by_itself, key=predictor.added_s)
 
 
 def _reason(chosen: Alternative, others: list[Alternative]) -> str:

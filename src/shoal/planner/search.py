@@ -19,7 +19,7 @@ from shoal.core.buckets import BUCKETS_A_LANE, MEMORY
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.placement import BALANCED, Placement, check_placement, owners_of
-from shoal.core.plan import Choice, Plan, Site
+from shoal.core.plan import Choice, Plan
 from shoal.planner.options import PLAIN, Option, common, known, options_of, pairs_of, resolve, with_needed
 from shoal.planner.timeline import Predictor, as_planned
 
@@ -188,12 +188,7 @@ class _Search:
 
     def _mended(self, picks: dict[str, Option]) -> dict[str, Option]:
         """The same, but what has lost the layer that it needs is served as is cheapest."""
-        lone = [
-            name
-            for name, (strategy, _) in picks.items()
-            for other, needed in self._predictor.needs(name, strategy).items()
-            if picks[other][0] != needed
-        ]
+        lone = self._predictor.lone(Choice(name, strategy) for name, (strategy, _) in picks.items())
         return {**picks, **{name: self._cheapest(name) for name in lone}}
 
     def _choices(self, picks: Mapping[str, Option], carried: Mapping[str, str]) -> list[Choice]:
@@ -228,9 +223,7 @@ class _Search:
 
     def _alone(self, name: str, option: Option) -> float:
         strategy, own = option
-        choice = Choice(name, strategy, own or self._start[0].get(strategy, ""))
-        cost = self._predictor.cost(Site((name,), choice.strategy, choice.exchange))
-        return self._predictor.alone_s(choice)[1] + cost.forward_s + cost.backward_s
+        return self._predictor.added_s(Choice(name, strategy, own or self._start[0].get(strategy, "")))
 
 
 def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[Option]]) -> list[tuple[str, ...]]:

@@ -26,7 +26,7 @@ link or processor is full. Equations: docs/planner.md.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -173,6 +173,17 @@ class Predictor:
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
         again_s = cost.traffic.worst * cost.pace.wall.byte_s * (choice.strategy in self._served)  # one way, then back
         return cost.traffic.worst, cost.pace.wall.of(cost.traffic) + again_s + cost.lane_s
+
+    def added_s(self, choice: Choice) -> float:
+        """Seconds that one layer served so adds to a step in which nothing hides."""
+        cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
+        return self.alone_s(choice)[1] + cost.forward_s + cost.backward_s
+
+    def lone(self, choices: Iterable[Choice]) -> list[str]:
+        """The layers that need another, which these choices serve otherwise."""
+        served = {choice.layer: choice.strategy for choice in choices}
+        needs = {name: self.needs(name, strategy) for name, strategy in served.items()}
+        return [name for name, others in needs.items() if any(served[other] != its for other, its in others.items())]
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """What the busiest rank holds between steps: parameters, optimizer state, gradients and buckets."""
