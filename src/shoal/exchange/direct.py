@@ -3,7 +3,8 @@
     reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in rank order
     gather   rank r ◀── slice o, summed ───── owner o
 
-2 steps, whatever P. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer
+2 steps, whatever P, with up to four messages of a rank under way: what seven senders at once send one receiver overruns
+its link's queue. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer
 elements than ranks) are sent by nobody and awaited by nobody. Added in the order of the ranks, so that the bits depend
 neither on which message comes first nor on how parameters are put into buckets.
 Source: CaffeOnSpark's socket exchange, in which every node is master of a slice; the pairwise exchange for
@@ -18,9 +19,11 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, SplitExchange
+from shoal.core.contracts import Bucket, Comm, Pending, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
+
+_AT_ONCE = 4
 
 
 @final
@@ -53,7 +56,7 @@ class Direct(SplitExchange):
         parts = [mine if r == home else next(landing) for r in range(comm.workers)]
 
         receives = {r: comm.receive(parts[r], r) for r in peers if r < comm.workers and mine.numel()}
-        sends = [comm.send(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()]
+        sends = _sent(comm, [(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()])
         total = parts[0]
         for r, part in enumerate(parts):
             if r in receives:
@@ -69,9 +72,19 @@ class Direct(SplitExchange):
         """Send one's own slice to all workers; receive what others own in place."""
         mine, peers = slices[comm.rank], _peers(comm)
         pending = [comm.receive(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()]
-        pending += [comm.send(mine, r) for r in peers if r < comm.workers and mine.numel()]
+        pending += _sent(comm, [(mine, r) for r in peers if r < comm.workers and mine.numel()])
         for each in pending:
             each.wait()
+
+
+def _sent(comm: Comm, messages: Sequence[tuple[Tensor, int]]) -> list[Pending]:
+    """Send each tensor to its rank, in order; the last ones are still under way."""
+    sends: list[Pending] = []
+    for index, (tensor, to) in enumerate(messages):
+        if index >= _AT_ONCE:
+            sends[index - _AT_ONCE].wait()
+        sends.append(comm.send(tensor, to))
+    return sends[-_AT_ONCE:]
 
 
 def _peers(comm: Comm) -> list[int]:

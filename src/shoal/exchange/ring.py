@@ -7,9 +7,10 @@
     receives  r−1      r−2      r−3
 
 A slice travels in chunks, each of which goes on as soon as it is added, while the next ones arrive: so the link does
-not idle from step to step. 2·(P−1) steps of as many messages as a slice has chunks. Each rank sends and receives
-2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer elements than ranks) are sent by nobody and
-awaited by nobody. A slice is added in ring order, always the same.
+not idle from step to step. P−1 steps each way, and one more for every further chunk of a slice, as in any pipeline;
+each is the latency of a message. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty
+slices (fewer elements than ranks) are sent by nobody and awaited by nobody. A slice is added in ring order, always the
+same.
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
 """
 
@@ -50,7 +51,7 @@ class Ring(SplitExchange):
         return Traffic(
             sent=sent,
             received=tuple(twice - sizes[r - 1] - sizes[r] for r in range(ranks)),
-            rounds=2 * (ranks - 1) * -(-max(sizes) // chunk),
+            rounds=2 * (ranks - 2 + -(-max(sizes) // chunk)) if ranks > 1 and bucket.numel else 0,
             leaving=tuple(sent[r] * topology.apart(r, (r + 1) % ranks) for r in range(ranks)),
         )
 
