@@ -12,7 +12,9 @@ from one_process import (
     Training,
     adamw,
     assert_same,
+    assert_same_bits,
     built,
+    cut_small,
     features,
     integers,
     numbers,
@@ -24,6 +26,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.core.errors import UsageError
 from shoal.runtime.weights import Weigher
+from shoal.strategies.landing import SHARES, divide, weigh
 
 UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 
@@ -211,22 +214,25 @@ def second_beside(batches):
     return loop
 
 
-@UNEVEN
 @pytest.mark.parametrize("way", AMONG_WORKERS)
-def test_an_earlier_call_joins_in_a_later_backward(way, uneven):
+def test_an_earlier_call_joins_in_a_later_backward(way):
+    """Of another share of the rows on every rank."""
+
     def loop(model, loss_fn, optimizer, batches):
         earlier = None
         for x, y in batches:
-            loss = kept = loss_fn(model(x), y)
-            loss.backward(retain_graph=True)
+            mine = loss_fn(model(x), y)
+            mine.backward(retain_graph=True)  # a backward of its own; then once more, with the one before
             optimizer.zero_grad()
-            if earlier is not None:  # whose graph has older parameters: they only must not change in place
-                loss = loss + 0.5 * earlier
-            loss.backward(retain_graph=True)
-            earlier = kept
+            later = loss_fn(model(x.flip(1)), y)
+            (later if earlier is None else later + 0.5 * earlier).backward(retain_graph=True)
+            earlier = mine
         optimizer.step()
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=uneven)
+    batches = [*features(7, 3, steps=1, rows=9), *features(7, 3, steps=1, rows=23)]
+    shares = [[len(rows_of(x, rank, 3, True)) / len(x) for rank in range(3)] for x, _ in batches]
+    assert shares[0] != shares[1]
+    assert_same(Training(model=built(mlp), batches=batches, loop=loop), 3, way, uneven=True)
 
 
 def test_rows_in_an_earlier_call_alone_are_refused():
@@ -277,3 +283,86 @@ def test_only_the_first_forward_exchanges_counts(way, monkeypatch):
     monkeypatch.setattr(Weigher, "_ask", noted)
     Training(model=built(mlp), batches=features(7, 3)).on_ranks(2, way, uneven=True)
     assert len(asked) == 2, "one a rank"
+
+
+@pytest.mark.parametrize("way", ["sliced", "server"])
+@pytest.mark.parametrize("placement", ["balanced", "round-robin", {"2": 0}], ids=str)
+def test_uneven_rows_where_a_rank_owns_nothing_of_a_bucket(way, placement, monkeypatch):
+    cut_small(monkeypatch)
+    training = Training(model=built(mlp), batches=features(7, 3), placement=placement)
+    for ranks in (2, 4):
+        assert_same(training, ranks, way, uneven=True)
+
+
+@pytest.mark.parametrize("way", AMONG_WORKERS)
+def test_what_is_added_to_a_counted_loss_is_not_weighed_by_it(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            output = model(x)
+            loss = loss_fn(output, y) + 0.1 * output.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=token_loss, count=counted, loop=loop), 3, way)
+
+
+@pytest.mark.parametrize("way", [way for way in AMONG_WORKERS if way != "factor"])
+@pytest.mark.parametrize("only", [0, 1])
+def test_a_rank_without_rows_whose_loss_does_not_come_of_the_model(way, only):
+    """One rank has all the rows, and the other a loss that has a gradient of 0, so that its backward does something."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for step, (x, y) in enumerate(batches):
+            world = shoal.world()
+            none = step == 2 and world.size > 1 and world.rank != only
+            output = model(x[:0] if none else x)
+            loss = sum(0.0 * p.sum() for p in model.parameters()) if none else loss_fn(output, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    batches = features(7, 3)
+    training = Training(model=built(mlp), batches=batches, loop=loop)
+    whole = [rows_of(batch, only, 2) if step == 2 else batch for step, batch in enumerate(batches)]
+    assert_same(training, 2, way, expected=Training(model=built(mlp), batches=whole, loop=loop).alone())
+
+
+class OneOfTwo(nn.Module):
+    """Layers of which a rank uses the first or the second, by its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.first if x[0, 0] > 0 else self.second)(x))
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_a_penalty_on_a_layer_that_this_rank_does_not_use(way, monkeypatch):
+    """Its gradient is there before any comes by way of the model."""
+    cut_small(monkeypatch)
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            x[:, 0] = 1.0 if shoal.world().rank == 0 else -1.0
+            loss = loss_fn(model(x), y) + 0.1 * sum(p.abs().sum() for p in model.parameters())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    states = Training(model=built(OneOfTwo), batches=features(7, 3), loop=loop).on_ranks(2, way, uneven=True)
+    assert_same_bits(states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shares", [(1, 1, 1), (0.004, 0, 0), (0.5, 0.5, 0.5), (0, 0, 0), (1, 0.25, 64)], ids=str)
+def test_sums_are_divided_by_the_mean_of_the_shares_in_any_type(shares, dtype):
+    total, going = torch.zeros(2, dtype=dtype), torch.zeros(SHARES, dtype=dtype)
+    for share in shares:
+        mine, its = torch.tensor([3.0, 3.0], dtype=dtype), torch.empty(SHARES, dtype=dtype)
+        weigh([mine], its, share)
+        total, going = total + mine, going + its
+    divide([total], going, len(shares))
+    assert total.tolist() == pytest.approx([9.0, 9.0], rel=2e-2 if dtype == torch.bfloat16 else 1e-6)

@@ -287,7 +287,7 @@ class Slice:
     whole: Tensor  # flat
     values: tuple[Tensor, ...]  # of each piece
     flags: Tensor  # of each piece, whether its parameter was used
-    excess: Tensor  # of the share, over 1, that the values are multiplied by; no element where nothing is owned
+    shares: Tensor  # what the values are multiplied by (`shares_of`); no elements where nothing is owned
     turn: Tensor  # what the sender takes it for; no element where nothing is owned
 
 

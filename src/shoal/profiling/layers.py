@@ -148,9 +148,11 @@ def _measured_step(
 
     readers, distinct, seen, tails, first = agreed(comm, warm_up, SampleError)
     left_s = _BUDGET_S - (time.perf_counter() - start)
-    affordable = min(max(_FEWEST, int(_ENOUGH_S / first.total_s)), int(left_s / first.total_s), _MOST)
+    steps = [measure()]
+    each_s = min(step.total_s for step in (first, *steps))
+    affordable = min(max(_FEWEST, int(_ENOUGH_S / each_s)), int(left_s / each_s), _MOST)
     count = max(1, min(comm.gather_objects(affordable)))
-    steps = [measure() for _ in range(count)]
+    steps += [measure() for _ in range(1, count)]
     drop_gradients(parameters)
     mine = usual(steps)
     ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])

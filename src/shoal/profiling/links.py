@@ -24,7 +24,8 @@ from shoal.profiling.processor import ProcessorTime
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
-_TRAIN, _TRAINS, _PAUSE_S, _LONGEST_S = 8, 3, 0.05, 0.5  # of messages of 64 KB after a pause, and the most for all
+_CAR, _TRAIN, _TRAINS = 1 << 16, 8, 3  # bytes of a message; so many after each of so many pauses
+_PAUSE_S, _LONGEST_S = 0.05, 0.5  # of a pause; of all trains
 _GROUPS, _MOST_IN_GROUP = 9, 16  # of messages timed together, so that clumps even out; the median group counts
 
 
@@ -58,21 +59,21 @@ def probe_link(comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, bu
         seconds[size], cpu_s_per_byte = _time_messages(comm, size, left_s / (len(ordered) - index), sharing)
     latency_s, s_per_byte = fit_line(seconds)
     link = Link(latency_s, 1 / max(s_per_byte, 1e-13), cpu_s_per_byte)
-    return replace(link, burst_bytes=_burst(comm, link))
+    return replace(link, burst_bytes=_burst(comm, link, seconds.get(_CAR, link.latency_s + _CAR / link.bytes_per_s)))
 
 
-def _burst(comm: Comm, link: Link) -> float:
-    """Bytes that pass for free after a pause: by how much sooner a train of messages is through than at the rate."""
-    nbytes = _TRAIN << 16
-    if _TRAINS * nbytes / link.bytes_per_s > _LONGEST_S:
+def _burst(comm: Comm, link: Link, steady_s: float) -> float:
+    """Bytes that pass for free after a pause: by how much sooner a train of messages is through than its cars were that
+    took `steady_s` each."""
+    if _TRAINS * _TRAIN * steady_s > _LONGEST_S:
         return 0.0
-    shift = _shifter(comm, 1 << 16)
+    shift = _shifter(comm, _CAR)
     found = []
     for _ in range(_TRAINS):
         comm.gather_objects(None)
         time.sleep(_PAUSE_S)
-        found.append(nbytes - shift(_TRAIN) * _TRAIN * link.bytes_per_s)
-    least: float = min(comm.gather_objects(median(found)))
+        found.append(_TRAIN * (steady_s - shift(_TRAIN)) * link.bytes_per_s)
+    least: float = min(comm.gather_objects(min(found)))
     return max(0.0, least)
 
 

@@ -7,9 +7,9 @@ w is this rank's weight in the global mean (weights.py). Divided out again, it w
 model feeds another (a GAN) or itself, and a gradient with respect to inputs is what it is without shoal. A gradient
 penalty makes a graph of backward itself, whose border the same identities form with their places changed.
 
-Where all that a backward brings comes of one call of the model, as nearly always, w is 1 here, and the rank's share
-goes with what the engine sends: nobody waits for the others' rows. What comes of an earlier call besides is weighed
-over that.
+Where the model is called once until backward, as nearly always, w is 1 here, and the rank's share goes with what the
+engine sends (Engine.called): nobody waits for the others' rows. What comes of an earlier call besides is weighed over
+that.
 Costs nothing but two calls a tensor. Guarded by tests/equivalence/test_rows.py and test_backward.py.
 """
 
@@ -36,11 +36,10 @@ class Border:
     """Where gradients come into one parallelised model, and go out of it."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         self._model = ref(model)  # whose hooks have this
         self._given = [_Given(name, p, p.dtype, p.device) for name, p in model.named_parameters() if p.requires_grad]
         self._checked = -1  # autograd's number of the backward before which the model was looked at
-        self._rounds, self._calls = 0, list[Weight]()  # finished by the engine, and calls of the model since then
         self._known = {id(p) for p in model.parameters()}
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
@@ -61,16 +60,6 @@ class Border:
         for given in self._given:
             given.check()
 
-    def called(self, weight: Weight) -> None:
-        """The model is called, or its loss counted: what comes of it is to be weighed so."""
-        if self._rounds != self._engine.steps:
-            self._rounds = self._engine.steps
-            self._calls.clear()
-        self._calls.append(weight)
-        if len(self._calls) > 1 or not self._engine.sends_what_comes:
-            self._calls[0].ask()  # beside forward
-            weight.ask()
-
     def outward(self, output: Any, weight: Weight) -> Any:
         """The same output, its tensors through the border. Objects of unknown classes are changed in place."""
         return _mapped(output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH)
@@ -87,9 +76,8 @@ class Border:
         if task != self._checked:
             self._check_whole()
             self._checked = task
-        alone = self._rounds == self._engine.steps and self._calls == [weight]
-        self._engine.begin(weight if alone else None)
-        shared = self._engine.weight
+        self.engine.begin()
+        shared = self.engine.weight
         if shared is None:
             return weight.value()
         return None if shared is weight else weight.over(shared)

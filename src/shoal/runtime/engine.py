@@ -71,6 +71,8 @@ class Engine:
         self.buckets = buckets or Buckets()
         self.others: Sequence[Comm] = ()  # channels that the main thread itself waits for
         self.weight: Weight | None = None  # whose share goes with all that the running backward sends
+        self._called = False  # the model, since the last round
+        self._lone: Weight | None = None  # of that call, as long as there is no other
         among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
         from_servers = [Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)]
@@ -94,16 +96,28 @@ class Engine:
             if isinstance(transfer, OwnedTransfer):
                 transfer.settle = partial(self._make_room, transfer)
 
+    def called(self, weight: Weight, asks: bool) -> None:
+        """The model is called, and what comes of it is to be weighed.
+
+        If it is the only call until backward, its share goes with all that is sent (also by a rank on which backward
+        does not come by way of the model), unless it `asks`. Else the ranks' counts are exchanged, beside forward.
+        """
+        if self._called or asks or not self._sends_what_comes:
+            if self._lone is not None:
+                self._lone.ask()
+            self._lone = None
+            weight.ask()
+        else:
+            self._lone = weight
+        self._called = True
+
     @property
-    def sends_what_comes(self) -> bool:
+    def _sends_what_comes(self) -> bool:
         """Whether all that the next backward brings goes over lanes, and nothing else does."""
         return not (self._accumulating or self._unsent or self.others)
 
-    def begin(self, weight: Weight | None = None) -> None:
+    def begin(self) -> None:
         """Open a round for the backward that is running. Called as it enters the model, once for each output.
-
-        Args:
-            weight: of all that it brings, if that comes of one call of the model.
 
         Raises:
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on what was sent.
@@ -116,8 +130,7 @@ class Engine:
         task = torch._C._current_graph_task_id()
         if self._task is None:
             self._task, self._began_s = task, perf_counter()
-            if weight is not None and self.sends_what_comes:
-                self._weigh(weight)
+            self._weigh(self._lone if self._sends_what_comes else None)
             self._reached(f"backward {self.steps}")
             self.began()
             Variable._execution_engine.queue_callback(self._finish)
@@ -275,5 +288,6 @@ class Engine:
         self._ready.clear()
         self._task, self._failed, self._unsent = None, False, False
         self._weigh(None)
+        self._called, self._lone = False, None
         self.steps += 1
         self._reached(f"after backward {self.steps - 1}")

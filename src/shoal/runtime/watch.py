@@ -90,7 +90,7 @@ class _BeforeCompiled(_StaysBehind):
 
 @final
 class _Before(_StaysBehind):
-    """Asks for the weights, and keeps each running call's own: a model that calls itself is weighed outside only."""
+    """Makes the weights, and keeps each running call's own: a model that calls itself is weighed outside only."""
 
     def __init__(self, border: Border, weigher: Weigher) -> None:
         self._border, self._weigher = border, weigher
@@ -102,7 +102,7 @@ class _Before(_StaysBehind):
             return None
         self._border.check()
         self.running[-1] = weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
-        self._border.called(weight)
+        self._border.engine.called(weight, asks=False)
         return self._border.inward((args, kwargs), weight)
 
 
@@ -136,7 +136,7 @@ class _Counted:
         with torch.no_grad():
             count = float(self._count(output, target))
         weight = self._weigher.weight(count, (output, target))
-        self._border.called(weight)
+        self._border.engine.called(weight, asks=True)  # what is added to the loss is not weighed
         return self._border.outward(loss, weight)
 
 

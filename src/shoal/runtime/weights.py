@@ -3,11 +3,12 @@
 The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of ΣK weighs K·P/ΣK.
 With equal counts nothing is multiplied. Who knows ΣK, and when:
 
-    share    mostly nobody asks: all that a backward sends comes of one call of the model. What is sent is multiplied by
-             K ÷ (what was usual in the first forward) and divided by the mean of the ranks' shares, which goes with it
+    share    mostly nobody asks: the model is called once until backward. What is sent is multiplied by K ÷ (what was
+             usual in the first forward) and divided by the mean of the ranks' shares, which goes with it
              (strategies/landing.py). Nobody waits, and where all have the usual number nothing is multiplied
-    weight   where several calls meet in what is sent, or layers are cut, counts cross the network beside forward (24
-             bytes to each peer), and the gradient is multiplied where backward enters the model (border.py)
+    weight   where several calls meet in what is sent, layers are cut, or `count=` weighs the loss but nothing that is
+             added to it, counts cross the network beside forward (32 bytes to each peer), and the gradient is
+             multiplied where backward enters the model (border.py)
 
 The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a mistake that nothing
 else would show.
@@ -54,11 +55,10 @@ class Weigher:
             return Weight(1.0, 1.0, _nobody, 0, "")
         where = f"forward {self._asked}"
         self._comm.reached(where)
-        first, digest = self._asked == 0, (0, 0)
-        if first and _tensors(batch):
-            digest = _digest(batch)
+        first = self._asked == 0
+        digest = _digest(batch) if first and _tensors(batch) else (0, 0)
+        mine = torch.tensor([count, self._asked, *digest], dtype=torch.float64)
         self._asked += 1
-        mine = torch.tensor([count, *digest], dtype=torch.float64)
         weight = Weight(count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts")
         if first:
             self._usual = weight.usual = max(weight.counts()) or 1.0
@@ -132,12 +132,23 @@ class Weight:
         return None if mine == its else (1.0 if mine is None else mine) / (1.0 if its is None else its)
 
     def counts(self) -> list[float]:
-        """Every rank's count. Waits for them."""
+        """Every rank's count. Waits for them.
+
+        Raises:
+            RanksDiffer: another rank asks for those of another call.
+        """
+        if len(set(self._arrived(1))) > 1:
+            raise RanksDiffer(
+                "ranks weigh the gradients of different calls of the model in one backward",
+                where=self._where,
+                got=f"calls {', '.join(f'{call:.0f}' for call in self._arrived(1))}, by rank",
+                do="call the model, and backward of the same losses, on every rank alike",
+            )
         return self._arrived(0)
 
     def same_batch(self) -> bool:
         """Whether every rank's digest is the same. Waits for the counts."""
-        digests = set(zip(self._arrived(1), self._arrived(2), strict=True))
+        digests = set(zip(self._arrived(2), self._arrived(3), strict=True))
         return len(digests) == 1 and digests != {(0.0, 0.0)}
 
     def _arrived(self, column: int) -> list[float]:

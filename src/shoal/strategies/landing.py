@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 
-_LEAST = 2.0**-60  # multiplied and divided by, a number keeps its bits; added to 1, nothing is left of it
+_LEAST = 2.0**-60  # multiplied and divided by, a number keeps its bits (float16: becomes 0); added to 1 it is nothing
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,25 @@ def on_landing(parameter: nn.Parameter, work: Callable[[nn.Parameter], None]) ->
     return handle
 
 
-def weigh(gradients: Sequence[Tensor], excess: Tensor, share: float) -> None:
-    """Multiply what a rank adds to a sum by its share; what that has over 1 (mostly nothing) goes along in `excess`."""
-    excess.fill_(share - 1)
+SHARES = 2  # numbers that go with a sum: how many ranks have a share other than 1, and what their shares are together
+
+
+def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float) -> None:
+    """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not 1, as mostly."""
+    shares.zero_()
     if share != 1:
-        factor = at_least(1 + float(excess.real))  # as exactly as the tensor holds it
+        shares[0], shares[1] = 1, share
         for gradient in gradients:
-            gradient.mul_(factor)
+            gradient.mul_(at_least(float(shares[1].real)))  # as exactly as the tensor holds it
 
 
-def divide(sums: Sequence[Tensor], excess: Tensor, ranks: int) -> None:
-    """Divide sums over ranks by the mean of the shares, which have come with them."""
-    if over := float(excess.real):
-        factor = at_least(1 + over / ranks)
+def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
+    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them."""
+    others, total = shares.real.tolist()
+    if others:
+        mean = at_least((ranks - others + total) / ranks)
         for each in sums:
-            each.div_(factor)
+            each.div_(mean)
 
 
 def at_least(share: float) -> float:

@@ -2,7 +2,7 @@
 
 The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag a parameter that
 says whether the parameter was used: one that no rank used keeps the gradient it had (None, usually), as in one process;
-and one number more: where ranks have unlike numbers of rows, they have shares, whose mean the sum is divided by.
+and two numbers more: where ranks have unlike numbers of rows, they have shares, whose mean the sum is divided by.
 
     1  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes a view of that
     2  the last one landed   the bucket is ready: the engine gives it to a lane, where the exchange sums it
@@ -24,7 +24,7 @@ from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transf
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
-from shoal.strategies.landing import by_kind, divide, on_landing, refuse_hooks, second_gradient, weigh
+from shoal.strategies.landing import SHARES, by_kind, divide, on_landing, refuse_hooks, second_gradient, weigh
 
 
 @final
@@ -41,7 +41,7 @@ class Replicate(Strategy):
         assert exchange is not None
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
-        bucket = Bucket(sum(p.numel for p in parameters) + len(parameters) + 1, itemsize)
+        bucket = Bucket(sum(p.numel for p in parameters) + len(parameters) + SHARES, itemsize)
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         return Cost(traffic, cluster.pace(exchange.name), backward_s=pack_s, memory_bytes=bucket.nbytes)
@@ -54,7 +54,7 @@ class Replicate(Strategy):
 
 @final
 class BucketTransfer(Transfer):
-    """Gradients of one dtype and device, flat, behind them one flag a parameter, and the rank's share."""
+    """Gradients of one dtype and device, flat, behind them one flag a parameter, and the shares."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str) -> None:
         self.label = label
@@ -64,8 +64,9 @@ class BucketTransfer(Transfer):
         self._ranks = ranks
         numel = sum(p.numel() for p in self._parameters)
         first = self._parameters[0]
-        self._flat = torch.zeros(numel + len(self._parameters) + 1, dtype=first.dtype, device=first.device)
-        self._gradients, self._flags, self._excess = self._flat.split([numel, len(self._parameters), 1])
+        sizes = [numel, len(self._parameters), SHARES]
+        self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self._gradients, self._flags, self._shares = self._flat.split(sizes)
         pieces = self._gradients.split([p.numel() for p in self._parameters])
         self._views = [unlined(piece, p) for piece, p in zip(pieces, self._parameters, strict=True)]
         self._landed: set[int] = set()
@@ -102,12 +103,12 @@ class BucketTransfer(Transfer):
             if index not in self._landed:  # nothing came, or what came before was kept
                 self._take(index, parameter)
         self._flags.copy_(torch.tensor(used))
-        weigh([self._gradients], self._excess, self.share)
+        weigh([self._gradients], self._shares, self.share)
 
     def run(self, comm: Comm) -> None:
         self.exchange.reduce(self._flat, comm)
         self.exchange.gather(self._flat, comm)
-        divide([self._gradients], self._excess, self._ranks)
+        divide([self._gradients], self._shares, self._ranks)
 
     def publish(self) -> None:
         for parameter, view, users in zip(self._parameters, self._views, self._flags.tolist(), strict=True):

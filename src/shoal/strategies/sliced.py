@@ -6,13 +6,13 @@
     3  optimizer.step()   returns at once; on the lane the owner updates its pieces (runtime/owners.py)
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while the next forward runs
 
-    slice of owner o  │ piece │ piece ···│ flags │ excess │ turn │   a piece: the part of one parameter that o owns
+    slice of owner o  │ piece │ piece ···│ flags │ shares │ turn │   a piece: the part of one parameter that o owns
                                                                     a flag: whether anybody used that parameter
-                                                                    the excess: of this rank's share, over 1
+                                                                    shares: how unlike ranks weigh (landing.py)
                                                                     the turn: what this rank takes the exchange for
 
 The bytes are those of `replicate` through the same exchange, but half of them hide under the next forward, and the
-update and the optimizer's state are divided by P. Flags and excess lie beside their pieces, so that the owner knows by
+update and the optimizer's state are divided by P. Flags and shares lie beside their pieces, so that the owner knows by
 itself which parameters nobody used (those are not updated, as in one process) and what unlike ranks weigh. Gradients,
 fetched gradients and parameters are of one size on one channel, so a rank that does something else than the others
 would mix them up: the turn tells. (What servers bring back has a channel of its own: there a rank that does something
@@ -46,7 +46,7 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
 from shoal.core.placement import Owner
-from shoal.strategies.landing import by_kind, divide, on_landing, refuse_hooks, second_gradient, weigh
+from shoal.strategies.landing import SHARES, by_kind, divide, on_landing, refuse_hooks, second_gradient, weigh
 
 
 @final
@@ -129,8 +129,8 @@ def _placed(
 
 
 def _width(owned: Sequence[tuple[int, int, int]]) -> int:
-    """Elements of a slice: values, flags, excess and turn; none where nothing is owned."""
-    return sum(stop - start for _, start, stop in owned) + len(owned) + 2 if owned else 0
+    """Elements of a slice: values, flags, shares and turn; none where nothing is owned."""
+    return sum(stop - start for _, start, stop in owned) + len(owned) + SHARES + 1 if owned else 0
 
 
 @final
@@ -168,7 +168,7 @@ class SlicedTransfer(OwnedTransfer):
         slices = [_parted(own, owned) for own, owned in zip(self._flat.split(widths), self.owned, strict=True)]
         self._slices = [own.whole for own in slices]
         self._values, self._flags = [own.values for own in slices], [own.flags for own in slices]
-        self._excess, self._turns = [own.excess for own in slices], [own.turn for own in slices]
+        self._shares, self._turns = [own.shares for own in slices], [own.turn for own in slices]
         rows = zip(self.owned, self._values, strict=True)
         self._everything = [(piece, value) for row in rows for piece, value in zip(*row, strict=True)]
         self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
@@ -220,8 +220,9 @@ class SlicedTransfer(OwnedTransfer):
                 used.add(parameter)
         for pieces, flags in zip(self.owned, self._flags, strict=True):
             flags.copy_(torch.tensor([float(piece.parameter in used) for piece in pieces]))
-        for values, excess in zip(self._values, self._excess, strict=True):
-            weigh(values, excess, self.share)
+        for values, shares in zip(self._values, self._shares, strict=True):
+            if len(shares):
+                weigh(values, shares, self.share)
         self.held = set(self.parameters)
 
     def follow(self, held: set[nn.Parameter]) -> None:
@@ -234,7 +235,7 @@ class SlicedTransfer(OwnedTransfer):
         self.exchange.reduce_scatter(self._slices, comm)
         self._check([turn / self._workers for turn in self._turns[self._rank].real.tolist()], Turn.SUM)
         if self.pieces:
-            divide(self._values[self._rank], self._excess[self._rank], self._workers)
+            divide(self._values[self._rank], self._shares[self._rank], self._workers)
         if self._carried:
             self._add_up()
         else:
@@ -303,6 +304,6 @@ class SlicedTransfer(OwnedTransfer):
 
 def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
     """A flat tensor as a slice: each piece's values, one behind the other, the flags, and the turn."""
-    one = len(flat) and 1
-    *values, flags, excess, turn = flat.split([*(piece.numel for piece in pieces), len(pieces), one, one])
-    return Slice(flat, tuple(values), flags, excess, turn)
+    behind = (len(pieces), SHARES, 1) if len(flat) else (0, 0, 0)
+    *values, flags, shares, turn = flat.split([*(piece.numel for piece in pieces), *behind])
+    return Slice(flat, tuple(values), flags, shares, turn)
