@@ -50,8 +50,9 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float) -> None:
     shares.zero_()
     if share != 1:
         shares[0], shares[1] = 1, share
+        factor = at_least(float(shares[1].real))  # as exactly as the tensor holds it
         for gradient in gradients:
-            gradient.mul_(at_least(float(shares[1].real)))  # as exactly as the tensor holds it
+            gradient.mul_(factor)
 
 
 def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:

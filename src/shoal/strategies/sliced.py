@@ -303,7 +303,7 @@ class SlicedTransfer(OwnedTransfer):
 
 
 def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
-    """A flat tensor as a slice: each piece's values, one behind the other, the flags, and the turn."""
+    """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares, and the turn."""
     behind = (len(pieces), SHARES, 1) if len(flat) else (0, 0, 0)
     *values, flags, shares, turn = flat.split([*(piece.numel for piece in pieces), *behind])
     return Slice(flat, tuple(values), flags, shares, turn)
