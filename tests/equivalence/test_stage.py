@@ -53,7 +53,7 @@ from shoal.report import text
 from shoal.rewrite.apply import sites
 from shoal.runtime.session import current, using
 
-COUNT_BYTES = 24  # each forward's row count, to every other rank
+COUNT_BYTES = 32  # a row count that is asked for, to every other rank
 WIDTH, HIDDEN, CLASSES = 6, 8, 5
 PINS = {"body.*": "replicate", "tail.*": "stage"}
 
