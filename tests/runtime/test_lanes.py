@@ -6,6 +6,7 @@ import threading
 from weakref import ref
 
 import pytest
+import torch
 from torch import nn
 
 from shoal.comm.threads import ThreadComm, run
@@ -51,3 +52,59 @@ def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:
     (lane,) = sessions[0].threads[0].lanes
     lane._thread.join(timeout=5)
     assert not lane._thread.is_alive()
+
+
+class Stream:
+    """Stands for a GPU's, on which there is only one order: that of the calls."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device, self.moments = name, log, torch.device("cuda"), 0
+
+    def record_event(self) -> str:
+        """A moment on this stream."""
+        self.moments += 1
+        return f"{self.name} {self.moments}"
+
+    def wait_event(self, event: str) -> None:
+        """What comes now waits for that moment."""
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_on_a_gpu_a_lane_waits_for_what_was_computed_when_it_was_asked_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    current = threading.local()
+    main = Stream("main", log)
+    monkeypatch.setattr(torch, "Stream", lambda device: Stream("lane", log))
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(current, "stream", stream))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: getattr(current, "stream", main))
+    lane, may_begin = Lane(ThreadComm(), "lane", torch.device("cuda")), threading.Event()
+
+    lane.run(lambda comm: (may_begin.wait(), log.append("first"))[1], "first")
+    second = lane.run(lambda comm: log.append("second"), "second")
+    main.record_event()  # backward goes on
+    may_begin.set()
+    second.wait("a test")
+    log.append("main goes on")
+    second.wait("a test")  # an error there would come again, and so does this
+    lane.close()
+
+    assert log == [
+        "lane waits for main 1",
+        "first",
+        "lane waits for main 2",
+        "second",
+        "main waits for lane 2",
+        "main goes on",
+        "main waits for lane 2",
+    ]
+
+
+def test_on_a_cpu_a_lane_has_no_stream() -> None:
+    for device in (None, torch.device("cpu")):
+        lane = Lane(ThreadComm(), "lane", device)
+        errand = lane.run(lambda comm: None, "nothing")
+        errand.wait("a test")
+        assert errand._queued is errand._computed is None
+        lane.close()

@@ -61,6 +61,8 @@ class Buckets:
         if flat in self._mappings:
             self._mappings[flat].madvise(mmap.MADV_DONTNEED)
         else:
+            if flat.is_cuda:
+                flat.record_stream(torch.cuda.current_stream(flat.device))  # a lane's, that may be at it yet
             flat.untyped_storage().resize_(0)
         self._count(flat, now_open=False)
 

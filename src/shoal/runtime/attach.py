@@ -96,7 +96,8 @@ def _started(
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts") if weighs and plan.staleness == 0 else None)
     number, there, back = _open_servers(session, model, plan, served, optimizers)
-    engine = Engine(transfers, lanes, there, back, buckets)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    engine = Engine(transfers, lanes, there, back, buckets, device)
     session.threads[session.models] = Threads(ref(model), engine.lanes, weigher)
     session.models += 1
     tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody

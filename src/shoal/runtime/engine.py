@@ -54,6 +54,7 @@ class Engine:
         served: Sequence[Comm] = (),
         back: Sequence[Comm] = (),
         buckets: Buckets | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """Start the lanes.
 
@@ -63,6 +64,7 @@ class Engine:
             served: channels among all ranks, for transfers that servers take part in.
             back: channels for these transfers' way back; without any they come back as they went.
             buckets: the memory that the transfers' buckets have.
+            device: where the model is; the CPU if not said.
         """
         self.steps = 0  # rounds finished
         self.began: Callable[[], None] = _nothing  # called as a round opens
@@ -73,7 +75,7 @@ class Engine:
         self.weight: Weight | None = None  # whose share goes with all that the running backward sends
         self._called = False  # the model, since the last round
         self._lone: Weight | None = None  # of that call, as long as there is no other
-        among_workers = [Lane(comm, f"lane {number}") for number, comm in enumerate(lanes)]
+        among_workers = [Lane(comm, f"lane {number}", device) for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
         from_servers = [Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)]
         self.served_lanes = with_servers

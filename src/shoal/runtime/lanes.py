@@ -2,6 +2,13 @@
 
 The order of messages within a channel is the order of `run` calls, the same on every rank whatever the threads do.
 Costs one queue hop and one event an errand.
+
+On a GPU a lane computes on a stream of its own, so that it waits for what was computed when an errand was
+queued, and not for all that backward has queued since:
+
+    main stream   ── backward of layer 9 ──●── backward of layer 8 ── … ──────▶ wait ── what uses the gradients ──
+                                           ▼                                     ▲
+    lane's stream                          ── copy to the host, send, add … ────●
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from shoal.core.contracts import Comm
 from shoal.core.errors import WorldError
 from shoal.core.trace import Recorder
 
+_HAVE_STREAMS = ("cuda", "xpu")
 _POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
 
 
@@ -25,17 +33,23 @@ _POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
 class Errand:
     """One exchange under way."""
 
-    def __init__(self, work: Callable[[Comm], None], comm: Comm, what: str) -> None:
+    def __init__(self, work: Callable[[Comm], None], comm: Comm, what: str, device: torch.device | None = None) -> None:
+        """Queued now, by the thread whose computing it comes after; it computes on `device`, if that has streams."""
         self.what = what
         self._work = work
         self._comm = comm
+        self._device = device
+        self._queued = _now(device)
+        self._computed: torch.Event | None = None
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
         """Do it, on the lane's thread; an error is kept for whoever waits."""
         try:
+            _after(self._queued, self._device)
             self._work(self._comm)
+            self._computed = _now(self._device)
         except BaseException as error:
             self._error = error
         self._done.set()
@@ -50,6 +64,7 @@ class Errand:
         self._done.wait()
         if self._error is not None:
             raise self._error
+        _after(self._computed, self._device)
 
     def failed(self) -> bool:
         """Whether it has ended with an error."""
@@ -66,16 +81,30 @@ class Errand:
                 meanwhile()
         if self._error is not None:
             raise self._comm.diagnose(self._error, where) from self._error.__cause__
+        _after(self._computed, self._device)
+
+
+def _now(device: torch.device | None) -> torch.Event | None:
+    """This moment in what the calling thread computes on a device with streams."""
+    return None if device is None else torch.accelerator.current_stream(device).record_event()
+
+
+def _after(moment: torch.Event | None, device: torch.device | None) -> None:
+    """What the calling thread computes there from here on comes after that moment."""
+    if moment is not None:
+        torch.accelerator.current_stream(device).wait_event(moment)
 
 
 @final
 class Lane:
     """A thread and its channel. A daemon: a peer that hangs cannot hold up the exit."""
 
-    def __init__(self, comm: Comm, name: str) -> None:
+    def __init__(self, comm: Comm, name: str, device: torch.device | None = None) -> None:
+        """Start it; `device` is where its errands compute, the CPU if not said."""
         self.recorder: Recorder | None = None
         self._comm = comm
         self._name = name
+        self._device = device if device is not None and device.type in _HAVE_STREAMS else None
         self._closed = self._abandoned = False
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
@@ -85,7 +114,7 @@ class Lane:
         """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would do it)."""
         if self._closed:
             raise WorldError("the session that the model was parallelised in has ended", do="train within the session")
-        errand = Errand(work, self._comm, what)
+        errand = Errand(work, self._comm, what, self._device)
         self._queue.put(errand)
         return errand
 
@@ -115,6 +144,8 @@ class Lane:
 
     @torch.no_grad()  # the mode is each thread's own
     def _serve(self) -> None:
+        if self._device is not None:
+            torch.accelerator.set_stream(torch.Stream(self._device))  # the current one is each thread's own
         with torch._C.DisableTorchFunctionSubclass():  # a lane works on parameters that all others wait for
             while (errand := self._queue.get()) is not None:
                 if self._abandoned:
