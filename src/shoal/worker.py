@@ -90,7 +90,7 @@ def train(
     if save and attached is None:
         raise UsageError("one process trains without a plan, so there is none to save", do="add --workers 2")
     if first and attached is not None:
-        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster)))
+        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster), refused=False))
         if save:
             attached.plan.save(save)
     steps: list[float] = []

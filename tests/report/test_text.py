@@ -27,12 +27,15 @@ def test_an_explained_plan_shows_choice_alternatives_and_refusals() -> None:
         Alternative(Choice("fc", "column"), 0.0, 0.0, 0.0, refusal="too narrow"),
     )
     row = LayerExplanation("fc", "Linear", 1000, 8, 0.1, chosen, others, "sends less", "factor sends less while K < 9")
-    out = printed(text.explained(Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, (row,))))
+    explanation = Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, (row,))
+    out = printed(text.explained(explanation))
     for expected in ("* factor", "1.50 MB", "12.0 ms", "replicate ring", "2900.0 ms", "cannot: too narrow", "K < 9"):
         assert expected in out
     assert "predicted step 400.0 ms" in out and "1,000 Mbit/s" in out
     assert max(map(len, out.splitlines())) <= 130
     assert "placement" not in out
+    brief = printed(text.explained(explanation, refused=False))
+    assert "replicate ring" in brief and "too narrow" not in brief and "`shoal plan`" in brief
 
 
 def test_a_placement_is_shown_where_it_is_not_the_default() -> None:

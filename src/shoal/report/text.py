@@ -21,11 +21,14 @@ def console() -> Console:
     return probe if probe.is_terminal else Console(width=_WIDTH, soft_wrap=False)
 
 
-def explained(explanation: Explanation) -> RenderableType:
-    """The plan as a table, one row a layer; below it the alternatives that were compared, and the predicted step."""
+def explained(explanation: Explanation, *, refused: bool = True) -> RenderableType:
+    """The plan as a table, one row a layer; below it the alternatives that were compared, and the predicted step.
+
+    `refused` says whether to list strategies that cannot serve a layer, with the reason.
+    """
     parts: list[RenderableType] = [_layers(explanation)]
     if any(row.others for row in explanation.layers):
-        parts.append(_alternatives(explanation))
+        parts.append(_alternatives(explanation, refused))
     if explanation.stage is not None:
         parts.append(_routes(explanation.stage))
     parts.append(_step(explanation))
@@ -57,35 +60,38 @@ def _layers(explanation: Explanation) -> Table:
     return table
 
 
-def _alternatives(explanation: Explanation) -> Table:
+def _alternatives(explanation: Explanation, refused: bool) -> Table:
     compared = [row for row in explanation.layers if row.others]
     of_many = f", the {len(compared)} largest" if len(compared) < len(explanation.layers) else ""
-    table = Table(title=f"why: each layer's choice (*) beside its alternatives{of_many}", title_justify="left")
+    more = "" if refused else "; `shoal plan` also says what cannot serve it"
+    table = Table(title=f"why: each layer's choice (*) beside its alternatives{of_many}{more}", title_justify="left")
     table.add_column("layer", no_wrap=True)
     table.add_column("way", no_wrap=True)
     for name in ("sends", "alone", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("reason")
     for row in compared:
-        for cells in _ways(row):
+        for cells in _ways(row) + (_refusals(row) if refused else []):
             table.add_row(*cells)
         table.add_section()
     return table
 
 
-def _ways(row: LayerExplanation) -> list[tuple[str, str, str, str, str, str]]:
+def _ways(row: LayerExplanation) -> list[tuple[str, ...]]:
     chosen = row.chosen
-    ways = [
+    ways: list[tuple[str, ...]] = [
         (row.layer, "* " + _served(chosen), _mb(chosen.sent_bytes), _ms(chosen.link_s), _ms(chosen.step_s), row.reason)
     ]
-    refused: dict[str, str] = {}
     for other in row.others:
-        if other.refusal:
-            refused[other.choice.strategy] = other.refusal
-        else:
+        if not other.refusal:
             cells = _mb(other.sent_bytes), _ms(other.link_s), _ms(other.step_s)
             ways.append(("", "  " + _served(other), *cells, ""))
-    return ways + [("", "  " + name, "", "", "", f"cannot: {why}") for name, why in refused.items()]
+    return ways
+
+
+def _refusals(row: LayerExplanation) -> list[tuple[str, ...]]:
+    refusals = {other.choice.strategy: other.refusal for other in row.others if other.refusal}
+    return [("", "  " + name, "", "", "", f"cannot: {why}") for name, why in refusals.items()]
 
 
 def _routes(stage: Stage) -> Table:
