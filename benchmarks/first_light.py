@@ -75,6 +75,15 @@ CASES = [
     Case("./gpt25m", "500mbit", rounds=5, steps=2),
     Case("./gpt25m", "1gbit", rounds=5, steps=2, against="ddp,plain"),
     Case("./gpt25m", "1500mbit", rounds=5, steps=2, against="ddp,plain"),
+    Case("recipes/vgg11", "300mbit", rounds=4, steps=2),
+    Case("recipes/vit", "300mbit", rounds=5, steps=4),
+    Case("recipes/lstm", "300mbit", rounds=4, steps=3),
+    Case("recipes/mobilenet", "300mbit", rounds=5, steps=4),
+    Case("recipes/unet", "300mbit", rounds=4, steps=2),
+    Case("recipes/perceptron", "300mbit", rounds=5, steps=8),
+    Case("recipes/vit", "2gbit", rounds=8, steps=5),
+    Case("recipes/mobilenet", "2gbit", rounds=10, steps=5),
+    Case("recipes/unet", "2gbit", rounds=8, steps=4),
 ]
 
 

@@ -49,7 +49,8 @@ class Piece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The same elements of the parameter itself (a view), or of a tensor of its shape."""
-        return line(tensor, self.parameter)[self.start : self.stop]
+        flat = line(tensor, self.parameter)
+        return flat if self.numel == len(flat) else flat[self.start : self.stop]
 
     def formed(self, flat: Tensor) -> Tensor:
         """Its elements in the parameter's shape and strides where they are all of it, else as they are; a view."""
@@ -58,6 +59,8 @@ class Piece:
 
 def line(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A tensor as flat as the parameter lies in memory; a view wherever it lies like the parameter."""
+    if parameter.is_contiguous() and tensor.is_contiguous():
+        return tensor.detach().view(-1)
     return tensor.detach().permute(_order(parameter)).reshape(-1)
 
 

@@ -100,7 +100,7 @@ class ComingParameter(GuardedParameter):
 # What it tells without its value.
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout")
-) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride}
+) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous}
 
 
 def guard(parameter: nn.Parameter, its_keeper: Keeper) -> None:

@@ -312,9 +312,10 @@ class Update:
 
         def update(comm: Comm) -> None:
             values = self.step(self._transfer.gradients(), given, groups, now)
-            for piece, value in self._transfer.gather(values, Turn.VALUES, comm):
-                if piece not in self._tensors and piece.parameter in parameters:
-                    piece.of(piece.parameter).copy_(value)
+            come = self._transfer.gather(values, Turn.VALUES, comm)
+            taken = [each for each in come if each[0] not in self._tensors and each[0].parameter in parameters]
+            if taken:
+                torch._foreach_copy_([piece.of(piece.parameter) for piece, _ in taken], [value for _, value in taken])
             self._transfer.release()
 
         return update
