@@ -1,6 +1,6 @@
 """The first set of figures: tuned DDP ÷ Shoal in a lab of four hosts, each line one `shoal bench` under `shoal lab`.
 
-    sudo .venv/bin/python benchmarks/first_light.py [NAME ...]      four hours for all; figures in results/NAME.json
+    sudo .venv/bin/python benchmarks/first_light.py [NAME ...]      some hours for all; figures in results/NAME.json
 
 Needs root and Linux (the lab). Both contenders take turns in one run; DDP has the best of several bucket sizes.
 """
