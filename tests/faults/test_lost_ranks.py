@@ -187,6 +187,9 @@ def test_the_others_end_soon_with_an_error_that_names_the_rank(case: Case, capfd
     assert ended - float(fault_at[1]) < _SOON_S + (0 if case.ends else _LAUNCHER_S)
     for words in case.said:
         assert printed.err.count(words.format(host=socket.gethostname())) == case.heard_on
+    if case.launcher in ("local", "lab"):  # these say last what befell the job
+        what = case.said[0].split(": ", 1)[1].format(host=socket.gethostname())
+        assert printed.err.splitlines()[-1].startswith(f"shoal: {what}")
     assert "terminate called" not in printed.err
     assert left_running() == []
     assert [path.name for path in NAMES.glob(f"shoal-{os.getpid()}-*")] == []

@@ -130,7 +130,7 @@ def test_plain_torch_meets_in_a_store_that_outlives_rank_0(capfd: pytest.Capture
     printed = capfd.readouterr()
     assert (result.exit_codes, result.first_failure) == ((137, 0), 0)
     assert printed.out == "[h1] rank 0 was lost\n"
-    assert "h0 failed first (killed by SIGKILL)" in printed.err
+    assert "h0 ended first (killed by SIGKILL)" in printed.err
     assert "hostname of the client socket" not in printed.err
 
 

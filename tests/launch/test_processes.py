@@ -19,6 +19,7 @@ from shoal.launch import processes
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.launch.namespaces import NAMES, SETTINGS
+from shoal.launch.processes import Command, Interrupts
 
 LAUNCHER = """
 import signal, sys
@@ -105,7 +106,20 @@ def test_the_others_get_their_grace_then_sigterm_then_sigkill(
     assert (result.exit_codes, result.first_failure, result.exit_code) == ((7, 5, 143, 137), 0, 7)
     printed = capfd.readouterr()
     assert "[rank 1] peer lost\n" in printed.out
-    assert "rank 0 failed first (exit code 7)" in printed.err
+    assert "rank 0 ended first (exit code 7)" in printed.err
+
+
+@pytest.mark.processes
+def test_what_the_ranks_agreed_on_goes_before_who_ended_first(capfd: pytest.CaptureFixture[str]) -> None:
+    commands = [
+        Command(("sh", "-c", script), os.environ, f"rank {rank}") for rank, script in enumerate(("exit 5", "exit 7"))
+    ]
+    with Interrupts() as interrupts:
+        result = processes.run(commands, 5.0, interrupts, lambda: ("rank 1 failed: a bad sample", 1))
+        assert (result.first_failure, result.exit_code) == (1, 7)
+        assert capfd.readouterr().err.splitlines()[-1] == "shoal: rank 1 failed: a bad sample"
+        calm = processes.run(commands[:1], 5.0, interrupts, lambda: ("rank 1 has left", None))
+        assert (calm.first_failure, calm.exit_code) == (0, 5)
 
 
 @pytest.mark.processes

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from shoal.core.errors import DeadlinePassed, PeerLost, ShoalError, WorldError
+from shoal.core.job import VERDICT
 
 _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
@@ -58,7 +59,8 @@ class Verdict:
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
         do = "see what that rank printed last; start the job again"
         if self.left:
-            do += "; if it had done its work: where layers are cut, call state_dict() and evaluate on every rank"
+            do += "; if it had done its work: its loader had fewer batches (shoal.shard gives every rank as many), or "
+            do += "other ranks alone call state_dict() or evaluate, where layers are cut"
         return PeerLost(f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank)
 
 
@@ -308,8 +310,8 @@ class Heartbeat:
         return self._beats[rank]
 
     def _published(self) -> Verdict | None:
-        return Verdict(**json.loads(self._store.get("verdict"))) if self._store.check(["verdict"]) else None
+        return Verdict(**json.loads(self._store.get(VERDICT))) if self._store.check([VERDICT]) else None
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Write the verdict if it is the first; the one that stands."""
-        return Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
+        return Verdict(**json.loads(self._store.compare_set(VERDICT, "", json.dumps(asdict(verdict)))))

@@ -27,6 +27,7 @@ from shoal.comm.heartbeat import Heartbeat
 from shoal.core.contracts import Comm
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Topology
+from shoal.core.job import scope
 
 _TAG = 0
 _FOREVER_S = 1e8
@@ -218,15 +219,15 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, 
     holder = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
-        scope = PrefixStore(f"shoal/{attempt}", dist.distributed_c10d._get_default_store())
+        shared = PrefixStore(scope(attempt), dist.distributed_c10d._get_default_store())
     else:
         rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
         if rank >= size:
             raise UsageError("RANK counts from 0 to WORLD_SIZE − 1", got=f"RANK={rank}, WORLD_SIZE={size}", do=_START)
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
         store = _connect(address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}")
-        scope = PrefixStore(f"shoal/{attempt}", store)
-        if scope.add(f"count/{rank}", 1) > 1:
+        shared = PrefixStore(scope(attempt), store)
+        if shared.add(f"count/{rank}", 1) > 1:
             do = "give every process a RANK of its own"
             raise UsageError(f"there is a rank {rank} already", where=f"rank {rank}, host {host}", do=do)
     if servers >= size:
@@ -238,12 +239,12 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, 
             got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
             do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
         )
-    topology = _call_roll(scope, rank, size, host, {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}, start_timeout_s)
-    heartbeat = Heartbeat(scope, rank, topology.hosts, holder)
+    topology = _call_roll(shared, rank, size, host, {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}, start_timeout_s)
+    heartbeat = Heartbeat(shared, rank, topology.hosts, holder)
     if dist.is_initialized():
         group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
     else:
-        dist.init_process_group(_backend(), store=scope, rank=rank, world_size=size, timeout=_seconds(timeout_s))
+        dist.init_process_group(_backend(), store=shared, rank=rank, world_size=size, timeout=_seconds(timeout_s))
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return ProcessGroupComm(group, timeout_s, heartbeat, topology)

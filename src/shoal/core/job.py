@@ -8,6 +8,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 
+VERDICT = "verdict"  # in the ranks' store, what befell the job: JSON with `what`, and the `rank` that failed or null
+
+
+def scope(attempt: str = "0") -> str:
+    """What stands before all keys of the ranks in the store where they meet, in this attempt of the launcher's."""
+    return f"shoal/{attempt}"
+
+
 @dataclass(frozen=True)
 class Job:
     """One command to run once a rank, with torchrun's environment variables set for each.

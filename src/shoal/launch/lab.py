@@ -29,7 +29,7 @@ from shoal.core.errors import LabError
 from shoal.core.job import Job, Launcher, Result
 from shoal.launch.namespaces import attempt, claim, execute, inside, name_hosts, sweep, take_down
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
-from shoal.launch.rendezvous import new_store, variables
+from shoal.launch.rendezvous import agreed, new_store, variables
 
 INTERFACE = "eth0"  # of every host
 SWITCH_ADDRESS = "10.0.0.254"
@@ -130,7 +130,7 @@ class Lab(Launcher):
         with Interrupts() as interrupts, nullcontext() if self.namespaces else self:
             store = inside(self.namespaces[-1], partial(new_store, SWITCH_ADDRESS))
             commands = [self._command(job, rank, store.port) for rank in range(job.ranks)]
-            return run(commands, job.grace_s, interrupts)
+            return run(commands, job.grace_s, interrupts, partial(agreed, store))
 
     def __enter__(self) -> Lab:
         if reason := self.missing():

@@ -8,11 +8,12 @@ Cost: a TCP server in the launcher; no polling.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, final
 
 from shoal.core.job import Job, Launcher, Result
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
-from shoal.launch.rendezvous import new_store, variables
+from shoal.launch.rendezvous import agreed, new_store, variables
 
 
 @final
@@ -44,4 +45,4 @@ class Local(Launcher):
                 meeting = variables("127.0.0.1", store.port, rank, job.ranks, rank, job.ranks)
                 variables_here = environment(job, GLOO_SOCKET_IFNAME="lo", **meeting)
                 commands.append(Command(job.command, variables_here, f"rank {rank}"))
-            return run(commands, job.grace_s, interrupts)
+            return run(commands, job.grace_s, interrupts, partial(agreed, store))

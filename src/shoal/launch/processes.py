@@ -2,7 +2,8 @@
 
 Why here: every launcher needs the same three promises, and each has a trap of its own.
 
-1. The first failure in time is the verdict, so process descriptors (pidfd) wake one loop the moment a rank ends.
+1. The first failure in time is the verdict, unless the ranks themselves know better, so process descriptors (pidfd)
+   wake one loop the moment a rank ends.
 2. Output passes line by line while ranks run, so the same loop reads the pipes; no threads, no locks.
 3. Nothing stays, by whatever way the launcher ends:
    an end, an error, Ctrl-C, SIGTERM   the loop ends the groups, then kills whatever still carries the job's mark
@@ -107,8 +108,17 @@ class Interrupts:
             signal.raise_signal(self.received[0])
 
 
-def run(commands: Sequence[Command], grace_s: float, interrupts: Interrupts) -> Result:
-    """Run all commands to their end (see `Job` for the grace). A single command keeps the terminal to itself."""
+def run(
+    commands: Sequence[Command],
+    grace_s: float,
+    interrupts: Interrupts,
+    agreed: Callable[[], tuple[str, int | None] | None] = lambda: None,
+) -> Result:
+    """Run all commands to their end (see `Job` for the grace). A single command keeps the terminal to itself.
+
+    `agreed` gives what the ranks themselves found to have befallen the job, if anything, and the rank that failed: it
+    is said last, and goes before which rank ended first, since those that hear of a failure may end before its rank.
+    """
     mark = uuid.uuid4().hex
     ranks = _Ranks(commands, mark, grace_s, interrupts)
     try:
@@ -119,7 +129,13 @@ def run(commands: Sequence[Command], grace_s: float, interrupts: Interrupts) -> 
         ranks.kill()
         kill_all(lambda: _marked(mark))
         ranks.close()
-    return Result(tuple(ranks.exit_codes), ranks.first_failure)
+    first, found = ranks.first_failure, agreed()
+    if first is not None and found is not None and not interrupts.received:
+        what, rank = found
+        _say(what)
+        if rank is not None and ranks.exit_codes[rank]:
+            first = rank
+    return Result(tuple(ranks.exit_codes), first)
 
 
 class _Ranks:
@@ -207,9 +223,9 @@ class _Ranks:
         if code == 0 or self.first_failure is not None:
             return
         self.first_failure = rank
-        if self.alive and not self._ending:
+        if self.alive and not self._ending and not self._interrupts.received:
             how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-            _say(f"{self._commands[rank].label} failed first ({how}); the others have {self._grace_s:g} s to end")
+            _say(f"{self._commands[rank].label} ended first ({how}); the others have {self._grace_s:g} s to end")
             self._end_after(self._grace_s, signal.SIGTERM)
 
     def _send(self, number: int) -> None:

@@ -6,7 +6,11 @@ Torchrun's agent holds it instead, and one variable tells ranks so; Shoal's laun
 
 from __future__ import annotations
 
+import json
+
 from torch.distributed import TCPStore
+
+from shoal.core.job import VERDICT, scope
 
 
 def new_store(address: str) -> TCPStore:
@@ -25,3 +29,12 @@ def variables(address: str, port: int, rank: int, ranks: int, local_rank: int, l
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank joins the store, and none makes one
     }
+
+
+def agreed(store: TCPStore) -> tuple[str, int | None] | None:
+    """What the ranks agreed on to have befallen the job, and the rank that failed, if one did; None if nothing has."""
+    key = f"{scope()}/{VERDICT}"
+    if not store.check([key]):
+        return None
+    verdict = json.loads(store.get(key))
+    return verdict["what"], verdict["rank"]
