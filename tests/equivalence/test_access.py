@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from one_process import Training, adamw, assert_same, built, cut_small, features, sgd
+from one_process import Training, adamw, assert_same, built, cluster_of, cut_small, features, rows_of, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -215,6 +215,28 @@ def test_blocks_that_are_compiled_as_one_graph():
         Training(model=built(lambda: nn.Sequential(Block(), Block())), batches=features(7, 7), loop=loop), 2, WAY
     )
     assert graphs, "nothing was compiled, so nothing was shown"
+
+
+def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at(monkeypatch):
+    """The bias is in a transfer with the last part of a weight, whose other parts are still on their way."""
+    cut_small(monkeypatch)
+    model, batches = built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))), features(7, 3, steps=20)
+
+    def trained(comm: Comm) -> list[Tensor]:
+        mine, rows = copy.deepcopy(model), [rows_of(batch, comm.rank, 2) for batch in batches]
+        with using(comm, cluster_of(2)):
+            optimizer = sgd(mine.parameters())
+            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=rows[0], pins={"*": "sliced:direct"})
+            for x, y in rows:
+                optimizer.zero_grad()
+                F.cross_entropy(mine(x), y).backward()
+                optimizer.step()
+                assert [mine[2].bias.sum(), mine[0].bias.sum()]
+            return [parameter.detach() for parameter in mine.parameters()]
+
+    calm = run(2, trained)[0]
+    for late in run(2, lambda comm: trained(FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]))):
+        assert all(torch.equal(one, other) for one, other in zip(calm, late, strict=True))
 
 
 def stepped(model, loss_fn, optimizer, batch):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.core.errors import UsageError
+from shoal.core.errors import UsageError, WorldError
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
@@ -370,3 +370,44 @@ def test_a_model_fed_with_its_own_output(way):
         loop=loop,
     )
     assert_same(training, 3, way, uneven=True)
+
+
+def broken(gradient: Tensor) -> Tensor:
+    raise ValueError("a look at a gradient failed")
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_a_backward_behind_one_that_broke_is_refused_however_it_comes(way):
+    """The first ends before any gradient has landed; the next does not come by way of the model's output."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        (x, y), (z, w) = batches[:2]
+        looks = [parameter.register_hook(broken) for parameter in model[2].parameters()]
+        with pytest.raises(ValueError, match="a look"):
+            loss_fn(model(x), y).backward()
+        for look in looks:
+            look.remove()
+        for layer in model:
+            z = layer(z)
+        with pytest.raises(WorldError, match="the backward before this one"):
+            loss_fn(z, w).backward()
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_a_graph_of_parameters_that_a_step_has_changed_is_refused(way):
+    """As in one process, where backward would take new values for those of its forward."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+        first, second = loss_fn(model(x), y), loss_fn(model(x), y)
+        optimizer.zero_grad()
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+
+    training = Training(model=built(mlp), batches=features(7, 3), loop=loop)
+    training.alone()
+    training.on_ranks(2, way)

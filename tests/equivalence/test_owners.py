@@ -28,6 +28,7 @@ from one_process import (
 )
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
@@ -130,6 +131,45 @@ def test_groups_and_schedulers_that_edit_them():
             optimizer.zero_grad()
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=groups, loop=loop), 3, WAY)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda p: optim.SGD(p, lr=torch.tensor(0.05)), "lr"),
+        (lambda p: optim.AdamW(p, lr=0.05, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False), "betas"),
+    ],
+    ids=["a rate", "a pair"],
+)
+def test_settings_that_are_tensors_may_be_edited_in_place(make, name):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            value = optimizer.param_groups[0][name]
+            (value if isinstance(value, Tensor) else value[0]).mul_(0.5)  # too late for this step
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 2, WAY)
+
+
+def test_hooks_on_all_optimizers_see_the_users_own_only():
+    seen = []
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+        model.state_dict()  # all updates are made
+
+    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
+    try:
+        batches = features(7, 3)
+        Training(model=built(mlp), batches=batches, loop=loop).on_ranks(2, WAY)
+    finally:
+        handle.remove()
+    assert [len([each for each in seen if each is one]) for one in set(seen)] == [len(batches)] * 2
 
 
 def test_a_scheduler_made_before_parallelize_and_step_hooks():
@@ -324,6 +364,23 @@ def test_a_step_before_what_was_accumulated_is_sent_is_refused(way):
             loss_fn(model(x), y).backward()
         with pytest.raises(UsageError, match="have not been sent"):
             optimizer.step()
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_a_closure_that_only_accumulates_is_refused(way):
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+
+        def closure():
+            with optimizer.accumulate():
+                loss = loss_fn(model(x), y)
+                loss.backward()
+            return loss
+
+        with pytest.raises(UsageError, match="have not been sent"):
+            optimizer.step(closure)
 
     Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
 

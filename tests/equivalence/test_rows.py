@@ -18,6 +18,7 @@ from one_process import (
     features,
     integers,
     numbers,
+    plain,
     rows_of,
 )
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.core.errors import UsageError
 from shoal.runtime.weights import Weigher
-from shoal.strategies.landing import SHARES, divide, weigh
+from shoal.strategies.landing import divide, num_shares, weigh
 
 UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 
@@ -359,10 +360,57 @@ def test_a_penalty_on_a_layer_that_this_rank_does_not_use(way, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shares", [(1, 1, 1), (0.004, 0, 0), (0.5, 0.5, 0.5), (0, 0, 0), (1, 0.25, 64)], ids=str)
 def test_sums_are_divided_by_the_mean_of_the_shares_in_any_type(shares, dtype):
-    total, going = torch.zeros(2, dtype=dtype), torch.zeros(SHARES, dtype=dtype)
+    total, going = torch.zeros(2, dtype=dtype), torch.zeros(num_shares(dtype.itemsize), dtype=dtype)
     for share in shares:
-        mine, its = torch.tensor([3.0, 3.0], dtype=dtype), torch.empty(SHARES, dtype=dtype)
+        mine, its = torch.tensor([3.0, 3.0], dtype=dtype), torch.empty(len(going), dtype=dtype)
         weigh([mine], its, share)
         total, going = total + mine, going + its
     divide([total], going, len(shares))
     assert total.tolist() == pytest.approx([9.0, 9.0], rel=2e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+def test_a_mean_of_many_ranks_shares_is_not_rounded(ranks):
+    """By bfloat16, in which 1 % is lost of a sum of 16 shares: all ranks have 29 of 32 rows, so nothing changes."""
+    going = torch.zeros(num_shares(2), dtype=torch.bfloat16)
+    for _ in range(ranks):
+        its = torch.empty_like(going)
+        weigh([], its, 29 / 32)
+        going += its
+    total = torch.tensor([29.0], dtype=torch.bfloat16)
+    divide([total], going, ranks)
+    assert total.tolist() == [32.0]
+
+
+def test_more_ranks_than_a_type_can_count_are_refused():
+    going = torch.ones(num_shares(2), dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="256 ranks at most"):
+        divide([], going, 257)
+    divide([], torch.zeros_like(going), 257)  # where all have as many rows nothing is counted
+
+
+class Stopping(nn.Module):
+    """A model whose forward somebody breaks off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.stop = mlp(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stop:
+            raise KeyboardInterrupt
+        return self.net(x)
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_rows_are_weighed_after_a_forward_that_was_broken_off(way):
+    """As by a notebook's stop button, for which torch calls no hooks behind forward."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        model.stop = True
+        with pytest.raises(KeyboardInterrupt):
+            model(batches[0][0])
+        model.stop = False
+        plain(model, loss_fn, optimizer, batches)
+
+    assert_same(Training(model=built(Stopping), batches=features(7, 3), loop=loop), 2, way, uneven=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +13,19 @@ from typing import Any, cast
 
 import pytest
 import torch
-from one_process import adamw, built, cluster_of, cut_small, features, numbers, rows_of, sgd, state
+from one_process import (
+    Training,
+    adamw,
+    assert_same,
+    built,
+    cluster_of,
+    cut_small,
+    features,
+    numbers,
+    rows_of,
+    sgd,
+    state,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -286,6 +299,34 @@ def test_a_shelf_without_a_worker_goes_on_with_the_others() -> None:
     assert torch.equal(given(shelf, 1, 1), both)
 
 
+def test_memory_that_somebody_keeps_may_be_written_at_any_time() -> None:
+    def loop(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+        memory = [parameter.data for parameter in model.parameters()]
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            assert all(parameter.abs().sum() for parameter in model.parameters())  # they are here
+            for each in memory:
+                each.clamp_(-0.1, 0.1)
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, "server")
+
+
+def test_an_order_that_cannot_be_sent_is_an_error_at_once() -> None:
+    def loop(model: nn.Module, loss_fn: Any, optimizer: Any, batches: Any) -> None:
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+            optimizer.log = threading.Lock()  # which no pickle takes
+
+    began = time.monotonic()
+    with pytest.raises(UsageError, match="cannot be sent to the servers"):
+        trained(2, 1, loop, pins={"*": "server"})
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("how", ["in place", "data", "loaded"])
 def test_a_parameter_that_is_changed_is_changed_at_its_servers(how) -> None:
     def loop(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
@@ -311,6 +352,7 @@ def test_a_parameter_that_is_changed_is_changed_at_its_servers(how) -> None:
     ("act", "says"),
     [
         (lambda model, optimizer: model[0].weight.grad, "a gradient is read"),
+        (lambda model, optimizer: (assign(model), optimizer.step()), "assigned or cleared"),
         (lambda model, optimizer: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_"),
         (lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "a gradient is read"),
         (lambda model, optimizer: optimizer.state_dict(), "optimizer.state_dict"),
@@ -327,6 +369,10 @@ def test_what_no_worker_that_runs_ahead_can_have_is_refused(act, says) -> None:
 
     with pytest.raises(Ended):
         trained(2, 1, loop, staleness=2)
+
+
+def assign(model: nn.Module) -> None:
+    model[0].weight.grad = torch.ones_like(model[0].weight)
 
 
 class Ended(Exception):

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from shoal.comm.threads import ThreadComm, run
+from shoal.core.contracts import Comm
 from shoal.core.errors import WorldError
 from shoal.runtime.lanes import Lane
+from shoal.runtime.servers import Servers
 from shoal.runtime.session import Session, Threads, using
 from shoal.runtime.weights import Weigher
 
@@ -44,14 +46,34 @@ def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm) as session:
             sessions.append(session)
-            session.threads[0] = Threads(ref(nn.Identity()), [Lane(comm, "lane")], Weigher(None))
+            session.threads[0] = Threads(ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm))
+            session.servers = Servers(comm)
             raise ValueError("a mistake of the script")
 
     with pytest.raises(ValueError, match="a mistake"):
         run(1, work)
-    (lane,) = sessions[0].threads[0].lanes
-    lane._thread.join(timeout=5)
-    assert not lane._thread.is_alive()
+    (session,), each = sessions, sessions[0].threads[0]
+    assert session.servers is not None
+    for lane in (*each.lanes, each.weigher._lane, session.servers._lane):
+        assert lane is not None
+        lane._thread.join(timeout=5)
+        assert not lane._thread.is_alive()
+
+
+def test_an_error_that_nobody_waited_for_is_raised_at_the_end() -> None:
+    def fail(comm: Comm) -> None:
+        raise ValueError("the last update failed")
+
+    heard, unheard = Lane(ThreadComm(), "lane"), Lane(ThreadComm(), "lane")
+    errand = heard.run(fail, "update")
+    with pytest.raises(ValueError, match="the last update failed"):
+        errand.wait("a step")
+    heard.drain()  # it was said already
+    unheard.run(fail, "update")
+    with pytest.raises(ValueError, match="the last update failed"):
+        unheard.drain()
+    for lane in (heard, unheard):
+        lane.close()
 
 
 class Stream:

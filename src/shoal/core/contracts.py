@@ -274,10 +274,10 @@ class Transfer(ABC):
 class Turn(IntEnum):
     """What ranks send pieces for."""
 
-    END = 0  # nothing more: this worker has ended
-    SUM = 1  # gradients, to be summed
-    VALUES = 2  # new parameters, after an update
-    GRADIENTS = 3  # gradients that somebody reads
+    SUM = 0  # gradients, to be summed: of however many ranks, in whatever type, the sum says exactly if all do this
+    VALUES = 1  # new parameters, after an update
+    GRADIENTS = 2  # gradients that somebody reads
+    END = 3  # nothing more: this worker has ended
 
 
 @dataclass(frozen=True)

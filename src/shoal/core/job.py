@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-
 VERDICT = "verdict"  # in the ranks' store, what befell the job: JSON with `what`, and the `rank` that failed or null
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.profiling.timeline import Clock
+from shoal.profiling.updates import unhooked_step
 
 _MOST_ELEMENTS = 16_000_000  # 64 MB of float32: beyond every cache, and still small beside a model's own memory
 _PASSES = 5  # over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
@@ -43,7 +45,7 @@ def _cost(optimizer: Optimizer) -> OptimizerCost:
     clock = Clock(tensors[0].device)
     try:
         copy = type(optimizer)(groups, **_options(optimizer))
-        measured, kept = clock.usual(copy.step), copy.state.values()
+        measured, kept = clock.usual(partial(unhooked_step, copy)), copy.state.values()
     except Exception:  # it needs a closure, other arguments, sparse gradients … : whatever it is, its cost is memory
         measured, kept = _PASSES * _copy_seconds(tensors, clock), optimizer.state.values()
     state_bytes = sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from shoal.core.pieces import has_line
 
@@ -47,7 +48,7 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
     methods = {name for name, value in vars(optimizer).items() if isinstance(value, MethodType | FunctionType)}
     methods |= {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # replaced ones
     return {
-        name: OrderedDict() if name.endswith("_hooks") else value.clone() if isinstance(value, Tensor) else value
+        name: OrderedDict() if name.endswith("_hooks") else _captured(value)
         for name, value in vars(optimizer).items()
         if name not in _ITS_OWN | methods and not name.startswith("_shoal")
     }
@@ -59,12 +60,23 @@ def make_step(copy: Optimizer, groups: Sequence[Mapping[str, Any]], now: Mapping
         delattr(copy, name)
     vars(copy).update(now)
     copy.param_groups = [dict(group) for group in groups]
-    copy.step()
+    unhooked_step(copy)
+
+
+def unhooked_step(copy: Optimizer) -> None:
+    """A copy's step, without what users hang on every optimizer's (register_optimizer_step_post_hook)."""
+    step: Any = type(copy).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
 
 
 def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's settings as they are now."""
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+    return {name: _captured(value) for name, value in group.items() if name != "params"}
+
+
+def _captured(value: Any) -> Any:
+    """The value with its tensors cloned, also those in containers (a pair of betas)."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def part_of(state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -127,7 +139,7 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
         for gradient in numbers[1:]:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part(gradient).clone()
-            trial.step()
+            unhooked_step(trial)
         first, empty = (settings(each) for each in trial.param_groups)
         if repr(first) != repr(empty):
             raise _Unfit("it counts in its groups, by what they hold")

@@ -100,11 +100,19 @@ class RunningAhead:
         if not self._backwards:
             self._tell("start")
 
-    def _update(self, number: int, transfer: OwnedTransfer, *work: Any) -> None:
+    def _update(self, number: int, transfer: OwnedTransfer, given: Any, *work: Any) -> None:
         self._steps[transfer] += 1
         if self._steps[transfer] > self._backwards:
             raise UsageError(_ONE_EACH, where=transfer.label, do="train without staleness")
-        self._order(transfer, number, transfer, *work)
+        for server in self._servers:
+            (pieces,) = of_rank(server, (given,))
+            if not all(each.at_owner for each in pieces.values()):
+                raise UsageError(
+                    "a gradient that was assigned or cleared is this worker's own, where each runs ahead by itself",
+                    where=transfer.label,
+                    do="leave .grad alone between backward and optimizer.step(), or train with staleness=0",
+                )
+        self._order(transfer, number, transfer, given, *work)
 
     def _order(self, transfer: OwnedTransfer, *order: Any) -> None:
         orders = {s: self._written(*of_rank(s, order)) for s in self._servers if transfer.owned[s]}

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
+from threading import RLock
 from time import perf_counter
 from typing import final
+from weakref import ref
 
 import torch
 from torch.autograd import Variable
@@ -88,6 +90,8 @@ class Engine:
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
         self._task: int | None = None  # autograd's number of the backward whose round is open
+        self._at_end: Callable[[], object | None] = _nothing  # gives what that one calls at its end, while it runs
+        self._landing = RLock()  # autograd has a thread for each device
         self._failed = False
         self._accumulating = 0  # contexts inside one another
         self._unsent = False
@@ -129,13 +133,19 @@ class Engine:
         if self._accumulating:
             self._unsent = True
             return
+        with self._landing:
+            self._begin()
+
+    def _begin(self) -> None:
         task = torch._C._current_graph_task_id()
         if self._task is None:
             self._task, self._began_s = task, perf_counter()
             self._weigh(self._lone if self._sends_what_comes else None)
             self._reached(f"backward {self.steps}")
             self.began()
-            Variable._execution_engine.queue_callback(self._finish)
+            at_end = partial(self._finish)
+            self._at_end = ref(at_end)  # only the backward holds it: gone when that has ended, however it did
+            Variable._execution_engine.queue_callback(at_end)
         elif self._task != task or self._failed:
             raise WorldError(
                 "the backward before this one ended with an error after a part of its gradients was sent",
@@ -196,7 +206,7 @@ class Engine:
         errand.wait(f"step {self.steps}, {transfer.label}")  # an error here comes again at the next look
         self._note(f"wait for {errand.what}", begin_s)
         if self._last.get(transfer) is errand:
-            del self._last[transfer]
+            self._last.pop(transfer, None)  # two threads may have waited: a checkpoint's and the main one
 
     def is_busy(self, transfer: Transfer) -> bool:
         """Whether a lane has something to do with a transfer that nobody has waited for."""
@@ -259,10 +269,11 @@ class Engine:
         if self._accumulating:
             self._unsent = True
             return
-        if self._task is None or self._failed:  # backward came in by another way than the model's output
-            self.begin()
-        self._ready.add(transfer)
-        self._send_in_order()
+        with self._landing:
+            if self._task is None or self._failed or self._at_end() is None:
+                self.begin()  # backward came in by another way than the model's output, or the last one never ended
+            self._ready.add(transfer)
+            self._send_in_order()
 
     def _send_in_order(self, everything: bool = False) -> None:
         while len(self._sent) < len(self.transfers):

@@ -36,8 +36,8 @@ class Keeper(Protocol):
     def arrive(self, parameter: nn.Parameter) -> None:
         """Wait for the new value, and make the parameter a `GuardedParameter` again."""
 
-    def laid_open(self, parameter: nn.Parameter) -> None:
-        """Its memory may be written by who asked for `.data`, and no version tells."""
+    def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
+        """Its memory may be written by who has this `.data` of it, and no version tells."""
 
 
 class GuardedParameter(nn.Parameter):
@@ -64,13 +64,13 @@ class GuardedParameter(nn.Parameter):
     def data(self) -> Tensor:
         """Its value as a tensor outside of autograd."""
         value: Tensor = _DATA.__get__(self)  # waits for one that is on its way
-        keeper(self).laid_open(self)
+        keeper(self).laid_open(self, value)
         return value
 
     @data.setter
     def data(self, value: Tensor) -> None:
         _DATA.__set__(self, value)
-        keeper(self).laid_open(self)
+        keeper(self).laid_open(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)

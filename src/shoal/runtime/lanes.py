@@ -43,6 +43,7 @@ class Errand:
         self._computed: torch.Event | None = None
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._heard = False  # somebody was told of the error
 
     def run(self) -> None:
         """Do it, on the lane's thread; an error is kept for whoever waits."""
@@ -63,12 +64,17 @@ class Errand:
         """Block until it is done, saying nothing of it: the rank waits for something else. Raise its very error."""
         self._done.wait()
         if self._error is not None:
+            self._heard = True
             raise self._error
         _after(self._computed, self._device)
 
     def failed(self) -> bool:
         """Whether it has ended with an error."""
         return self._error is not None
+
+    def unheard(self) -> bool:
+        """Whether it has ended with an error that nobody was told of."""
+        return self._error is not None and not self._heard
 
     def wait(self, where: str, meanwhile: Callable[[], object] | None = None) -> None:
         """Block until it is done; raise its error as one that names the peer and `where` it happened.
@@ -80,6 +86,7 @@ class Errand:
             if meanwhile is not None:
                 meanwhile()
         if self._error is not None:
+            self._heard = True
             raise self._comm.diagnose(self._error, where) from self._error.__cause__
         _after(self._computed, self._device)
 
@@ -106,6 +113,7 @@ class Lane:
         self._name = name
         self._device = device if device is not None and device.type in _HAVE_STREAMS else None
         self._closed = self._abandoned = False
+        self._failed: Errand | None = None  # the first that did
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
         self._thread.start()
@@ -119,9 +127,15 @@ class Lane:
         return errand
 
     def drain(self) -> None:
-        """Wait until all that is queued has been done."""
+        """Wait until all that is queued has been done; raise an error that nobody has waited for."""
         if not self._closed:
             self.run(lambda comm: None, "the end").wait("the end of the program")
+            self.check("the end of the program")
+
+    def check(self, where: str) -> None:
+        """Raise the first error of an errand, if nobody was told of it."""
+        if self._failed is not None and self._failed.unheard():
+            self._failed.wait(where)
 
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it."""
@@ -153,6 +167,8 @@ class Lane:
                     continue
                 begin_s = perf_counter()
                 errand.run()
+                if self._failed is None and errand.failed():
+                    self._failed = errand
                 if self.recorder is not None:
                     self.recorder.note(errand.what, self._name, begin_s)
                 del errand  # do not hold its tensors while waiting for the next

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from types import MethodType
 from typing import Any, final
 
@@ -94,9 +95,23 @@ def extend(
     return owned
 
 
-def _check_sent(engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if len(args) == 1 and not kwargs:  # a closure does its backward later
+def _check_sent(
+    engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a step, or within it behind a closure's backward."""
+    of_step = signature(type(optimizer).step).bind_partial(*args, **kwargs)
+    closure = of_step.arguments.get("closure")
+    if closure is None:
         engine.check_sent()
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        engine.check_sent()
+        return loss
+
+    of_step.arguments["closure"] = checked
+    return of_step.args, of_step.kwargs
 
 
 @contextmanager

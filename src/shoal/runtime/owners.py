@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,7 @@ class Owners:
         self.tell: Tell = tell
         known = (p for transfer in self.served for p in transfer.parameters)
         self._versions = {p: p._version for p in known}  # of what servers know
+        self._open: dict[Tensor, list[ref[Tensor]]] = {}  # whose memory others have, and by what
         self._engine = engine
         self._transfers: dict[Tensor, list[OwnedTransfer]] = {}  # a large parameter is cut among several
         for transfer in transfers:
@@ -115,18 +117,22 @@ class Owners:
                 if each in self._versions:
                     self._versions[each] = each._version
 
-    def laid_open(self, parameter: nn.Parameter) -> None:
-        """Take a parameter for changed."""
+    def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
+        """Take a parameter for changed, as long as somebody has its memory, and once more."""
         if parameter in self._versions:
-            self._versions[parameter] = -1
+            self._open.setdefault(parameter, []).append(ref(memory))
 
     def tell_changes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give servers the values of those parameters that were changed since these sent them."""
         here = [p for p in parameters if p in self._versions and not isinstance(p, ComingParameter)]
-        changed = {p for p in here if p._version != self._versions[p]}
+        changed = {p for p in here if p._version != self._versions[p] or p in self._open}
         if changed:
             self.tell("take_values", OfRank(partial(values_of, self.served, changed)))
             self._versions |= {p: p._version for p in changed}
+            for parameter in changed & self._open.keys():
+                self._open[parameter] = [each for each in self._open[parameter] if each() is not None]
+                if not self._open[parameter]:
+                    del self._open[parameter]
 
     def settle(self) -> None:
         """Wait for everything that is on its way."""

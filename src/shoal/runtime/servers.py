@@ -146,6 +146,11 @@ class Servers:
             self._send(_END)
             self._lane.drain()
 
+    def abandon(self) -> None:
+        """Leave what is still to be sent: this rank ends for an error."""
+        if self._lane is not None:
+            self._lane.abandon()
+
     def close(self) -> None:
         """End the thread that sends."""
         if self._lane is not None:
@@ -160,13 +165,10 @@ class Servers:
     def _send(self, what: str, /, *args: Any) -> None:
         if self._lane is None:
             return
+        self._lane.check("an order to the servers")
         for server in range(self._comm.workers, self._comm.size):
-            write = partial(self._names.written, what, *of_rank(server, args))  # copies: a step does not wait for it
-            self._lane.run(partial(_write_and_send, write, server), f"order to rank {server}: {what}")
-
-
-def _write_and_send(write: Callable[[], Tensor], to: int, comm: Comm) -> None:
-    send_bytes(write(), to, comm)
+            order = self._names.written(what, *of_rank(server, args))  # as of now; what cannot be sent is said here
+            self._lane.run(partial(send_bytes, order, server), f"order to rank {server}: {what}")
 
 
 def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:

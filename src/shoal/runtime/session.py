@@ -63,6 +63,12 @@ class Threads:
     lanes: Sequence[Lane]
     weigher: Weigher
 
+    def abandon(self) -> None:
+        """End them behind what they are doing, whatever they have still to do."""
+        for lane in self.lanes:
+            lane.abandon()
+        self.weigher.abandon()
+
     def close(self) -> None:
         """End them, after what they have to do, and give back their channels."""
         for lane in self.lanes:
@@ -116,8 +122,9 @@ class Session:
     def abandon(self) -> None:
         """Leave what lanes have still to do: this rank ends for an error."""
         for each in self.threads.values():
-            for lane in each.lanes:
-                lane.abandon()
+            each.abandon()
+        if self.servers is not None:
+            self.servers.abandon()
 
     def close(self) -> None:
         """End every parallelised model's threads; what cut layers send over stays, as weights are read later."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -94,16 +96,31 @@ class _Before(_StaysBehind):
 
     def __init__(self, border: Border, weigher: Weigher) -> None:
         self._border, self._weigher = border, weigher
-        self.running: list[Weight | None] = []
+        self._running: list[tuple[FrameType, Weight | None]] = []  # each call, by the frame that makes it
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.running.append(None)
-        if len(self.running) > 1 or not torch.is_grad_enabled():
+        caller = sys._getframe(1)
+        while self._running and not _is_under(caller, self._running[-1][0]):
+            self._running.pop()  # that call was broken off (Ctrl-C), for which torch calls no hooks
+        self._running.append((caller, None))
+        if len(self._running) > 1 or not torch.is_grad_enabled():
             return None
         self._border.check()
-        self.running[-1] = weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
+        weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
+        self._running[-1] = (caller, weight)
         self._border.engine.called(weight, asks=False)
         return self._border.inward((args, kwargs), weight)
+
+    def ended(self) -> Weight | None:
+        """The weight of the call that ends; None for one that is not weighed."""
+        return self._running.pop()[1] if self._running else None
+
+
+def _is_under(frame: FrameType | None, other: FrameType) -> bool:
+    """Whether `other` has called, by way of any others, what runs in `frame`."""
+    while frame is not None and frame is not other:
+        frame = frame.f_back
+    return frame is not None
 
 
 @final
@@ -112,7 +129,7 @@ class _After(_StaysBehind):
         self._border, self._before = border, before
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        weight = self._before.running.pop() if self._before.running else None
+        weight = self._before.ended()
         return None if weight is None else self._border.outward(output, weight)
 
 

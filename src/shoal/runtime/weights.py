@@ -76,6 +76,11 @@ class Weigher:
         theirs = [torch.empty_like(mine) for _ in range(self._comm.size)]
         return self._lane.run(lambda comm: comm.all_gather(theirs, mine), "row counts"), theirs
 
+    def abandon(self) -> None:
+        """Leave what the lane has still to do: this rank ends for an error."""
+        if self._lane is not None:
+            self._lane.abandon()
+
     def close(self) -> None:
         """End the lane."""
         if self._lane is not None:

@@ -42,23 +42,51 @@ def on_landing(parameter: nn.Parameter, work: Callable[[nn.Parameter], None]) ->
     return handle
 
 
-SHARES = 2  # numbers that go with a sum: how many ranks have a share other than 1, and what their shares are together
+_DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coarse for it
+
+
+def num_shares(itemsize: int) -> int:
+    """Numbers that go with a sum in a type of so many bytes: how many ranks have a share other than 1, and these' sum.
+
+    A type of 16 bits would round that sum by percents, so each binary digit goes as a number of its own.
+    """
+    return 2 if itemsize > 2 else 1 + _DIGITS
 
 
 def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float) -> None:
     """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not 1, as mostly."""
     shares.zero_()
     if share != 1:
-        shares[0], shares[1] = 1, share
-        factor = at_least(float(shares[1].real))  # as exactly as the tensor holds it
+        shares[0] = 1
+        if len(shares) == 2:
+            shares[1] = share
+            factor = float(shares[1].real)  # as exactly as the tensor holds it
+        else:
+            whole = min(round(share * 2**_BEHIND_POINT), 2**_DIGITS - 1)
+            shares[1:] = torch.tensor([float(whole >> digit & 1) for digit in range(_DIGITS)])
+            factor = whole / 2**_BEHIND_POINT
         for gradient in gradients:
-            gradient.mul_(factor)
+            gradient.mul_(at_least(factor))
 
 
 def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
-    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them."""
-    others, total = shares.real.tolist()
+    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them.
+
+    Raises:
+        UsageError: a type of 16 bits cannot count that many ranks.
+    """
+    others, *digits = shares.real.tolist()
     if others:
+        most = round(2 / torch.finfo(shares.dtype).eps)
+        if ranks > most:
+            raise UsageError(
+                f"ranks have unlike numbers of rows, and sums in {shares.dtype} count {most} ranks at most",
+                got=f"{ranks} ranks",
+                do="give every rank as many rows (drop_last=True), or keep parameters in float32, under autocast",
+            )
+        total = digits[0]
+        if len(digits) > 1:
+            total = sum(ranks_with_it * 2.0 ** (digit - _BEHIND_POINT) for digit, ranks_with_it in enumerate(digits))
         mean = at_least((ranks - others + total) / ranks)
         for each in sums:
             each.div_(mean)

@@ -2,7 +2,7 @@
 
 The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag a parameter that
 says whether the parameter was used: one that no rank used keeps the gradient it had (None, usually), as in one process;
-and two numbers more: where ranks have unlike numbers of rows, they have shares, whose mean the sum is divided by.
+and some numbers more: where ranks have unlike numbers of rows, they have shares, whose mean the sum is divided by.
 
     1  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes a view of that
     2  the last one landed   the bucket is ready: the engine gives it to a lane, where the exchange sums it
@@ -24,7 +24,7 @@ from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transf
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
-from shoal.strategies.landing import SHARES, by_kind, divide, on_landing, refuse_hooks, second_gradient, weigh
+from shoal.strategies.landing import by_kind, divide, num_shares, on_landing, refuse_hooks, second_gradient, weigh
 
 
 @final
@@ -41,7 +41,7 @@ class Replicate(Strategy):
         assert exchange is not None
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
-        bucket = Bucket(sum(p.numel for p in parameters) + len(parameters) + SHARES, itemsize)
+        bucket = Bucket(sum(p.numel for p in parameters) + len(parameters) + num_shares(itemsize), itemsize)
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         return Cost(traffic, cluster.pace(exchange.name), backward_s=pack_s, memory_bytes=bucket.nbytes)
@@ -64,7 +64,7 @@ class BucketTransfer(Transfer):
         self._ranks = ranks
         numel = sum(p.numel() for p in self._parameters)
         first = self._parameters[0]
-        sizes = [numel, len(self._parameters), SHARES]
+        sizes = [numel, len(self._parameters), num_shares(first.itemsize)]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares = self._flat.split(sizes)
         pieces = self._gradients.split([p.numel() for p in self._parameters])

@@ -46,7 +46,7 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
 from shoal.core.placement import Owner
-from shoal.strategies.landing import SHARES, by_kind, divide, on_landing, refuse_hooks, second_gradient, weigh
+from shoal.strategies.landing import by_kind, divide, num_shares, on_landing, refuse_hooks, second_gradient, weigh
 
 
 @final
@@ -103,7 +103,7 @@ def owned_cost(
     parameters = [p for layer in layers for p in layer.parameters]
     itemsize = max(p.itemsize for p in parameters)
     placed = _placed([p.numel for p in parameters], [p.owner for p in parameters], shares, topology.workers)
-    widths = tuple(map(_width, placed))
+    widths = tuple(_width(owned, itemsize) for owned in placed)
     largest = max(sum(stop - start for _, start, stop in owned) for owned in placed)
     bucket = Bucket(sum(widths), itemsize, widths)
     pack_s = bucket.nbytes * cluster.pack_byte_s
@@ -128,9 +128,9 @@ def _placed(
     return spans(sizes, shares, [None if owner is None else owner.among(turns) for owner in owners])
 
 
-def _width(owned: Sequence[tuple[int, int, int]]) -> int:
+def _width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
     """Elements of a slice: values, flags, shares and turn; none where nothing is owned."""
-    return sum(stop - start for _, start, stop in owned) + len(owned) + SHARES + 1 if owned else 0
+    return sum(stop - start for _, start, stop in owned) + len(owned) + num_shares(itemsize) + 1 if owned else 0
 
 
 @final
@@ -163,7 +163,7 @@ class SlicedTransfer(OwnedTransfer):
         self.pieces = self.owned[place.rank]
         first = self.parameters[0]
         self._buckets = place.buckets
-        widths = [_width(owned) for owned in placed]
+        widths = [_width(owned, first.itemsize) for owned in placed]
         self._flat = self._buckets.flat(sum(widths), first)
         slices = [_parted(own, owned) for own, owned in zip(self._flat.split(widths), self.owned, strict=True)]
         self._slices = [own.whole for own in slices]
@@ -233,7 +233,7 @@ class SlicedTransfer(OwnedTransfer):
         for turn in self._turns:
             turn.fill_(Turn.SUM)
         self.exchange.reduce_scatter(self._slices, comm)
-        self._check([turn / self._workers for turn in self._turns[self._rank].real.tolist()], Turn.SUM)
+        self._check(self._turns[self._rank].real.tolist(), Turn.SUM)
         if self.pieces:
             divide(self._values[self._rank], self._shares[self._rank], self._workers)
         if self._carried:
@@ -304,6 +304,6 @@ class SlicedTransfer(OwnedTransfer):
 
 def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
     """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares, and the turn."""
-    behind = (len(pieces), SHARES, 1) if len(flat) else (0, 0, 0)
+    behind = (len(pieces), num_shares(flat.itemsize), 1) if len(flat) else (0, 0, 0)
     *values, flags, shares, turn = flat.split([*(piece.numel for piece in pieces), *behind])
     return Slice(flat, tuple(values), flags, shares, turn)
