@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
 from types import MethodType
 from typing import Any, final
 
@@ -81,7 +81,7 @@ def extend(
     if engine is None:
         return None
     served.append(_Served(engine, owners, stage, number))
-    optimizer.register_step_pre_hook(partial(_check_sent, engine))
+    optimizer.register_step_pre_hook(partial(_check_sent, engine, signature(type(optimizer).step)))
     if tables is not None:
         serve(optimizer, TableOptimizer(optimizer, number, tables))
     if stage is not None:
@@ -96,10 +96,10 @@ def extend(
 
 
 def _check_sent(
-    engine: Engine, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    engine: Engine, its: Signature, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a step, or within it behind a closure's backward."""
-    of_step = signature(type(optimizer).step).bind_partial(*args, **kwargs)
+    """Before a step, or within it behind a closure's backward; `its` is the step's signature."""
+    of_step = its.bind_partial(*args, **kwargs)
     closure = of_step.arguments.get("closure")
     if closure is None:
         engine.check_sent()

@@ -120,7 +120,8 @@ class Owners:
     def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
         """Take a parameter for changed, as long as somebody has its memory, and once more."""
         if parameter in self._versions:
-            self._open.setdefault(parameter, []).append(ref(memory))
+            kept = [each for each in self._open.get(parameter, ()) if each() is not None]
+            self._open[parameter] = [*kept, ref(memory)]
 
     def tell_changes(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give servers the values of those parameters that were changed since these sent them."""
