@@ -229,6 +229,13 @@ def test_a_wrong_pin_is_refused_with_a_way_out(pins: dict[str, str], says: str) 
         search(NET, cluster(4, 25e6), pins=pins)
 
 
+def test_servers_that_a_plan_has_no_use_for_are_named() -> None:
+    where = replace(cluster(4, 25e6), servers=("s0", "s1"))
+    by_workers, by_servers = (search(NET, where, pins={"*": strategy}) for strategy in ("replicate", "server"))
+    assert explain(by_workers, NET, where).idle == ("s0", "s1")
+    assert explain(by_servers, NET, where).idle == ()
+
+
 def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
     where = cluster(4, 25e6)
     plan = search(NET, where, placement={"head.fc2": 1}, strategies=WHOLE)

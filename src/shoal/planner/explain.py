@@ -46,7 +46,15 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives
         ),
         placement=plan.placement,
         stage=_stage(plan, predictor, cluster),
+        idle=_idle(plan, predictor, cluster),
     )
+
+
+def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
+    """The servers, or the tail's hosts, if the plan has no use for them."""
+    chosen = [predictor.strategy(choice.strategy) for choice in plan.choices]
+    servers = () if any(each.served for each in chosen) else cluster.servers
+    return servers + (() if any(each.staged for each in chosen) else cluster.tail)
 
 
 def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:

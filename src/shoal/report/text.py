@@ -122,6 +122,7 @@ def _step(explanation: Explanation) -> Text:
         + f"{explanation.latency_s * 1e6:.0f} µs), in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, "
         + f"{explanation.lanes} in flight"
         + _placed(explanation.placement)
+        + _idle(explanation.idle)
     )
 
 
@@ -132,6 +133,10 @@ def _placed(placement: Placement) -> str:
         return f"\nplacement {placement}: what has owners is theirs by whole parameters"
     ranks = ", ".join(f"{name} to rank {rank}" for name, rank in placement.items())
     return f"\nplacement: {ranks}; what else has owners is shared equally"
+
+
+def _idle(hosts: Sequence[str]) -> str:
+    return f"\nhosts that this plan has nothing to do for: {', '.join(hosts)}" if hosts else ""
 
 
 def measured_cluster(cluster: Cluster) -> RenderableType:
