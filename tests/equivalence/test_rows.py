@@ -363,7 +363,7 @@ def test_sums_are_divided_by_the_mean_of_the_shares_in_any_type(shares, dtype):
     total, going = torch.zeros(2, dtype=dtype), torch.zeros(num_shares(dtype.itemsize), dtype=dtype)
     for share in shares:
         mine, its = torch.tensor([3.0, 3.0], dtype=dtype), torch.empty(len(going), dtype=dtype)
-        weigh([mine], its, share)
+        weigh([mine], its, share, len(shares))
         total, going = total + mine, going + its
     divide([total], going, len(shares))
     assert total.tolist() == pytest.approx([9.0, 9.0], rel=2e-2 if dtype == torch.bfloat16 else 1e-6)
@@ -375,7 +375,7 @@ def test_a_mean_of_many_ranks_shares_is_not_rounded(ranks):
     going = torch.zeros(num_shares(2), dtype=torch.bfloat16)
     for _ in range(ranks):
         its = torch.empty_like(going)
-        weigh([], its, 29 / 32)
+        weigh([], its, 29 / 32, ranks)
         going += its
     total = torch.tensor([29.0], dtype=torch.bfloat16)
     divide([total], going, ranks)
@@ -385,8 +385,8 @@ def test_a_mean_of_many_ranks_shares_is_not_rounded(ranks):
 def test_more_ranks_than_a_type_can_count_are_refused():
     going = torch.ones(num_shares(2), dtype=torch.bfloat16)
     with pytest.raises(UsageError, match="256 ranks at most"):
-        divide([], going, 257)
-    divide([], torch.zeros_like(going), 257)  # where all have as many rows nothing is counted
+        weigh([], going, 29 / 32, 257)
+    weigh([], going, 1.0, 257)  # where all have as many rows nothing is counted
 
 
 class Stopping(nn.Module):

@@ -71,6 +71,24 @@ def test_a_ready_transfer_waits_for_those_before_it() -> None:
     assert [entry for entry in log if "publish" in entry] == ["publish b", "publish c", "publish a"]
 
 
+@pytest.mark.parametrize(("device", "lanes"), [("cpu", [0, 1, 0, 1]), ("cuda", [0, 1, 0, 0])])
+def test_on_a_gpu_what_is_nccls_goes_over_one_channel(
+    device: str, lanes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.runtime.lanes.HAVE_STREAMS", ())  # there is no GPU here
+    channels = [ThreadComm(), ThreadComm()]
+    transfers = [Scripted(name, nn.Parameter(torch.ones(2)), []) for name in "abcd"]
+    transfers[3].native = True
+    took: list[int] = []
+    engine = Engine(transfers, channels, device=torch.device(device))
+    for transfer in transfers:
+        transfer.run = lambda comm: took.append(channels.index(comm))  # type: ignore[method-assign, arg-type]
+        engine.exchange(transfer)
+        engine.settle(transfer)
+    engine.close()
+    assert took == lanes
+
+
 class ScriptedAtServers(Scripted, OwnedTransfer):
     """Of what owners have it has nothing but the lane."""
 

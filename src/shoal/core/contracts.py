@@ -200,6 +200,7 @@ class Exchange(ABC):
     """
 
     name: ClassVar[str]
+    native: ClassVar[bool] = False  # True: it calls the network library's own collective, on GPUs NCCL's
     exact: ClassVar[bool] = True  # False: the result is not the sum (to measure headroom); never chosen by itself
 
     def fits(self, topology: Topology) -> bool:
@@ -250,6 +251,7 @@ class Transfer(ABC):
     """
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
+    native: bool = False  # its exchange is
     share: float = 1.0  # set by the engine: `pack` multiplies by it, and `run` divides the sum by all ranks' mean
     accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
     ready: Callable[[Transfer], None]

@@ -25,6 +25,7 @@ class AllReduce(Exchange):
     """`comm.all_reduce`, whole."""
 
     name: ClassVar[str] = "allreduce"
+    native: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Every slice twice, save the two that a rank's place in the ring spares it (as in `Comm.all_reduce`)."""

@@ -5,7 +5,8 @@ It owns order, threads and errors; what it runs (`Transfer.run`) is straight-lin
     1  begin    the first gradient to come opens a round and asks autograd to be called at the end
     2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
     3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of its own, so the order
-                of messages in a channel is the same on every rank, whatever the threads do
+                of messages in a channel is the same on every rank, whatever the threads do. On a GPU all that is NCCL's
+                takes the first: NCCL's communicators, called in another order on each rank, may wait for one another
     4  finish   backward is over: what never got ready is packed as it is, lanes are waited for, gradients published
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
@@ -33,7 +34,7 @@ from shoal.core.buckets import BUCKETS_A_LANE, Buckets
 from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.trace import MAIN, Recorder
-from shoal.runtime.lanes import Errand, Lane
+from shoal.runtime.lanes import HAVE_STREAMS, Errand, Lane
 from shoal.runtime.weights import Weight
 
 
@@ -85,6 +86,8 @@ class Engine:
         self.lanes = self._going + from_servers
         ways = {False: cycle(among_workers), True: cycle(with_servers)}
         self._lane = {t: next(ways[_is_served(t)]) for t in self.transfers}
+        if device is not None and device.type in HAVE_STREAMS:
+            self._lane |= {t: among_workers[0] for t in self.transfers if t.native}
         self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(from_servers), strict=False))
         self._ready: set[Transfer] = set()
         self._sent: list[Errand] = []

@@ -25,7 +25,7 @@ from shoal.core.contracts import Comm
 from shoal.core.errors import WorldError
 from shoal.core.trace import Recorder
 
-_HAVE_STREAMS = ("cuda", "xpu")
+HAVE_STREAMS = ("cuda", "xpu")
 _POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
 
 
@@ -111,7 +111,7 @@ class Lane:
         self.recorder: Recorder | None = None
         self._comm = comm
         self._name = name
-        self._device = device if device is not None and device.type in _HAVE_STREAMS else None
+        self._device = device if device is not None and device.type in HAVE_STREAMS else None
         self._closed = self._abandoned = False
         self._failed: Errand | None = None  # the first that did
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()

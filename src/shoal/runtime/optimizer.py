@@ -35,7 +35,7 @@ from shoal.profiling.updates import attributes, like, make_step, part_of, settin
 from shoal.runtime.engine import Engine
 from shoal.runtime.methods import serve
 from shoal.runtime.orders import OfRank
-from shoal.runtime.owners import Owners, norm
+from shoal.runtime.owners import Owners, norms_of, scale
 from shoal.runtime.parts import (
     CutOptimizer,
     StageOptimizer,
@@ -154,7 +154,7 @@ def _clip_grad_norm(
     all_owners = [each.owners for each in served if each.owners is not None]
     here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
     whole, tables = [p for p in parameters if not is_cut(p)], far_tables(parameters)
-    norms = [norm([gradient], norm_type) for gradient in map(local_gradient, whole) if gradient is not None]
+    norms = [*norms_of([g for g in map(local_gradient, whole) if g is not None], norm_type)]
     norms += norms_of_parts([p for p in parameters if is_cut(p)], norm_type)
     norms += [each for table in tables.values() for each in table.norms(norm_type)]
     stages = [(each.stage, each.number) for each in served if each.stage is not None]
@@ -169,8 +169,7 @@ def _clip_grad_norm(
     if max_norm == math.inf:  # a norm that is only asked for leaves gradients alone, also such as are not finite
         return total.to(parameters[0].device, parameters[0].dtype)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in here:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+    scale(here, factor)
     for table in tables.values():
         table.scale(factor)
     for stage, number in at_tail:

@@ -38,10 +38,26 @@ def tell_nobody(what: str, /, *args: Any) -> None:
     """Where there are no servers."""
 
 
+def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
+    """Each one's norm, in float64, on the CPU; for a GPU all wait at once."""
+    norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64) for t in tensors]
+    return torch.stack([each.to(norms[0].device) for each in norms]).cpu().unbind() if norms else ()
+
+
 def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     """The norm of all their elements together, in float64, on the CPU."""
-    norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64).cpu() for t in tensors]
+    norms = norms_of(tensors, order)
     return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
+
+
+def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a number, which is brought once to where each of them is."""
+    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    for gradient in gradients:
+        where = gradient.device, gradient.dtype
+        if where not in factors:
+            factors[where] = factor.to(*where)
+        gradient.mul_(factors[where])
 
 
 def values_of(transfers: Iterable[OwnedTransfer], parameters: Set[Tensor], rank: int) -> dict[Piece, Tensor]:
@@ -173,8 +189,7 @@ class Owners:
         """Multiply those parameters' gradients, where it is the owners that hold them."""
         self.tell("scale", parameters, factor)
         self.settle()
-        for gradient in _gradients(self.transfers, parameters):
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        scale(_gradients(self.transfers, parameters), factor)
 
     def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
         """Do something with all ranks that a transfer is among, at once (a collective)."""

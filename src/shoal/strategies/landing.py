@@ -1,31 +1,22 @@
-"""Gradients that land in buckets as autograd accumulates them: what every strategy that takes buckets needs."""
+"""Gradients that land in buckets as autograd accumulates them: what every strategy that takes buckets needs.
+
+A number that lies on a GPU is not looked at, and none is brought there from the host, where it is not needed: either
+waits for all that the GPU has still to do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from shoal.core.contracts import Transfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 
 _LEAST = 2.0**-60  # multiplied and divided by, a number keeps its bits (float16: becomes 0); added to 1 it is nothing
-
-
-@dataclass(frozen=True)
-class _Hook:
-    """A transfer's own, which tells it from others."""
-
-    work: Callable[[nn.Parameter], None]
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        gradient = local_gradient(parameter)
-        if gradient is not None and gradient.requires_grad:
-            raise history()
-        self.work(parameter)
 
 
 def history() -> UsageError:
@@ -36,10 +27,66 @@ def history() -> UsageError:
     )
 
 
-def on_landing(parameter: nn.Parameter, work: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Have `work(parameter)` called whenever autograd has accumulated its gradient."""
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(_Hook(work))
-    return handle
+@final
+class Landing:
+    """The gradients of one transfer's parameters, as a backward brings them: each once, and ready with the last.
+
+    Args:
+        transfer: whose they are.
+        parameters: by name.
+        take: brings what is in a parameter's `.grad` into the transfer's bucket; whether there was anything.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        parameters: Mapping[str, nn.Parameter],
+        take: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._transfer, self._take = transfer, take
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._landed: set[nn.Parameter] = set()
+        self._closed = False
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._land)
+
+    def _land(self, parameter: nn.Parameter) -> None:
+        gradient = local_gradient(parameter)
+        if gradient is not None and gradient.requires_grad:
+            raise history()
+        if self._transfer.accumulating:
+            self._transfer.ready(self._transfer)
+            return
+        if self._closed or parameter in self._landed:
+            raise UsageError(
+                f"parameter {self._names[parameter]} got a second gradient within one backward",
+                where=self._transfer.label,
+                do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward calls",
+            )
+        if gradient is None:  # its function gave none: unused, as far as an optimizer can see
+            return
+        self._take(parameter)
+        self._landed.add(parameter)
+        if len(self._landed) == len(self._names):
+            self._transfer.ready(self._transfer)
+
+    def close(self) -> list[bool]:
+        """Take what has not landed as it is (nothing, or what was read, assigned or kept): whether each was used."""
+        self._closed = True
+        for parameter, name in self._names.items():
+            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+            if not all(isinstance(getattr(hook, "__self__", None), Landing) for hook in hooks):
+                raise UsageError(
+                    f"a hook on the accumulated gradient of {name} sees this rank's own gradient, not the global one",
+                    where=self._transfer.label,
+                    do="do after loss.backward() what the hook does (an optimizer's step, a look at .grad)",
+                )
+        return [parameter in self._landed or self._take(parameter) for parameter in self._names]
+
+    def open(self) -> None:
+        """Be there for the next backward."""
+        self._landed.clear()
+        self._closed = False
 
 
 _DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coarse for it
@@ -53,14 +100,25 @@ def num_shares(itemsize: int) -> int:
     return 2 if itemsize > 2 else 1 + _DIGITS
 
 
-def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float) -> None:
-    """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not 1, as mostly."""
+def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int) -> None:
+    """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not 1, as mostly.
+
+    Raises:
+        UsageError: a type of 16 bits cannot count that many ranks' shares.
+    """
     shares.zero_()
     if share != 1:
+        most = round(2 / torch.finfo(shares.dtype).eps)
+        if ranks > most:
+            raise UsageError(
+                f"ranks have unlike numbers of rows, and sums in {shares.dtype} count {most} ranks at most",
+                got=f"{ranks} ranks",
+                do="give every rank as many rows (drop_last=True), or keep parameters in float32, under autocast",
+            )
         shares[0] = 1
         if len(shares) == 2:
             shares[1] = share
-            factor = float(shares[1].real)  # as exactly as the tensor holds it
+            factor = float(torch.tensor(share, dtype=shares.dtype).real)  # as exactly as the tensor holds it
         else:
             whole = min(round(share * 2**_BEHIND_POINT), 2**_DIGITS - 1)
             shares[1:] = torch.tensor([float(whole >> digit & 1) for digit in range(_DIGITS)])
@@ -70,26 +128,26 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float) -> None:
 
 
 def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
-    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them.
-
-    Raises:
-        UsageError: a type of 16 bits cannot count that many ranks.
-    """
-    others, *digits = shares.real.tolist()
-    if others:
-        most = round(2 / torch.finfo(shares.dtype).eps)
-        if ranks > most:
-            raise UsageError(
-                f"ranks have unlike numbers of rows, and sums in {shares.dtype} count {most} ranks at most",
-                got=f"{ranks} ranks",
-                do="give every rank as many rows (drop_last=True), or keep parameters in float32, under autocast",
-            )
-        total = digits[0]
-        if len(digits) > 1:
-            total = sum(ranks_with_it * 2.0 ** (digit - _BEHIND_POINT) for digit, ranks_with_it in enumerate(digits))
-        mean = at_least((ranks - others + total) / ranks)
-        for each in sums:
+    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them."""
+    if shares.device.type == "cpu" and not shares[0]:
+        return
+    others, digits = shares.real.double().split([1, len(shares) - 1])  # ranks that have it, of each
+    if len(digits) > 1:
+        digits = digits.ldexp(torch.arange(-_BEHIND_POINT, _DIGITS - _BEHIND_POINT, device=digits.device))
+    mean = ((ranks - others + digits.sum()) / ranks).clamp(min=_LEAST)
+    for each in sums:
+        if each.itemsize > 2:
             each.div_(mean)
+        else:  # which would round the mean first
+            each.copy_(each.float().div_(mean))
+
+
+def mark(flags: Tensor, used: Sequence[bool]) -> None:
+    """Say of each parameter whether this rank used it, as mostly."""
+    flags.fill_(1)
+    for index, its in enumerate(used):
+        if not its:
+            flags[index] = 0
 
 
 def at_least(share: float) -> float:
@@ -103,22 +161,3 @@ def by_kind(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Paramet
     for name, parameter in parameters.items():
         kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
     return list(kinds.values())
-
-
-def second_gradient(name: str, label: str) -> UsageError:
-    """The error of a parameter whose gradient is sent already when another part of it comes."""
-    return UsageError(
-        f"parameter {name} got a second gradient within one backward",
-        where=label,
-        do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward calls",
-    )
-
-
-def refuse_hooks(name: str, parameter: Tensor, label: str) -> None:
-    """Refuse another hook on the accumulated gradient beside those of transfers."""
-    if not all(isinstance(hook, _Hook) for hook in (parameter._post_accumulate_grad_hooks or {}).values()):
-        raise UsageError(
-            f"a hook on the accumulated gradient of {name} sees this rank's own gradient, not the global one",
-            where=label,
-            do="do after loss.backward() what the hook does (an optimizer's step, a look at .grad)",
-        )

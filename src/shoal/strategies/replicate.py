@@ -14,7 +14,6 @@ Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Par
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import final
 
 import torch
@@ -24,7 +23,7 @@ from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transf
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
-from shoal.strategies.landing import by_kind, divide, num_shares, on_landing, refuse_hooks, second_gradient, weigh
+from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
 
 
 @final
@@ -58,8 +57,7 @@ class BucketTransfer(Transfer):
 
     def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str) -> None:
         self.label = label
-        self.exchange = exchange
-        self._names = tuple(parameters)
+        self.exchange, self.native = exchange, exchange.native
         self._parameters = tuple(parameters.values())
         self._ranks = ranks
         numel = sum(p.numel() for p in self._parameters)
@@ -68,42 +66,23 @@ class BucketTransfer(Transfer):
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares = self._flat.split(sizes)
         pieces = self._gradients.split([p.numel() for p in self._parameters])
-        self._views = [unlined(piece, p) for piece, p in zip(pieces, self._parameters, strict=True)]
-        self._landed: set[int] = set()
-        self._packed = False
-        self._hooks = [on_landing(p, partial(self._land, i)) for i, p in enumerate(self._parameters)]
+        self._views = {p: unlined(piece, p) for piece, p in zip(pieces, self._parameters, strict=True)}
+        self._used = [False] * len(self._parameters)  # by this rank
+        self._landing = Landing(self, parameters, self._take)
 
-    def _land(self, index: int, parameter: Tensor) -> None:
-        if self.accumulating:
-            self.ready(self)
-            return
-        if self._packed or index in self._landed:
-            raise second_gradient(self._names[index], self.label)
-        if parameter.grad is None:  # its function gave none: unused, as far as an optimizer can see
-            return
-        self._take(index, parameter)
-        self._landed.add(index)
-        if len(self._landed) == len(self._parameters):
-            self.ready(self)
-
-    def _take(self, index: int, parameter: Tensor) -> None:
-        view, grad = self._views[index], parameter.grad
-        if grad is None:
+    def _take(self, parameter: nn.Parameter) -> bool:
+        view, gradient = self._views[parameter], parameter.grad
+        if gradient is None:
             view.zero_()
-        else:
-            torch.mul(grad.detach(), 1.0 / self._ranks, out=view)
-            parameter.grad = view
+            return False
+        torch.mul(gradient.detach(), 1.0 / self._ranks, out=view)
+        parameter.grad = view
+        return True
 
     def pack(self) -> None:
-        self._packed = True
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            refuse_hooks(name, parameter, self.label)
-        used = [float(p.grad is not None) for p in self._parameters]
-        for index, parameter in enumerate(self._parameters):
-            if index not in self._landed:  # nothing came, or what came before was kept
-                self._take(index, parameter)
-        self._flags.copy_(torch.tensor(used))
-        weigh([self._gradients], self._shares, self.share)
+        self._used = self._landing.close()
+        mark(self._flags, self._used)
+        weigh([self._gradients], self._shares, self.share, self._ranks)
 
     def run(self, comm: Comm) -> None:
         self.exchange.reduce(self._flat, comm)
@@ -111,11 +90,11 @@ class BucketTransfer(Transfer):
         divide([self._gradients], self._shares, self._ranks)
 
     def publish(self) -> None:
-        for parameter, view, users in zip(self._parameters, self._views, self._flags.tolist(), strict=True):
+        used = self._used if all(self._used) else self._flags.tolist()
+        for (parameter, view), users in zip(self._views.items(), used, strict=True):
             if users:
                 parameter.grad = view
-        self._landed.clear()
-        self._packed = False
+        self._landing.open()
 
     def kept(self) -> Sequence[Tensor]:
         return [self._flat]

@@ -46,7 +46,7 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
 from shoal.core.placement import Owner
-from shoal.strategies.landing import by_kind, divide, num_shares, on_landing, refuse_hooks, second_gradient, weigh
+from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
 
 
 @final
@@ -149,7 +149,6 @@ class SlicedTransfer(OwnedTransfer):
         self.served = len(shares) > place.ranks
         self.exchange = exchange
         self.parameters = tuple(parameters.values())
-        self._names = dict(zip(self.parameters, parameters, strict=True))
         self._workers, self._rank = place.ranks, place.rank
         self._serves = place.rank >= place.ranks
         owners = [place.owners.get(name) for name in parameters]
@@ -175,25 +174,10 @@ class SlicedTransfer(OwnedTransfer):
         total = _parted(torch.zeros_like(self._slices[place.rank]), self.pieces)  # of this rank's own, over backwards
         self._total, self._total_values, self._total_flags = total.whole, total.values, total.flags
         self._buckets.close(self._flat)
-        self._landed: set[Tensor] = set()
         self.held: set[nn.Parameter] = set()
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
         self._open = False  # something of this backward is in the slices
-        self._packed = False
-        self._hooks = [on_landing(p, self._land) for p in self.parameters]
-
-    def _land(self, parameter: nn.Parameter) -> None:
-        if self.accumulating:
-            self.ready(self)
-            return
-        if self._packed or parameter in self._landed:
-            raise second_gradient(self._names[parameter], self.label)
-        if local_gradient(parameter) is None:  # its function gave none: unused, as far as an optimizer can see
-            return
-        self._take(parameter)
-        self._landed.add(parameter)
-        if len(self._landed) == len(self.parameters):
-            self.ready(self)
+        self._landing = Landing(self, parameters, self._take)
 
     def _take(self, parameter: nn.Parameter) -> bool:
         """Bring what is in `.grad` into the slices; whether there was anything."""
@@ -212,17 +196,12 @@ class SlicedTransfer(OwnedTransfer):
         return gradient is not None
 
     def pack(self) -> None:
-        self._packed = True
-        used = set(self._landed)
-        for parameter in self.parameters:
-            refuse_hooks(self._names[parameter], parameter, self.label)
-            if parameter not in self._landed and self._take(parameter):  # read, assigned, or kept before
-                used.add(parameter)
+        used = dict(zip(self.parameters, self._landing.close(), strict=True))
         for pieces, flags in zip(self.owned, self._flags, strict=True):
-            flags.copy_(torch.tensor([float(piece.parameter in used) for piece in pieces]))
+            mark(flags, [used[piece.parameter] for piece in pieces])
         for values, shares in zip(self._values, self._shares, strict=True):
             if len(shares):
-                weigh(values, shares, self.share)
+                weigh(values, shares, self.share, self._workers)
         self.held = set(self.parameters)
 
     def follow(self, held: set[nn.Parameter]) -> None:
@@ -253,8 +232,8 @@ class SlicedTransfer(OwnedTransfer):
             flag.add_(self._flags[self._rank][index])
 
     def publish(self) -> None:
-        self._landed.clear()
-        self._open = self._packed = False
+        self._landing.open()
+        self._open = False
 
     def gradients(self) -> list[Tensor | None]:
         return [
