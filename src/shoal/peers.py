@@ -146,11 +146,18 @@ def step_times(peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: 
     """
     dist.barrier()
     for _ in range(num_warm_up):
-        peer.step(*batch)
+        _finished(peer, batch)
     for _ in range(num_steps):
         start = time.perf_counter()
-        peer.step(*batch)
+        _finished(peer, batch)
         yield time.perf_counter() - start
+
+
+def _finished(peer: Peer, batch: tuple[Any, Any]) -> None:
+    """One step, on a GPU to its end."""
+    peer.step(*batch)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def slowest_rank(times: Sequence[float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import time
 import traceback
@@ -71,22 +72,53 @@ def test_a_ready_transfer_waits_for_those_before_it() -> None:
     assert [entry for entry in log if "publish" in entry] == ["publish b", "publish c", "publish a"]
 
 
-@pytest.mark.parametrize(("device", "lanes"), [("cpu", [0, 1, 0, 1]), ("cuda", [0, 1, 0, 0])])
+class Streams:
+    """Stand for a GPU's, all of them one, which notes what waits for which of its moments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+        self._log, self._moments = log, itertools.count()
+        monkeypatch.setattr(torch, "Stream", lambda device: self)
+        monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self)
+
+    def record_event(self) -> str:
+        """A moment."""
+        return f"moment {next(self._moments)}"
+
+    def wait_event(self, event: str) -> None:
+        """What comes now waits for it."""
+        self._log.append(f"wait for {event}")
+
+
+@pytest.mark.parametrize(("device", "lanes"), [(None, [0, 1, 0, 1]), (torch.device("cuda"), [0, 1, 0, 0])])
 def test_on_a_gpu_what_is_nccls_goes_over_one_channel(
-    device: str, lanes: list[int], monkeypatch: pytest.MonkeyPatch
+    device: torch.device | None, lanes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.runtime.lanes.HAVE_STREAMS", ())  # there is no GPU here
+    Streams(monkeypatch, [])
     channels = [ThreadComm(), ThreadComm()]
     transfers = [Scripted(name, nn.Parameter(torch.ones(2)), []) for name in "abcd"]
     transfers[3].native = True
     took: list[int] = []
-    engine = Engine(transfers, channels, device=torch.device(device))
+    engine = Engine(transfers, channels, device=device)
     for transfer in transfers:
         transfer.run = lambda comm: took.append(channels.index(comm))  # type: ignore[method-assign, arg-type]
         engine.exchange(transfer)
         engine.settle(transfer)
     engine.close()
     assert took == lanes
+
+
+def test_on_a_gpu_a_transfer_is_packed_behind_what_made_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may have been on another stream than what makes the one before it ready, and so has it packed."""
+    log: list[str] = []
+    Streams(monkeypatch, log)
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    transfers = [Scripted(name, p, log) for name, p in zip("ab", parameters, strict=True)]
+    engine = Engine(transfers, [ThreadComm()], device=torch.device("cuda"))
+    (parameters[0].exp() * parameters[1]).sum().backward()  # the second's gradient comes before the first's
+    engine.close()
+    for before, transfer in (("wait for moment 1", "pack a"), ("wait for moment 0", "pack b")):
+        assert log.index(before) < log.index(transfer)
 
 
 class ScriptedAtServers(Scripted, OwnedTransfer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.contracts import Comm
 from shoal.core.errors import WorldError
-from shoal.runtime.lanes import Lane
+from shoal.runtime.lanes import Lane, streaming
 from shoal.runtime.servers import Servers
 from shoal.runtime.session import Session, Threads, using
 from shoal.runtime.weights import Weigher
@@ -123,10 +124,26 @@ def test_on_a_gpu_a_lane_waits_for_what_was_computed_when_it_was_asked_and_no_mo
     ]
 
 
+def test_a_drained_lane_is_waited_for_on_the_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where what NCCL carries is only queued when the lane has done with it."""
+    ended = [True, False, False]  # what the GPU says, the last first
+    moment = SimpleNamespace(query=ended.pop)
+    stream = SimpleNamespace(record_event=lambda: moment, wait_event=lambda event: None)
+    monkeypatch.setattr(torch, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    lane = Lane(ThreadComm(), "lane", torch.device("cuda"))
+    lane.drain()
+    assert not ended
+    lane.close()
+
+
 def test_on_a_cpu_a_lane_has_no_stream() -> None:
-    for device in (None, torch.device("cpu")):
-        lane = Lane(ThreadComm(), "lane", device)
-        errand = lane.run(lambda comm: None, "nothing")
-        errand.wait("a test")
-        assert errand._queued is errand._computed is None
-        lane.close()
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
+    assert streaming([cpu, cpu]) is None and streaming([]) is None
+    assert streaming([cpu, gpu, cpu]) == gpu, "a table on the host, say, and all else on a GPU"
+    lane = Lane(ThreadComm(), "lane")
+    errand = lane.run(lambda comm: None, "nothing")
+    errand.wait("a test")
+    assert errand._queued is errand._computed is None
+    lane.close()

@@ -254,7 +254,7 @@ def _cast(x: Tensor) -> Tensor:
 def _in_rank_order(chunks: Sequence[Rows]) -> Tensor:
     """Where the rows of all chunks, one after the other, are among those of all ranks."""
     counts = list(zip(*(chunk.counts for chunk in chunks), strict=True))  # of each rank, those of its chunks
-    every = torch.arange(sum(map(sum, counts))).split(list(map(sum, counts)))
+    every = torch.arange(sum(map(sum, counts)), device="cpu").split(list(map(sum, counts)))
     parts = zip(*(rows.split(list(own)) for rows, own in zip(every, counts, strict=True)), strict=True)
     return torch.cat([part for chunk in parts for part in chunk])
 

@@ -180,7 +180,7 @@ class ProcessGroupComm(Comm):
 
         Gloo has no abort, but a receive that times out closes all connections of its group.
         """
-        nobody = torch.empty(1)
+        nobody = torch.empty(1, device="cpu")
         try:
             work = dist.irecv(nobody, group=self._group, group_src=(self.rank + 1) % self.size, tag=_WAKE_TAG)
             if work is not None:

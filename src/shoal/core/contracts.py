@@ -112,8 +112,8 @@ class Comm(ABC):
         """
         label = hashlib.blake2b(what.encode(), digest_size=8).digest() + what.encode()[:_WORDS].ljust(_WORDS)
         words = torch.frombuffer(bytearray(label), dtype=torch.int64)
-        told = [torch.empty(1 + len(words), dtype=torch.int64) for _ in mine]
-        self.all_to_all(told, [torch.cat([torch.tensor([number]), words]) for number in mine])
+        told = [torch.empty(1 + len(words), dtype=torch.int64, device="cpu") for _ in mine]
+        self.all_to_all(told, [torch.cat([torch.tensor([number], device="cpu"), words]) for number in mine])
         for rank, theirs in enumerate(told):
             if not torch.equal(theirs[1:], words):
                 text = theirs[2:].numpy().tobytes().decode(errors="replace").strip()

@@ -72,7 +72,8 @@ class Direct(SplitExchange):
         """Send one's own slice to all workers; receive what others own in place."""
         mine, peers = slices[comm.rank], _peers(comm)
         pending = [comm.receive(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()]
-        pending += _sent(comm, [(mine, r) for r in peers if r < comm.workers and mine.numel()])
+        at_host = mine.cpu()  # once for all, where it lies on a GPU
+        pending += _sent(comm, [(at_host, r) for r in peers if r < comm.workers and mine.numel()])
         for each in pending:
             each.wait()
 

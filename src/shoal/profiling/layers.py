@@ -225,7 +225,9 @@ def _rows(module: nn.Module, watched: Watched) -> int:
 
 
 def _device(layers: Sequence[Layer]) -> torch.device:
-    return next((p.device for layer in layers for p in layer.parameters.values()), torch.device("cpu"))
+    """Where the model computes, if not all of it is on the CPU."""
+    devices = (p.device for layer in layers for p in layer.parameters.values())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:

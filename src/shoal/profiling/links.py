@@ -94,7 +94,7 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tup
 def _shifter(comm: Comm, size: int) -> Callable[[int], float]:
     """What sends some messages of this size, and receives as many: seconds of each."""
     source, to = _partners(comm)
-    outgoing = torch.zeros(size, dtype=torch.uint8)
+    outgoing = torch.zeros(size, dtype=torch.uint8, device="cpu")
     incoming = torch.empty_like(outgoing)
 
     def shift(messages: int) -> float:

@@ -56,7 +56,7 @@ def probe_paces(
 
         def run(exchange: Exchange, nbytes: int, rounds: int) -> tuple[float, float]:
             """(seconds, processor seconds) of so many rounds, the slowest rank's."""
-            flats = [torch.zeros(nbytes // 4) for _ in lanes]
+            flats = [torch.zeros(nbytes // 4, device="cpu") for _ in lanes]
 
             def serve(lane: Comm, flat: Tensor) -> None:
                 for _ in range(rounds):
@@ -103,7 +103,8 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
         lane: the channel to move them on.
         sharing: how many of the ranks run on this rank's machine.
     """
-    matrix, flat = torch.full((_COMPUTED, _COMPUTED), 0.5), torch.zeros(_SMALL // 4)
+    matrix = torch.full((_COMPUTED, _COMPUTED), 0.5, device="cpu")
+    flat = torch.zeros(_SMALL // 4, device="cpu")
     product = torch.empty_like(matrix)
     pace = probe_paces(comm, link, {"moves": direct}, lanes=[lane], sharing=sharing)["moves"]
 
@@ -145,7 +146,7 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
     with ThreadPoolExecutor(2 * num_lanes, thread_name_prefix="probe lane") as pool:
 
         def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> None:
-            slices = torch.zeros(sum(sizes)).split(sizes)
+            slices = torch.zeros(sum(sizes), device="cpu").split(sizes)
             for _ in range(rounds):
                 half(slices, lane)
 
@@ -173,7 +174,7 @@ def _nothing(flat: Tensor, lane: Comm) -> None:
 
 def probe_pack(comm: Comm) -> float:
     """Seconds that a byte of gradient takes into its bucket (read, scaled, written) while every rank packs."""
-    gradient = torch.ones(_LARGE[0] // 4)
+    gradient = torch.ones(_LARGE[0] // 4, device="cpu")
     bucket = torch.empty_like(gradient)
     torch.mul(gradient, 0.5, out=bucket)
     comm.gather_objects(None)

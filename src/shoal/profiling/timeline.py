@@ -36,14 +36,14 @@ class Clock:
     """Takes moments without waiting for the device, and tells afterwards the seconds between two of them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
 
     def mark(self) -> Mark:
         """This moment in the device's work."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # not the current device's, which may be another
         return event
 
     def seconds(self, start: Mark, end: Mark) -> float:

@@ -120,8 +120,9 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
     """Why the group's parameters must be updated together."""
     model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
     name = type(optimizer).__name__
-    draw = torch.Generator().manual_seed(0)
-    numbers = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64).to(model.device) for _ in range(_STEPS + 1)]
+    draw = torch.Generator("cpu").manual_seed(0)
+    drawn = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64, device="cpu") for _ in range(_STEPS + 1)]
+    numbers = [each.to(model.device) for each in drawn]
     state = optimizer.state.get(model, {})
     shaped = all(v.shape == model.shape for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
     begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(_SHAPE)) if shaped else {}

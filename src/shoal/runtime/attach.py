@@ -28,6 +28,7 @@ from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
 from shoal.rewrite.apply import apply, cuts, label, places
 from shoal.runtime.engine import Engine
+from shoal.runtime.lanes import streaming
 from shoal.runtime.optimizer import OwnedOptimizer, extend
 from shoal.runtime.orders import check_sendable
 from shoal.runtime.owners import Owners, tell_nobody
@@ -96,7 +97,7 @@ def _started(
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
     weigher = Weigher(comm.channel(f"{prefix}-counts") if weighs and plan.staleness == 0 else None)
     number, there, back = _open_servers(session, model, plan, served, optimizers)
-    device = next((parameter.device for parameter in model.parameters()), None)
+    device = streaming(parameter.device for parameter in model.parameters())
     engine = Engine(transfers, lanes, there, back, buckets, device)
     session.threads[session.models] = Threads(ref(model), engine.lanes, weigher)
     session.models += 1

@@ -45,7 +45,7 @@ class Border:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         # Autograd makes a parameter's accumulator on first use and tells by node whether a backward will run it.
         self._accumulators = [_accumulator(p) for p in self._trainable]
-        self.anchor = torch.zeros((), requires_grad=True)  # every crossing hangs on it: see `_trains`
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")  # every crossing hangs on it: see `_trains`
         self._anchored = _accumulator(self.anchor)
 
     def check(self) -> None:

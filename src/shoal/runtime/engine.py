@@ -34,7 +34,7 @@ from shoal.core.buckets import BUCKETS_A_LANE, Buckets
 from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.trace import MAIN, Recorder
-from shoal.runtime.lanes import HAVE_STREAMS, Errand, Lane
+from shoal.runtime.lanes import Errand, Lane, after, now
 from shoal.runtime.weights import Weight
 
 
@@ -67,7 +67,7 @@ class Engine:
             served: channels among all ranks, for transfers that servers take part in.
             back: channels for these transfers' way back; without any they come back as they went.
             buckets: the memory that the transfers' buckets have.
-            device: where the model is; the CPU if not said.
+            device: where the model is, if that computes in streams.
         """
         self.steps = 0  # rounds finished
         self.began: Callable[[], None] = _nothing  # called as a round opens
@@ -86,10 +86,11 @@ class Engine:
         self.lanes = self._going + from_servers
         ways = {False: cycle(among_workers), True: cycle(with_servers)}
         self._lane = {t: next(ways[_is_served(t)]) for t in self.transfers}
-        if device is not None and device.type in HAVE_STREAMS:
+        if device is not None:
             self._lane |= {t: among_workers[0] for t in self.transfers if t.native}
         self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(from_servers), strict=False))
-        self._ready: set[Transfer] = set()
+        self._device = device
+        self._ready: dict[Transfer, torch.Event | None] = {}  # and since when: each on the stream that brought it
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
         self._task: int | None = None  # autograd's number of the backward whose round is open
@@ -275,7 +276,7 @@ class Engine:
         with self._landing:
             if self._task is None or self._failed or self._at_end() is None:
                 self.begin()  # backward came in by another way than the model's output, or the last one never ended
-            self._ready.add(transfer)
+            self._ready[transfer] = now(self._device)
             self._send_in_order()
 
     def _send_in_order(self, everything: bool = False) -> None:
@@ -283,6 +284,7 @@ class Engine:
             transfer = self.transfers[len(self._sent)]
             if not (everything or transfer in self._ready):
                 return
+            after(self._ready.get(transfer), self._device)
             transfer.pack()
             errand = self._lane[transfer].run(transfer.run, f"exchange {transfer.label}")
             self._sent.append(errand)

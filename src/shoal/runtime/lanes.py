@@ -14,9 +14,9 @@ queued, and not for all that backward has queued since:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
-from time import perf_counter
 from typing import final
 
 import torch
@@ -25,8 +25,9 @@ from shoal.core.contracts import Comm
 from shoal.core.errors import WorldError
 from shoal.core.trace import Recorder
 
-HAVE_STREAMS = ("cuda", "xpu")
+_HAVE_STREAMS = ("cuda", "xpu")
 _POLL_S = 0.5  # how often a waiting rank looks whether a peer was lost
+_LOOK_S = 0.001  # and whether a device has come to an end
 
 
 @final
@@ -34,12 +35,12 @@ class Errand:
     """One exchange under way."""
 
     def __init__(self, work: Callable[[Comm], None], comm: Comm, what: str, device: torch.device | None = None) -> None:
-        """Queued now, by the thread whose computing it comes after; it computes on `device`, if that has streams."""
+        """Queued now, by the thread whose computing it comes after; it computes on `device`, which has streams."""
         self.what = what
         self._work = work
         self._comm = comm
         self._device = device
-        self._queued = _now(device)
+        self._queued = now(device)
         self._computed: torch.Event | None = None
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -48,9 +49,9 @@ class Errand:
     def run(self) -> None:
         """Do it, on the lane's thread; an error is kept for whoever waits."""
         try:
-            _after(self._queued, self._device)
+            after(self._queued, self._device)
             self._work(self._comm)
-            self._computed = _now(self._device)
+            self._computed = now(self._device)
         except BaseException as error:
             self._error = error
         self._done.set()
@@ -66,7 +67,7 @@ class Errand:
         if self._error is not None:
             self._heard = True
             raise self._error
-        _after(self._computed, self._device)
+        after(self._computed, self._device)
 
     def failed(self) -> bool:
         """Whether it has ended with an error."""
@@ -88,15 +89,26 @@ class Errand:
         if self._error is not None:
             self._heard = True
             raise self._comm.diagnose(self._error, where) from self._error.__cause__
-        _after(self._computed, self._device)
+        after(self._computed, self._device)
+
+    def finish(self, where: str) -> None:
+        """Block until the device, too, has done what it was given: what NCCL carries is only queued there."""
+        while self._computed is not None and not self._computed.query():
+            self._comm.check(where)
+            time.sleep(_LOOK_S)
 
 
-def _now(device: torch.device | None) -> torch.Event | None:
+def streaming(devices: Iterable[torch.device]) -> torch.device | None:
+    """The first of them that computes in streams, if any does."""
+    return next((device for device in devices if device.type in _HAVE_STREAMS), None)
+
+
+def now(device: torch.device | None) -> torch.Event | None:
     """This moment in what the calling thread computes on a device with streams."""
     return None if device is None else torch.accelerator.current_stream(device).record_event()
 
 
-def _after(moment: torch.Event | None, device: torch.device | None) -> None:
+def after(moment: torch.Event | None, device: torch.device | None) -> None:
     """What the calling thread computes there from here on comes after that moment."""
     if moment is not None:
         torch.accelerator.current_stream(device).wait_event(moment)
@@ -107,11 +119,11 @@ class Lane:
     """A thread and its channel. A daemon: a peer that hangs cannot hold up the exit."""
 
     def __init__(self, comm: Comm, name: str, device: torch.device | None = None) -> None:
-        """Start it; `device` is where its errands compute, the CPU if not said."""
+        """Start it; `device` is where its errands compute, if that has streams."""
         self.recorder: Recorder | None = None
         self._comm = comm
         self._name = name
-        self._device = device if device is not None and device.type in HAVE_STREAMS else None
+        self._device = device
         self._closed = self._abandoned = False
         self._failed: Errand | None = None  # the first that did
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
@@ -129,7 +141,9 @@ class Lane:
     def drain(self) -> None:
         """Wait until all that is queued has been done; raise an error that nobody has waited for."""
         if not self._closed:
-            self.run(lambda comm: None, "the end").wait("the end of the program")
+            last = self.run(lambda comm: None, "the end")
+            last.wait("the end of the program")
+            last.finish("the end of the program")
             self.check("the end of the program")
 
     def check(self, where: str) -> None:
@@ -165,7 +179,7 @@ class Lane:
                 if self._abandoned:
                     errand.give_up()
                     continue
-                begin_s = perf_counter()
+                begin_s = time.perf_counter()
                 errand.run()
                 if self._failed is None and errand.failed():
                     self._failed = errand

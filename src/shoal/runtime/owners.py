@@ -47,7 +47,11 @@ def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
 def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     """The norm of all their elements together, in float64, on the CPU."""
     norms = norms_of(tensors, order)
-    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64)
+    return (
+        torch.linalg.vector_norm(torch.stack(norms), order)
+        if norms
+        else torch.zeros((), dtype=torch.float64, device="cpu")
+    )
 
 
 def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
@@ -56,7 +60,7 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
     for gradient in gradients:
         where = gradient.device, gradient.dtype
         if where not in factors:
-            factors[where] = factor.to(*where)
+            factors[where] = factor.to(*where, non_blocking=True)
         gradient.mul_(factors[where])
 
 

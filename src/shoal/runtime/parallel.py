@@ -85,6 +85,7 @@ def parallelize(
         strategies: names of the strategies that the planner may use; all by default.
         count: a function of (output, target) that gives how many terms the local mean is over, where that is not the
             number of rows (ignore_index, token losses). Without a loss_fn its target is what the model was called with.
+            Each step waits for the number, so on a GPU it is better one that the host knows already.
         staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for the synchronous
             step, None for any number. Otherwise all layers are served, every rank weighs the same however many rows it
             has, and there is no one gradient to read or to clip.

@@ -57,7 +57,7 @@ class Weigher:
         self._comm.reached(where)
         first = self._asked == 0
         digest = _digest(batch) if first and _tensors(batch) else (0, 0)
-        mine = torch.tensor([count, self._asked, *digest], dtype=torch.float64)
+        mine = torch.tensor([count, self._asked, *digest], dtype=torch.float64, device="cpu")
         self._asked += 1
         weight = Weight(count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts")
         if first:

@@ -56,7 +56,10 @@ class EmbeddingProduct(Product):
             right = right.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
         if not accumulate:
             out.zero_()
-        out.index_add_(0, ids, right)
+        if out.is_cuda:  # where index_add_ adds in any order: each rank makes this sum by itself
+            out.index_put_((ids,), right, accumulate=True)
+        else:
+            out.index_add_(0, ids, right)
 
 
 @final
@@ -234,10 +237,11 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Te
     Everything is sent at once; a peer receives when it knows how much there is.
     """
     peers = [r for r in range(comm.size) if r != comm.rank]
-    header = torch.tensor([len(left), share], dtype=torch.float64, device=left.device)
+    header = torch.tensor([len(left), share], dtype=torch.float64, device="cpu")
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
     pending = [comm.receive(headers[r], r) for r in peers]
-    sends = [comm.send(each, r) for each in (header, left, right)[: 3 if len(left) else 1] for r in peers]
+    mine = [header, left.cpu(), right.cpu()] if len(left) else [header]  # once for all, where they lie on a GPU
+    sends = [comm.send(each, r) for each in mine for r in peers]
     for each in pending:
         each.wait()
     rows = [int(each[0]) for each in headers]

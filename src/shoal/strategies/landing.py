@@ -115,13 +115,15 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
                 got=f"{ranks} ranks",
                 do="give every rank as many rows (drop_last=True), or keep parameters in float32, under autocast",
             )
-        shares[0] = 1
+        shares[0].fill_(1)
         if len(shares) == 2:
-            shares[1] = share
-            factor = float(torch.tensor(share, dtype=shares.dtype).real)  # as exactly as the tensor holds it
+            shares[1].fill_(share)
+            factor = float(torch.tensor(share, dtype=shares.dtype, device="cpu").real)  # as exactly as those hold it
         else:
             whole = min(round(share * 2**_BEHIND_POINT), 2**_DIGITS - 1)
-            shares[1:] = torch.tensor([float(whole >> digit & 1) for digit in range(_DIGITS)])
+            for digit in range(_DIGITS):
+                if whole >> digit & 1:
+                    shares[1 + digit].fill_(1)
             factor = whole / 2**_BEHIND_POINT
         for gradient in gradients:
             gradient.mul_(at_least(factor))
@@ -147,7 +149,7 @@ def mark(flags: Tensor, used: Sequence[bool]) -> None:
     flags.fill_(1)
     for index, its in enumerate(used):
         if not its:
-            flags[index] = 0
+            flags[index].zero_()
 
 
 def at_least(share: float) -> float:
