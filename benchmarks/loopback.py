@@ -1,9 +1,10 @@
 """The engine on one rank that sends every bucket to itself: what that costs beside plain PyTorch, and waits for.
 
-    python benchmarks/loopback.py [--batch 64] [--rounds 9] [--steps 20]       a minute on a GPU; results/loopback.json
+    python benchmarks/loopback.py                                      a minute on a GPU; results/loopback.json
+    python benchmarks/loopback.py --batch 2 --rounds 2 --steps 1       whether it works at all, on a CPU
 
 ResNet-50 at 224 x 224 on the first GPU, or the CPU where there is none. Every layer is replicated by all-reduce, in
-buckets of 25 MB, over a channel that copies each bucket, adds the copy and halves the sum, on a lane's own stream.
+buckets of 25 MiB, over a channel that copies each bucket, adds the copy and halves the sum, on a lane's own stream.
 Three models take turns (A B C A B C) from equal weights, and must be equal to the bit at the end: plain PyTorch, the
 engine, and plain again, which tells whether two runs are at all. On a GPU, steps of each are profiled: calls with which
 a thread of the host waits for it, and copies to the host. Of these the profiler makes some itself, at its end.
@@ -133,18 +134,23 @@ def main(batch: int, rounds: int, steps: int) -> None:
             for name, step in taken.items():
                 found[name].append(seconds(step, steps))
         waited = {name: waits(step) for name, step in taken.items()} if device == "cuda" else {}
-    plain, *others = (model.state_dict() for model in models.values())
+    states = {name: model.state_dict() for name, model in models.items()}
+    plain = states.pop("plain")
+    equal = {name: all(torch.equal(plain[key], each[key]) for key in plain) for name, each in states.items()}
     figures = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "batch": batch,
         "step_s": {name: statistics.median(each) for name, each in found.items()},
         "engine_over_plain": statistics.median(b / a for a, b, _ in zip(*found.values(), strict=True)),
         "plain_again_over_plain": statistics.median(c / a for a, _, c in zip(*found.values(), strict=True)),
-        "equal_bits": [all(torch.equal(plain[name], each[name]) for name in plain) for each in others],
+        "equal_bits": equal,
         "waits_in_5_steps": {name: dict(each) for name, each in waited.items()},
     }
     print(json.dumps(figures, indent=1))
-    RESULTS.write_text(json.dumps(figures | {"rounds": found}, indent=1) + "\n")
+    if device == "cuda":
+        RESULTS.write_text(json.dumps(figures | {"rounds": found}, indent=1) + "\n")
+    if equal["plain again"] and not equal["engine"]:
+        raise SystemExit("the engine's weights are not those of plain PyTorch")
 
 
 if __name__ == "__main__":

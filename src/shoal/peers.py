@@ -139,7 +139,7 @@ def ready(name: str, work: Workload) -> Peer:
 
 
 def step_times(peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0) -> Iterator[float]:
-    """Seconds of each step on this rank, back to back; the ranks start together.
+    """Seconds of each step on this rank, back to back (on a GPU each to its end); the ranks start together.
 
     From the end of one step to the end of the next: what a step leaves to be done beside the one after it (parameters
     on their way) is billed, since the first measured step pays for the last one that warmed up.

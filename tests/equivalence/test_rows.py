@@ -385,8 +385,10 @@ def test_a_mean_of_many_ranks_shares_is_not_rounded(ranks):
 def test_more_ranks_than_a_type_can_count_are_refused():
     going = torch.ones(num_shares(2), dtype=torch.bfloat16)
     with pytest.raises(UsageError, match="256 ranks at most"):
-        weigh([], going, 29 / 32, 257)
-    weigh([], going, 1.0, 257)  # where all have as many rows nothing is counted
+        divide([], going, 257)
+    with pytest.raises(UsageError, match="256 ranks at most"):  # where it is not looked at afterwards
+        weigh([], going.to("meta"), 29 / 32, 257)
+    divide([], torch.zeros_like(going), 257)  # where all have as many rows nothing is counted
 
 
 class Stopping(nn.Module):

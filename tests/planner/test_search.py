@@ -232,7 +232,7 @@ def test_a_wrong_pin_is_refused_with_a_way_out(pins: dict[str, str], says: str) 
 def test_servers_that_a_plan_has_no_use_for_are_named() -> None:
     where = replace(cluster(4, 25e6), servers=("s0", "s1"))
     by_workers, by_servers = (search(NET, where, pins={"*": strategy}) for strategy in ("replicate", "server"))
-    assert explain(by_workers, NET, where).idle == ("s0", "s1")
+    assert explain(by_workers, NET, where).idle == ("rank 4 (s0)", "rank 5 (s1)")
     assert explain(by_servers, NET, where).idle == ()
 
 

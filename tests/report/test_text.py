@@ -46,10 +46,11 @@ def test_a_placement_is_shown_where_it_is_not_the_default() -> None:
     )
 
 
-def test_hosts_that_a_plan_has_nothing_to_do_for_are_named() -> None:
+def test_ranks_that_a_plan_has_nothing_to_do_for_are_named() -> None:
     plain = Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, ())
     assert "nothing to do" not in printed(text.explained(plain))
-    assert "nothing to do for: h4, h5" in printed(text.explained(replace(plain, idle=("h4", "h5"))))
+    idle = "rank 4 (h4)", "rank 5 (h5)"
+    assert "nothing to do for rank 4 (h4), rank 5 (h5)" in printed(text.explained(replace(plain, idle=idle)))
 
 
 def test_a_cluster_shows_link_and_paces() -> None:

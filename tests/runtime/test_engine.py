@@ -90,12 +90,12 @@ class Streams:
         self._log.append(f"wait for {event}")
 
 
-@pytest.mark.parametrize(("device", "lanes"), [(None, [0, 1, 0, 1]), (torch.device("cuda"), [0, 1, 0, 0])])
+@pytest.mark.parametrize(("device", "lanes"), [(None, [0, 1, 2, 0]), (torch.device("cuda"), [1, 2, 1, 0])])
 def test_on_a_gpu_what_is_nccls_goes_over_one_channel(
     device: torch.device | None, lanes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Streams(monkeypatch, [])
-    channels = [ThreadComm(), ThreadComm()]
+    channels = [ThreadComm() for _ in range(3)]
     transfers = [Scripted(name, nn.Parameter(torch.ones(2)), []) for name in "abcd"]
     transfers[3].native = True
     took: list[int] = []

@@ -1,13 +1,16 @@
 """What lies on a GPU is not looked at where it is not needed: that waits for all that the GPU has still to do.
 
-Meta tensors stand for it, which have nothing to look at, and raise.
+Meta tensors stand for it, which have nothing to look at, and raise; a copy to them from the host is refused, too.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.threads import ThreadComm
 from shoal.core.contracts import OwnedTransfer, Place, Strategy, Transfer
@@ -17,37 +20,51 @@ from shoal.strategies.replicate import Replicate
 from shoal.strategies.sliced import Sliced
 
 
-def after_backward(strategy: Strategy, exchange: AllReduce | Direct, bias: bool = True) -> tuple[nn.Linear, Transfer]:
-    """A layer on a device, of which backward used all, or not the bias; and its transfer, on which gradients landed."""
-    model = nn.Linear(3, 2, device="meta")
+class NothingFromTheHost(TorchDispatchMode):
+    """Refuses a copy to the device, which waits for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        from_host = any(isinstance(each, Tensor) and each.device.type == "cpu" for each in args)
+        if from_host and isinstance(out, Tensor) and out.device.type == "meta" and "copy" in func.name():
+            raise AssertionError(f"{func.name()} from the host")
+        return out
+
+
+def after_backward(
+    strategy: Strategy, exchange: AllReduce | Direct, share: float = 1.0, bias: bool = True, dtype: Any = torch.float32
+) -> Transfer:
+    """The transfer of a layer on a device, of which backward used all, or not the bias, and whose gradients landed."""
+    model = nn.Linear(3, 2, device="meta", dtype=dtype)
     place = Place(layers={}, parameters=dict(model.named_parameters()), rank=0, ranks=2)
     (transfer,) = strategy.apply(place, exchange, "a bucket")
-    transfer.ready = lambda _: None
+    transfer.ready, transfer.share = lambda _: None, share
     if isinstance(transfer, OwnedTransfer):
         transfer.settle = lambda: None
-    nn.functional.linear(torch.empty(4, 3, device="meta"), model.weight, model.bias if bias else None).sum().backward()
-    return model, transfer
-
-
-def test_a_whole_exchange_of_the_network_librarys_own() -> None:
-    model, transfer = after_backward(Replicate(), AllReduce())
-    transfer.pack()
-    transfer.run(ThreadComm())
-    transfer.publish()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    x = torch.empty(4, 3, device="meta", dtype=dtype)
+    with NothingFromTheHost():
+        nn.functional.linear(x, model.weight, model.bias if bias else None).sum().backward()
+        transfer.pack()
+    return transfer
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_what_backward_does_for_owners(share: float) -> None:
-    _, transfer = after_backward(Sliced(), Direct())
-    transfer.share = share
-    transfer.pack()
-    transfer.publish()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_whole_exchange_of_the_network_librarys_own(share: float, dtype: torch.dtype) -> None:
+    transfer = after_backward(Replicate(), AllReduce(), share, dtype=dtype)
+    with NothingFromTheHost():
+        transfer.run(ThreadComm())
+        transfer.publish()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_backward_does_for_owners(share: float, bias: bool) -> None:
+    after_backward(Sliced(), Direct(), share, bias).publish()
 
 
 def test_where_this_rank_left_a_parameter_out_it_must_look_who_else_used_it() -> None:
-    _, transfer = after_backward(Replicate(), AllReduce(), bias=False)
-    transfer.pack()
+    transfer = after_backward(Replicate(), AllReduce(), bias=False)
     transfer.run(ThreadComm())
     with pytest.raises(NotImplementedError, match="meta"):
         transfer.publish()

@@ -71,7 +71,7 @@ class Explanation:
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # who owns what
     stage: Stage | None = None
-    idle: tuple[str, ...] = ()  # hosts that are there to serve layers, or to run the last, and were given none
+    idle: tuple[str, ...] = ()  # ranks that are there to serve layers, or to run the last, and were given none
 
     @property
     def step_s(self) -> float:

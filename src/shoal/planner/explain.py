@@ -51,10 +51,11 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives
 
 
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
-    """The servers, or the tail's hosts, if the plan has no use for them."""
+    """The servers, or the tail's ranks, if the plan has no use for them."""
     chosen = [predictor.strategy(choice.strategy) for choice in plan.choices]
-    servers = () if any(each.served for each in chosen) else cluster.servers
-    return servers + (() if any(each.staged for each in chosen) else cluster.tail)
+    used = any(each.served or each.staged for each in chosen)
+    others = () if used else cluster.servers + cluster.tail  # they stand behind those that train
+    return tuple(f"rank {rank} ({host})" for rank, host in enumerate(others, start=cluster.size))
 
 
 def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:

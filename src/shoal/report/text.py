@@ -135,8 +135,8 @@ def _placed(placement: Placement) -> str:
     return f"\nplacement: {ranks}; what else has owners is shared equally"
 
 
-def _idle(hosts: Sequence[str]) -> str:
-    return f"\nhosts that this plan has nothing to do for: {', '.join(hosts)}" if hosts else ""
+def _idle(ranks: Sequence[str]) -> str:
+    return f"\nthis plan has nothing to do for {', '.join(ranks)}" if ranks else ""
 
 
 def measured_cluster(cluster: Cluster) -> RenderableType:

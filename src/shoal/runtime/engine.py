@@ -6,7 +6,7 @@ It owns order, threads and errors; what it runs (`Transfer.run`) is straight-lin
     2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
     3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of its own, so the order
                 of messages in a channel is the same on every rank, whatever the threads do. On a GPU all that is NCCL's
-                takes the first: NCCL's communicators, called in another order on each rank, may wait for one another
+                has the first: NCCL's communicators, called in another order on each rank, may wait for one another
     4  finish   backward is over: what never got ready is packed as it is, lanes are waited for, gradients published
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
@@ -84,10 +84,10 @@ class Engine:
         self.served_lanes = with_servers
         self._going = among_workers + with_servers
         self.lanes = self._going + from_servers
-        ways = {False: cycle(among_workers), True: cycle(with_servers)}
-        self._lane = {t: next(ways[_is_served(t)]) for t in self.transfers}
-        if device is not None:
-            self._lane |= {t: among_workers[0] for t in self.transfers if t.native}
+        native = [t for t in self.transfers if t.native] if device is not None else []
+        others = among_workers[1:] if native and len(among_workers) > 1 else among_workers
+        ways = {False: cycle(others), True: cycle(with_servers)}
+        self._lane = {t: among_workers[0] if t in native else next(ways[_is_served(t)]) for t in self.transfers}
         self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(from_servers), strict=False))
         self._device = device
         self._ready: dict[Transfer, torch.Event | None] = {}  # and since when: each on the stream that brought it

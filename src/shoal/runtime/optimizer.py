@@ -163,7 +163,7 @@ def _clip_grad_norm(
         norms.append(stage.call("norm", number, groups_at_tail(stage, optimizer), [norm_type]).double())
     for owners in all_owners:
         norms += owners.norms(parameters, norm_type)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(f"the gradients' norm of order {norm_type} is not finite: {float(total)}")
     if max_norm == math.inf:  # a norm that is only asked for leaves gradients alone, also such as are not finite

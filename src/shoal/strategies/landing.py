@@ -104,17 +104,12 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
     """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not 1, as mostly.
 
     Raises:
-        UsageError: a type of 16 bits cannot count that many ranks' shares.
+        UsageError: on a GPU, as `divide` elsewhere: a type of 16 bits cannot count that many ranks.
     """
     shares.zero_()
     if share != 1:
-        most = round(2 / torch.finfo(shares.dtype).eps)
-        if ranks > most:
-            raise UsageError(
-                f"ranks have unlike numbers of rows, and sums in {shares.dtype} count {most} ranks at most",
-                got=f"{ranks} ranks",
-                do="give every rank as many rows (drop_last=True), or keep parameters in float32, under autocast",
-            )
+        if shares.device.type != "cpu":
+            _check_counted(shares.dtype, ranks)
         shares[0].fill_(1)
         if len(shares) == 2:
             shares[1].fill_(share)
@@ -130,18 +125,41 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
 
 
 def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
-    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them."""
-    if shares.device.type == "cpu" and not shares[0]:
+    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them.
+
+    On a GPU always, as nobody looks whether there are any.
+
+    Raises:
+        UsageError: a type of 16 bits cannot count that many ranks.
+    """
+    at_host = shares.device.type == "cpu"
+    if at_host and not shares[0]:
         return
-    others, digits = shares.real.double().split([1, len(shares) - 1])  # ranks that have it, of each
+    if at_host:
+        _check_counted(shares.dtype, ranks)
+    numbers = shares.real.double()
+    others, digits = numbers[0], numbers[1:]  # ranks that have it, of each
     if len(digits) > 1:
         digits = digits.ldexp(torch.arange(-_BEHIND_POINT, _DIGITS - _BEHIND_POINT, device=digits.device))
     mean = ((ranks - others + digits.sum()) / ranks).clamp(min=_LEAST)
     for each in sums:
-        if each.itemsize > 2:
+        if at_host:
+            each.div_(float(mean))
+        elif each.itemsize > 2:
             each.div_(mean)
         else:  # which would round the mean first
             each.copy_(each.float().div_(mean))
+
+
+def _check_counted(dtype: torch.dtype, ranks: int) -> None:
+    """Refuse unlike numbers of rows where a sum cannot count the ranks."""
+    most = round(2 / torch.finfo(dtype).eps)
+    if ranks > most:
+        raise UsageError(
+            f"ranks have unlike numbers of rows, and sums in {dtype} count {most} ranks at most",
+            got=f"{ranks} ranks",
+            do="give every rank as many rows (drop_last=True), or keep parameters in float32, under autocast",
+        )
 
 
 def mark(flags: Tensor, used: Sequence[bool]) -> None:
