@@ -84,10 +84,10 @@ class Engine:
         self.served_lanes = with_servers
         self._going = among_workers + with_servers
         self.lanes = self._going + from_servers
-        native = [t for t in self.transfers if t.native] if device is not None else []
-        others = among_workers[1:] if native and len(among_workers) > 1 else among_workers
+        by_nccl = {t for t in self.transfers if t.native} if device is not None else set()
+        others = among_workers[1:] if by_nccl and len(among_workers) > 1 else among_workers
         ways = {False: cycle(others), True: cycle(with_servers)}
-        self._lane = {t: among_workers[0] if t in native else next(ways[_is_served(t)]) for t in self.transfers}
+        self._lane = {t: among_workers[0] if t in by_nccl else next(ways[_is_served(t)]) for t in self.transfers}
         self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(from_servers), strict=False))
         self._device = device
         self._ready: dict[Transfer, torch.Event | None] = {}  # and since when: each on the stream that brought it

@@ -46,12 +46,9 @@ def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
 
 def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
     """The norm of all their elements together, in float64, on the CPU."""
-    norms = norms_of(tensors, order)
-    return (
-        torch.linalg.vector_norm(torch.stack(norms), order)
-        if norms
-        else torch.zeros((), dtype=torch.float64, device="cpu")
-    )
+    norms = norms_of(tensors, order) or (torch.zeros((), dtype=torch.float64, device="cpu"),)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+    return total
 
 
 def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:

@@ -133,9 +133,9 @@ def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
         UsageError: a type of 16 bits cannot count that many ranks.
     """
     at_host = shares.device.type == "cpu"
-    if at_host and not shares[0]:
-        return
     if at_host:
+        if not shares[0]:
+            return
         _check_counted(shares.dtype, ranks)
     numbers = shares.real.double()
     others, digits = numbers[0], numbers[1:]  # ranks that have it, of each

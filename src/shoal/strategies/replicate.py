@@ -58,16 +58,14 @@ class BucketTransfer(Transfer):
     def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str) -> None:
         self.label = label
         self.exchange, self.native = exchange, exchange.native
-        self._parameters = tuple(parameters.values())
         self._ranks = ranks
-        numel = sum(p.numel() for p in self._parameters)
-        first = self._parameters[0]
-        sizes = [numel, len(self._parameters), num_shares(first.itemsize)]
+        first, numels = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
+        sizes = [sum(numels), len(numels), num_shares(first.itemsize)]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares = self._flat.split(sizes)
-        pieces = self._gradients.split([p.numel() for p in self._parameters])
-        self._views = {p: unlined(piece, p) for piece, p in zip(pieces, self._parameters, strict=True)}
-        self._used = [False] * len(self._parameters)  # by this rank
+        pieces = self._gradients.split(numels)
+        self._views = {p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)}
+        self._used = [False] * len(numels)  # by this rank
         self._landing = Landing(self, parameters, self._take)
 
     def _take(self, parameter: nn.Parameter) -> bool:
