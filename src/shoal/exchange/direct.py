@@ -3,7 +3,7 @@
     reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in rank order
     gather   rank r ◀── slice o, summed ───── owner o
 
-2 steps, whatever P, with up to four messages of a rank under way: what seven senders at once send one receiver overruns
+2 steps, whatever P, with up to three messages of a rank under way: what many senders at once send one receiver overruns
 its link's queue. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer
 elements than ranks) are sent by nobody and awaited by nobody. Added in the order of the ranks, so that the bits depend
 neither on which message comes first nor on how parameters are put into buckets.
@@ -23,7 +23,7 @@ from shoal.core.contracts import Bucket, Comm, Pending, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
-_AT_ONCE = 4
+_AT_ONCE = 3
 
 
 @final
