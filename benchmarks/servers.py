@@ -2,10 +2,11 @@
 
     sudo .venv/bin/python benchmarks/servers.py [exchange] [training] [ahead]       half an hour; results/servers.json
 
-exchange   buckets summed and brought back, back to back, several in flight: 4 workers by themselves, by all-reduce
-           and by `direct`; with 4 more hosts as servers, and with 2 more (then workers serve a share too). As in
-           training, a lane brings buckets to servers while another brings back what is summed, in a steady state:
-           the first to come back is of before. Once more where a packet waits at a link for 5 ms at most, not 50
+exchange   buckets summed and brought back, back to back, several in flight: 4 workers by themselves, by all-reduce;
+           with 4 more hosts as servers, and with 2 more (then workers serve a share too). As in training, a lane
+           brings buckets to servers while another brings back what is summed, in a steady state: the first to come
+           back is of before, and a turn is many buckets long, as in one of a dozen how it begins and ends is a tenth.
+           Once more where a packet waits at a link for 5 ms at most, not 50
 training   steps of benchmarks/recipes/eight_linears.py, which are exchange and little else: by all-reduce without
            servers, by 4 and by 2 servers, and as the planner would have it with 4; for both queues
 ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds
@@ -36,8 +37,8 @@ from shoal.exchange.direct import Direct
 from shoal.strategies.server import shares
 
 WORKERS = 4
-IN_FLIGHT = {"4 MiB, four": (4 << 20, 4, 3), "16 MiB, eight": (16 << 20, 8, 1)}  # bytes of a bucket, lanes, rounds
-TURNS = 5  # of lanes × rounds buckets
+IN_FLIGHT = {"4 MiB, four": (4 << 20, 4, 12), "16 MiB, eight": (16 << 20, 8, 2)}  # bytes of a bucket, lanes, rounds
+TURNS = 3  # of lanes × rounds buckets
 STEP_S, SLOWER, STEPS = 0.05, 3, 60
 RESULTS = Path(__file__).parent / "results" / "servers.json"
 
@@ -66,14 +67,10 @@ def exchange(servers: int, in_flight: str) -> None:
     def from_servers(comm: Comm, flat: Tensor) -> None:
         Direct().all_gather(flat[: sum(sizes)].split(sizes), comm)
 
-    def by_workers(comm: Comm, flat: Tensor) -> None:
-        Direct().reduce(flat, comm)
-        Direct().gather(flat, comm)
-
     def by_all_reduce(comm: Comm, flat: Tensor) -> None:
         comm.all_reduce(flat)
 
-    work: dict[str, list[tuple[Callable[[Comm, Tensor], None], Comm, Tensor]]] = {"all-reduce": [], "direct": []}
+    work: dict[str, list[tuple[Callable[[Comm, Tensor], None], Comm, Tensor]]] = {"all-reduce": []}
     if servers:
         both_ways = (to_servers, there, going), (from_servers, back, coming)
         work[f"{WORKERS} + {servers} servers"] = [
@@ -83,7 +80,6 @@ def exchange(servers: int, in_flight: str) -> None:
         among = everyone.group(range(WORKERS))
         own_lanes = [among.channel(f"own{i}") for i in range(num_lanes)]
         work["all-reduce"] = [(by_all_reduce, *own) for own in zip(own_lanes, going, strict=True)]
-        work["direct"] = [(by_workers, *own) for own in zip(own_lanes, going, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in work}
     with ThreadPoolExecutor(2 * num_lanes) as pool:
 

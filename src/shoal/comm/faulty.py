@@ -3,7 +3,7 @@
     FaultyComm(comm, [Delay(rank=1, seconds=0.05, every=3), Kill(rank=2, at=17)])
 
 Sends and receives of a rank are its *operations*, numbered from 1 over all its channels in the order they are posted.
-Collectives are those of the base class, made of such operations. Failures as data: torchft, `fail_at(rank, step)`.
+Collectives are made of such operations. Failures as data: torchft, `fail_at(rank, step)`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from time import sleep
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
+from shoal.comm.around import Around
 from shoal.comm.threads import DONE
 from shoal.core.contracts import Comm, Pending
 
@@ -74,13 +75,11 @@ class _State:
 
 
 @final
-class FaultyComm(Comm):
+class FaultyComm(Around):
     """`inner` with `faults`; each rank may be given the whole list. Channels made from it share its faults."""
 
     def __init__(self, inner: Comm, faults: Sequence[Fault], state: _State | None = None) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
+        super().__init__(inner)
         self.faults = [f for f in faults if isinstance(f, RandomDelay) or f.rank == inner.rank]
         seeds = [f.seed for f in self.faults if isinstance(f, RandomDelay)]
         self._state = state or _State(random.Random(f"{seeds} rank {self.rank}"))
@@ -102,30 +101,6 @@ class FaultyComm(Comm):
     def group(self, ranks: range) -> FaultyComm:
         """Those ranks only, with the same faults, its operations numbered on from this one's."""
         return FaultyComm(self.inner.group(ranks), self.faults, self._state)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Without faults: it is for set-up."""
-        return self.inner.gather_objects(value)
-
-    def close(self) -> None:
-        """Close the inner channel."""
-        self.inner.close()
-
-    def reached(self, where: str) -> None:
-        """The inner comm's."""
-        self.inner.reached(where)
-
-    def leave(self, error: BaseException | None) -> None:
-        """The inner comm's."""
-        self.inner.leave(error)
-
-    def check(self, where: str) -> None:
-        """As the inner channel does."""
-        self.inner.check(where)
-
-    def diagnose(self, error: BaseException, where: str) -> BaseException:
-        """As the inner channel says."""
-        return self.inner.diagnose(error, where)
 
     def _suffer(self) -> bool:
         """Let the faults of the next operation come true; True if a message sent now is lost."""

@@ -1,17 +1,17 @@
 """Counts what a rank sends and receives, so that stated bytes can be held against real ones.
 
-Wraps any Comm at no cost but the counting. It keeps the collectives of the base class, which are made of point-to-point
-messages: a collective of the wrapped Comm's own is not used, and nothing crosses uncounted but `gather_objects`.
+Wraps any Comm at no cost but the counting; nothing crosses uncounted but `gather_objects`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 
+from shoal.comm.around import Around
 from shoal.core.contracts import Comm, Pending
 
 
@@ -41,13 +41,11 @@ class Counts:
 
 
 @final
-class TracedComm(Comm):
+class TracedComm(Around):
     """`inner`, counted. Channels made from it count into the same `counts`."""
 
     def __init__(self, inner: Comm, counts: Counts | None = None) -> None:
-        self.inner = inner
-        self.rank = inner.rank
-        self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
+        super().__init__(inner)
         self.counts = counts or Counts()
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -67,27 +65,3 @@ class TracedComm(Comm):
     def group(self, ranks: range) -> TracedComm:
         """Those ranks only, counted together with this one."""
         return TracedComm(self.inner.group(ranks), self.counts)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Not counted: it is for set-up."""
-        return self.inner.gather_objects(value)
-
-    def close(self) -> None:
-        """Close the inner channel."""
-        self.inner.close()
-
-    def reached(self, where: str) -> None:
-        """The inner comm's."""
-        self.inner.reached(where)
-
-    def leave(self, error: BaseException | None) -> None:
-        """The inner comm's."""
-        self.inner.leave(error)
-
-    def check(self, where: str) -> None:
-        """As the inner channel does."""
-        self.inner.check(where)
-
-    def diagnose(self, error: BaseException, where: str) -> BaseException:
-        """As the inner channel says."""
-        return self.inner.diagnose(error, where)

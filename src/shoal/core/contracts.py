@@ -57,6 +57,11 @@ class Comm(ABC):
         """How many ranks train on rows of their own: 0 … workers − 1. Those behind them are servers, or a tail."""
         return self.topology.workers
 
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, next neighbour first: if all began with rank 0, its link would be the one all wait for."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
     @abstractmethod
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start sending; `tensor` must not change until the wait returns."""
@@ -99,10 +104,7 @@ class Comm(ABC):
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Give every rank each rank's tensor; `outputs[r]` has the size of rank r's, which may differ between ranks."""
-        others = [r for r in range(self.size) if r != self.rank]
-        pending = [self.receive(outputs[r], r) for r in others] + [self.send(tensor, r) for r in others]
-        outputs[self.rank].copy_(tensor)
-        _both(*pending)
+        self.all_to_all(outputs, [tensor] * self.size)
 
     def numbers(self, mine: Sequence[int], what: str) -> list[int]:
         """Tell rank r the number `mine[r]`; what every rank told this one. 80 bytes to every other rank.
@@ -132,9 +134,8 @@ class Comm(ABC):
 
     def start_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Callable[[], None]:
         """Start that, and give what waits until it is done; inputs must not change till then."""
-        others = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to rank 0 first
-        pending = [self.receive(outputs[r], r) for r in others if outputs[r].numel()]
-        pending += [self.send(inputs[r], r) for r in others if inputs[r].numel()]
+        pending = [self.receive(outputs[r], r) for r in self.others if outputs[r].numel()]
+        pending += [self.send(inputs[r], r) for r in self.others if inputs[r].numel()]
         outputs[self.rank].copy_(inputs[self.rank])
 
         def finish() -> None:
@@ -148,7 +149,7 @@ class Comm(ABC):
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the root's tensor to every rank."""
         if self.rank == root:
-            _both(*(self.send(tensor, r) for r in range(self.size) if r != root))
+            _both(*(self.send(tensor, r) for r in self.others))
         else:
             self.receive(tensor, root).wait()
 

@@ -3,8 +3,7 @@
     reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in rank order
     gather   rank r ◀── slice o, summed ───── owner o
 
-2 steps, whatever P, with up to three messages of a rank under way: what many senders at once send one receiver overruns
-its link's queue. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer
+2 steps, whatever P. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer
 elements than ranks) are sent by nobody and awaited by nobody. Added in the order of the ranks, so that the bits depend
 neither on which message comes first nor on how parameters are put into buckets.
 Source: CaffeOnSpark's socket exchange, in which every node is master of a slice; the pairwise exchange for
@@ -23,7 +22,7 @@ from shoal.core.contracts import Bucket, Comm, Pending, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
-_AT_ONCE = 3
+_AT_ONCE = 3  # messages of a rank: what many senders at once send one receiver overruns its link's queue
 
 
 @final
@@ -50,13 +49,13 @@ class Direct(SplitExchange):
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send foreign slices to their owners; add up one's own."""
-        mine, peers = slices[comm.rank], _peers(comm)
+        mine = slices[comm.rank]
         home = comm.rank if comm.rank < comm.workers else 0  # whose part `mine` holds: a server's begins with rank 0's
         landing = iter(mine.new_empty(comm.workers - 1, mine.numel()).unbind())
         parts = [mine if r == home else next(landing) for r in range(comm.workers)]
 
-        receives = {r: comm.receive(parts[r], r) for r in peers if r < comm.workers and mine.numel()}
-        sends = _sent(comm, [(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()])
+        receives = {r: comm.receive(parts[r], r) for r in comm.others if r < comm.workers and mine.numel()}
+        sends = _sent(comm, [(slices[r], r) for r in comm.others if comm.rank < comm.workers and slices[r].numel()])
         total = parts[0]
         for r, part in enumerate(parts):
             if r in receives:
@@ -70,24 +69,23 @@ class Direct(SplitExchange):
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send one's own slice to all workers; receive what others own in place."""
-        mine, peers = slices[comm.rank], _peers(comm)
-        pending = [comm.receive(slices[r], r) for r in peers if comm.rank < comm.workers and slices[r].numel()]
+        mine = slices[comm.rank]
+        pending = [comm.receive(slices[r], r) for r in comm.others if comm.rank < comm.workers and slices[r].numel()]
         at_host = mine.cpu()  # once for all, where it lies on a GPU
-        pending += _sent(comm, [(at_host, r) for r in peers if r < comm.workers and mine.numel()])
+        pending += _sent(comm, [(at_host, r) for r in comm.others if r < comm.workers and mine.numel()])
         for each in pending:
             each.wait()
 
 
 def _sent(comm: Comm, messages: Sequence[tuple[Tensor, int]]) -> list[Pending]:
-    """Send each tensor to its rank, in order; the last ones are still under way."""
+    """Send each tensor to its rank, in order; the last ones are still under way.
+
+    With servers all at once: else every worker would begin with the same ones, and the others would have nothing to do.
+    """
+    at_once = _AT_ONCE if comm.workers == comm.size else max(1, len(messages))
     sends: list[Pending] = []
     for index, (tensor, to) in enumerate(messages):
-        if index >= _AT_ONCE:
-            sends[index - _AT_ONCE].wait()
+        if index >= at_once:
+            sends[index - at_once].wait()
         sends.append(comm.send(tensor, to))
-    return sends[-_AT_ONCE:]
-
-
-def _peers(comm: Comm) -> list[int]:
-    """The other ranks, next neighbour first: if all began with rank 0, its link would be the one that all wait for."""
-    return [(comm.rank + step) % comm.size for step in range(1, comm.size)]
+    return sends[-at_once:]

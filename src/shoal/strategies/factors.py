@@ -236,19 +236,18 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Te
 
     Everything is sent at once; a peer receives when it knows how much there is.
     """
-    peers = [r for r in range(comm.size) if r != comm.rank]
     header = torch.tensor([len(left), share], dtype=torch.float64, device="cpu")
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
-    pending = [comm.receive(headers[r], r) for r in peers]
+    pending = [comm.receive(headers[r], r) for r in comm.others]
     mine = [header, left.cpu(), right.cpu()] if len(left) else [header]  # once for all, where they lie on a GPU
-    sends = [comm.send(each, r) for each in mine for r in peers]
+    sends = [comm.send(each, r) for each in mine for r in comm.others]
     for each in pending:
         each.wait()
     rows = [int(each[0]) for each in headers]
     mean_share = at_least(sum(float(each[1]) for each in headers) / comm.size)
     all_left, all_right = left.new_empty(sum(rows), left.shape[1]), right.new_empty(sum(rows), right.shape[1])
     lefts, rights = all_left.split(rows), all_right.split(rows)
-    pending = [comm.receive(parts[r], r) for parts in (lefts, rights) for r in peers if rows[r]]
+    pending = [comm.receive(parts[r], r) for parts in (lefts, rights) for r in comm.others if rows[r]]
     lefts[comm.rank].copy_(left)
     rights[comm.rank].copy_(right)
     for each in (*pending, *sends):

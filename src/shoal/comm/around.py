@@ -1,0 +1,38 @@
+"""A Comm around another one: what a wrapper does not say otherwise is the inner one's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.core.contracts import Comm
+
+
+class Around(Comm):
+    """`inner`, but for its messages, channels and groups, which a wrapper has of its own.
+
+    It keeps the collectives of the base class, which are made of such messages; a collective of the inner one's own is
+    not used. `gather_objects` is, as it is for set-up.
+    """
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self.inner.gather_objects(value)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def reached(self, where: str) -> None:
+        self.inner.reached(where)
+
+    def leave(self, error: BaseException | None) -> None:
+        self.inner.leave(error)
+
+    def check(self, where: str) -> None:
+        self.inner.check(where)
+
+    def diagnose(self, error: BaseException, where: str) -> BaseException:
+        return self.inner.diagnose(error, where)
