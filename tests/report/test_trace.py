@@ -72,5 +72,5 @@ def test_a_recorded_step_shows_what_the_main_thread_waits_for_in_cut_layers() ->
             return recorder.events
 
     for events in run(2, work):
-        moves = [event for event in events if event.what.startswith("rows from every rank")]
+        moves = [event for event in events if event.what.startswith("messages from every rank")]
         assert [event.thread for event in moves] == [MAIN] * 5  # forward: counts, there, back; backward: there, back

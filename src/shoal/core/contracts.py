@@ -142,7 +142,7 @@ class Comm(ABC):
             begin_s = perf_counter()
             _both(*pending)
             if self.recorder is not None:
-                self.recorder.note("rows from every rank to every other", MAIN, begin_s)
+                self.recorder.note("messages from every rank to every other", MAIN, begin_s)
 
         return finish
 
