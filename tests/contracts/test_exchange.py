@@ -103,10 +103,12 @@ class WatchfulComm(Comm):
         self.inner, self.rank, self.size, self.topology = inner, inner.rank, inner.size, inner.topology
         self.sending: list[Watched] = []
         self.receiving: list[Watched] = []
+        self.most_sending = 0
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         assert not any(overlap(tensor, other.tensor) for other in self.receiving), "sent before it has landed"
         self.sending.append(Watched(self.inner.send(tensor, to), tensor, tensor.clone(), self.sending))
+        self.most_sending = max(self.most_sending, len(self.sending))
         return self.sending[-1]
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
@@ -255,6 +257,19 @@ def test_direct_adds_in_the_order_of_the_ranks(ranks: int) -> None:
     expected = total(ranks, 1000, torch.float32)
     for outcome in perform(Direct(), ranks, 1000, torch.float32):
         assert same_bits(outcome.after_gather, expected)
+
+
+@pytest.mark.parametrize(("workers", "servers", "most"), [(3, 0, 2), (6, 0, 3), (4, 4, 7), (4, 2, 5)])
+def test_direct_sends_to_few_at_a_time_but_where_there_are_servers(workers: int, servers: int, most: int) -> None:
+    """What many senders at once send overruns a receiver's queue; but no server is left without."""
+
+    def work(comm: ThreadComm) -> int:
+        watchful = WatchfulComm(comm)
+        Direct().reduce_scatter(slices_of(comm.rank, [1] * comm.size), watchful)
+        Direct().all_gather(slices_of(comm.rank, [1] * comm.size), watchful)
+        return watchful.most_sending
+
+    assert max(run(workers + servers, work, timeout_s=20, servers=servers)) == most
 
 
 @pytest.mark.parametrize("numel", [1, 1000])
