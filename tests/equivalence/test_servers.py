@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.plan import Plan
 from shoal.runtime.ahead import Shelf
 from shoal.runtime.engine import Engine
+from shoal.runtime.orders import send_orders
 from shoal.runtime.owners import Owners
 from shoal.runtime.servers import serve
 from shoal.runtime.session import current, using
@@ -311,6 +313,31 @@ def test_memory_that_somebody_keeps_may_be_written_at_any_time() -> None:
                 each.clamp_(-0.1, 0.1)
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, "server")
+
+
+def test_a_step_takes_two_orders_however_many_buckets_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits at the links behind gradients, and a server takes one after the other."""
+    sent = []
+
+    def counted(orders: dict[int, Tensor], comm: ThreadComm) -> None:
+        sent.append(orders.keys())
+        send_orders(orders, comm)
+
+    monkeypatch.setattr("shoal.runtime.servers.send_orders", counted)
+
+    def loop(model: nn.Module, *others: object) -> tuple[int, list[int]]:
+        numbers = []
+        for _ in range(3):
+            steps(1)(model, *others)
+            model.state_dict()  # the orders of the step are sent
+            numbers.append(len(sent))
+        (owned,) = current().attached[model].owned
+        return len(owned._owners.transfers), numbers
+
+    (transfers, numbers), _ = trained(2, 2, loop, pins={"*": "server"})[1]
+    assert transfers > 2
+    assert [after - before for before, after in pairwise(numbers)] == [2, 2]
+    assert all(servers == {2, 3} for servers in sent)
 
 
 def test_an_order_that_cannot_be_sent_is_an_error_at_once() -> None:

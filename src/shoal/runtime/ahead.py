@@ -29,7 +29,7 @@ from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Answering
 from shoal.runtime.optimizer import Update
-from shoal.runtime.orders import of_rank, read, receive_bytes, send_bytes
+from shoal.runtime.orders import OfRank, read, receive_order, send_orders
 from shoal.runtime.owners import Tell
 
 POLL_S = 0.5  # how often who waits looks whether a rank was lost
@@ -90,7 +90,7 @@ class RunningAhead:
         self._start()
         for transfer in self._transfers:
             if self._steps[transfer] != self._backwards:
-                self._order(transfer)
+                self._order(transfer, dict.fromkeys(self._servers, ()))
         for lane in range(min(self._lanes, len(self._transfers))):
             on_lane = self._transfers[lane :: self._lanes]
             self._engine.later(on_lane[0], partial(self._farewell, on_lane), "farewell to servers")
@@ -100,28 +100,23 @@ class RunningAhead:
         if not self._backwards:
             self._tell("start")
 
-    def _update(self, number: int, transfer: OwnedTransfer, given: Any, *work: Any) -> None:
-        self._steps[transfer] += 1
-        if self._steps[transfer] > self._backwards:
-            raise UsageError(_ONE_EACH, where=transfer.label, do="train without staleness")
-        for server in self._servers:
-            (pieces,) = of_rank(server, (given,))
-            if not all(each.at_owner for each in pieces.values()):
+    def _update(self, number: int, given: OfRank, *settings: Any) -> None:
+        of_server = {server: given.of(server) for server in self._servers}
+        for transfer in of_server[self._servers[0]]:
+            self._steps[transfer] += 1
+            if self._steps[transfer] > self._backwards:
+                raise UsageError(_ONE_EACH, where=transfer.label, do="train without staleness")
+            if not all(each.at_owner for its in of_server.values() for each in its[transfer].values()):
                 raise UsageError(
                     "a gradient that was assigned or cleared is this worker's own, where each runs ahead by itself",
                     where=transfer.label,
                     do="leave .grad alone between backward and optimizer.step(), or train with staleness=0",
                 )
-        self._order(transfer, number, transfer, given, *work)
+            self._order(transfer, {s: (number, transfer, its[transfer], *settings) for s, its in of_server.items()})
 
-    def _order(self, transfer: OwnedTransfer, *order: Any) -> None:
-        orders = {s: self._written(*of_rank(s, order)) for s in self._servers if transfer.owned[s]}
-
-        def give(comm: Comm) -> None:
-            for server, order in orders.items():
-                send_bytes(order, server, comm)
-
-        self._engine.later(transfer, give, "order an update of")
+    def _order(self, transfer: OwnedTransfer, orders: Mapping[int, tuple[Any, ...]]) -> None:
+        written = {server: self._written(*order) for server, order in orders.items() if transfer.owned[server]}
+        self._engine.later(transfer, partial(send_orders, written), "order an update of")
 
     def _farewell(self, on_lane: Sequence[OwnedTransfer], comm: Comm) -> None:
         for server in self._servers:
@@ -193,9 +188,10 @@ class AheadModel:
                     for each in mine:
                         self._shelves[each].leave(worker)
                     return
+            answers = []
             for _ in mine:
                 known = [()] * self._number + [self._transfers]
-                order = read(receive_bytes(worker, comm), known)
+                order = read(receive_order(worker, comm), known)
                 if not order:  # a backward without a step: the worker is about to end
                     continue
                 number, transfer, *work = order
@@ -203,7 +199,9 @@ class AheadModel:
                 self._shelves[transfer].step(
                     worker, landed[transfer], number, work, answer, partial(comm.check, "serving")
                 )
-                comm.send(answer.whole, worker).wait()
+                answers.append(comm.send(answer.whole, worker))  # which takes it when it has given all its orders
+            for sent in answers:
+                sent.wait()
 
 
 @final

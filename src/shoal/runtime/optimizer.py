@@ -245,10 +245,12 @@ class OwnedOptimizer:
                 self._updates[transfer].check_strides()
                 sent_off.append((transfer, mine, partial(_given, transfer, group_of)))
         self._owners.tell_changes({p for _, mine, _ in sent_off for p in mine})
+        served = {transfer: given for transfer, _, given in sent_off if transfer.served}
+        if served:
+            of_server = OfRank(lambda rank: {transfer: given(rank) for transfer, given in served.items()})
+            self._owners.tell("update", self._number, of_server, captured, now)
         for transfer, mine, given in sent_off:
             work = self._updates[transfer].work(given(self._owners.rank), captured, now, set(mine))
-            if transfer.served:
-                self._owners.tell("update", self._number, transfer, OfRank(given), captured, now)
             self._owners.send_off(transfer, mine, work)
         self._whole = [(group, group["params"]) for group in groups]
         for group, parameters in self._whole:

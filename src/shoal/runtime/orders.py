@@ -21,6 +21,7 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece
 from shoal.profiling.updates import attributes, settings
 
+_SIZE, _HEAD = 8, 1 << 12  # bytes: of an order's size; of its first message, which is all of an ordinary order
 _Name = tuple[int, ...]  # model, transfer, and parameter, or rank and piece; () is nothing that servers know
 
 
@@ -106,16 +107,24 @@ def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any,
     return content
 
 
-def send_bytes(order: Tensor, to: int, comm: Comm) -> None:
-    """Send an order."""
-    comm.send(torch.tensor([order.numel()]), to).wait()
-    comm.send(order, to).wait()
+def send_orders(orders: Mapping[int, Tensor], comm: Comm) -> None:
+    """Send each rank its order: the size and what fits beside it in one message, the rest in another."""
+    sends = []
+    for rank, order in orders.items():
+        head = torch.zeros(_HEAD, dtype=torch.uint8)
+        head[:_SIZE].view(torch.int64)[0] = order.numel()
+        head[_SIZE:][: order.numel()] = order[: _HEAD - _SIZE]
+        sends += [comm.send(part, rank) for part in (head, order[_HEAD - _SIZE :]) if part.numel()]
+    for send in sends:
+        send.wait()
 
 
-def receive_bytes(source: int, comm: Comm) -> Tensor:
+def receive_order(source: int, comm: Comm) -> Tensor:
     """Receive an order."""
-    size = torch.empty(1, dtype=torch.int64)
-    comm.receive(size, source).wait()
-    order = torch.empty(int(size), dtype=torch.uint8)
-    comm.receive(order, source).wait()
+    head = torch.empty(_HEAD, dtype=torch.uint8)
+    comm.receive(head, source).wait()
+    order, beside = torch.empty(int(head[:_SIZE].view(torch.int64)), dtype=torch.uint8), _HEAD - _SIZE
+    order[:beside] = head[_SIZE:][: order.numel()]
+    if order.numel() > beside:
+        comm.receive(order[beside:], source).wait()
     return order

@@ -40,8 +40,8 @@ from shoal.profiling.updates import attributes, made
 from shoal.runtime.ahead import AheadModel, RunningAhead
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
-from shoal.runtime.optimizer import Update
-from shoal.runtime.orders import Names, OfRank, of_rank, read, receive_bytes, send_bytes
+from shoal.runtime.optimizer import Given, Update
+from shoal.runtime.orders import Names, OfRank, of_rank, read, receive_order, send_orders
 from shoal.runtime.owners import Owners, Tell, values_of
 from shoal.runtime.tables import ServedTables, TableForm
 from shoal.strategies.server import shares
@@ -166,9 +166,9 @@ class Servers:
         if self._lane is None:
             return
         self._lane.check("an order to the servers")
-        for server in range(self._comm.workers, self._comm.size):
-            order = self._names.written(what, *of_rank(server, args))  # as of now; what cannot be sent is said here
-            self._lane.run(partial(send_bytes, order, server), f"order to rank {server}: {what}")
+        servers = range(self._comm.workers, self._comm.size)
+        orders = {s: self._names.written(what, *of_rank(s, args)) for s in servers}  # as of now; refusals are said here
+        self._lane.run(partial(send_orders, orders), f"order to servers: {what}")
 
 
 def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
@@ -226,7 +226,7 @@ def serve(comm: Comm) -> list[Counter[int]]:
 
 
 def _next_order(landed: SimpleQueue[Tensor], comm: Comm) -> None:
-    landed.put(receive_bytes(0, comm))
+    landed.put(receive_order(0, comm))
 
 
 def _check(models: Sequence[_Model], tables: Sequence[ServedTables]) -> None:
@@ -329,8 +329,9 @@ class _InStep:
             transfer.follow(set(transfer.held))
             self._engine.exchange(transfer)
 
-    def _update(self, optimizer: int, transfer: OwnedTransfer, *work: Any) -> None:
-        self._owners.send_off(transfer, (), self._updates[optimizer][transfer].work(*work))
+    def _update(self, optimizer: int, given: Mapping[OwnedTransfer, Mapping[Piece, Given]], *settings: Any) -> None:
+        for transfer, its in given.items():
+            self._owners.send_off(transfer, (), self._updates[optimizer][transfer].work(its, *settings))
 
     def _gather_state(self, optimizer: int) -> None:
         self.settle()
