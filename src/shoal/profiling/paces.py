@@ -145,24 +145,28 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
     sizes = [int(nbytes // 4 * share) for share in shares]
     with ThreadPoolExecutor(2 * num_lanes, thread_name_prefix="probe lane") as pool:
 
-        def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> None:
+        def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> float:
             slices = torch.zeros(sum(sizes), device="cpu").split(sizes)
             for _ in range(rounds):
                 half(slices, lane)
+            return time.perf_counter()
 
-        def seconds(rounds: int, *ways: tuple[Callable[[Sequence[Tensor], Comm], None], Sequence[Comm]]) -> float:
+        def seconds(rounds: int, *ways: tuple[Callable[[Sequence[Tensor], Comm], None], Sequence[Comm]]) -> list[float]:
+            """Until each way was done, the soonest first."""
             comm.gather_objects(None)
             start = time.perf_counter()
-            for errand in [pool.submit(serve, half, lane, rounds) for half, lanes in ways for lane in lanes]:
-                errand.result()
-            ranks: list[float] = comm.gather_objects(time.perf_counter() - start)
-            return max(ranks)
+            errands = [[pool.submit(serve, half, lane, rounds) for lane in lanes] for half, lanes in ways]
+            mine = [max(errand.result() for errand in way) - start for way in errands]
+            return sorted(max(ranks) for ranks in zip(*comm.gather_objects(mine), strict=True))
 
         going, coming = (exchange.reduce_scatter, there), (exchange.all_gather, back)
-        rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)), _MOST_ROUNDS))
+        rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)[-1]), _MOST_ROUNDS))
+
         turns = [(seconds(rounds, going), seconds(rounds, going, coming)) for _ in range(_TIMES)]
-        alone_s, both_s = (min(each) for each in zip(*turns, strict=True))
-        kept: float = min(1.0, alone_s / both_s)
+        alone_s = min(alone_s for (alone_s,), _ in turns)
+        # what is left of one way when the other is done goes alone: so much of it was not done beside the other
+        done_s = [(alone_s + max(0.0, alone_s - (last_s - both_s)), 2 * both_s) for _, (both_s, last_s) in turns]
+        kept = min(1.0, max(alone / both for alone, both in done_s))
     for lane in (*there, *back):
         lane.close()
     return kept
