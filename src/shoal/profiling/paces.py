@@ -161,7 +161,6 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
 
         going, coming = (exchange.reduce_scatter, there), (exchange.all_gather, back)
         rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)[-1]), _MOST_ROUNDS))
-
         turns = [(seconds(rounds, going), seconds(rounds, going, coming)) for _ in range(_TIMES)]
         alone_s = min(alone_s for (alone_s,), _ in turns)
         # what is left of one way when the other is done goes alone: so much of it was not done beside the other

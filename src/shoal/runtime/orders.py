@@ -111,7 +111,7 @@ def send_orders(orders: Mapping[int, Tensor], comm: Comm) -> None:
     """Send each rank its order: the size and what fits beside it in one message, the rest in another."""
     sends = []
     for rank, order in orders.items():
-        head = torch.zeros(_HEAD, dtype=torch.uint8)
+        head = torch.zeros(_HEAD, dtype=torch.uint8, device="cpu")
         head[:_SIZE].view(torch.int64)[0] = order.numel()
         head[_SIZE:][: order.numel()] = order[: _HEAD - _SIZE]
         sends += [comm.send(part, rank) for part in (head, order[_HEAD - _SIZE :]) if part.numel()]
@@ -121,9 +121,9 @@ def send_orders(orders: Mapping[int, Tensor], comm: Comm) -> None:
 
 def receive_order(source: int, comm: Comm) -> Tensor:
     """Receive an order."""
-    head = torch.empty(_HEAD, dtype=torch.uint8)
+    head = torch.empty(_HEAD, dtype=torch.uint8, device="cpu")
     comm.receive(head, source).wait()
-    order, beside = torch.empty(int(head[:_SIZE].view(torch.int64)), dtype=torch.uint8), _HEAD - _SIZE
+    order, beside = torch.empty(int(head[:_SIZE].view(torch.int64)), dtype=torch.uint8, device="cpu"), _HEAD - _SIZE
     order[:beside] = head[_SIZE:][: order.numel()]
     if order.numel() > beside:
         comm.receive(order[beside:], source).wait()
