@@ -279,6 +279,42 @@ def test_without_a_bound_nobody_waits_for_the_slow_one(monkeypatch: pytest.Monke
     assert max(max(histogram) for (histogram,) in observed) >= 5
 
 
+@pytest.mark.parametrize("staleness", [0, 2, None])
+def test_parameters_come_back_while_gradients_of_the_same_lane_go(staleness: int | None) -> None:
+    def loop(model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batches: list) -> bool:
+        (owned,) = current().attached[model].owned
+        owners, engine = owned._owners, owned._owners._engine
+        first = owners.transfers[0]
+        last = [each for each in owners.transfers if engine._lane[each] is engine._lane[first]][-1]
+        came, go = threading.Event(), last.run
+
+        def held(comm: ThreadComm) -> None:
+            assert came.wait(10), "the first parameters have not come"
+            go(comm)
+
+        last.run = held
+        x, y = batches[0]
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        engine.settle(first)
+        came.set()
+        owners.settle()
+        last.run = go
+        return last is not first
+
+    plan = trained(2, 2, lambda model, *_: current().attached[model].plan, pins={"*": "server"})[1][0]
+    assert isinstance(plan, Plan)
+    assert trained(2, 2, loop, plan=replace(plan, staleness=staleness, late=99))[1] == [True, True]
+
+
+@pytest.mark.parametrize("late", [0, 1, 99])
+def test_workers_that_run_ahead_are_answered_in_any_order(late: int) -> None:
+    plan = trained(2, 2, lambda model, *_: current().attached[model].plan, staleness=1)[1][0]
+    assert isinstance(plan, Plan)
+    for (histogram,) in trained(2, 2, steps(6), plan=replace(plan, late=late))[2]:
+        assert sum(histogram.values()) >= 2 * 6 and max(histogram) <= 1
+
+
 def test_who_has_ended_is_not_waited_for() -> None:
     """Also with a last backward that no step follows."""
 

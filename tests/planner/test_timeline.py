@@ -259,13 +259,11 @@ def test_on_one_host_the_floor_is_what_the_busiest_rank_moves() -> None:
     assert Predictor(profile, where).floor_s(plan) == pytest.approx(40.0, rel=1e-3)
 
 
-def served(
-    profile: ModelProfile, workers: int = 2, servers: int = 2, duplex: float = 1.0, ahead: bool = False
-) -> Timeline:
+def served(profile: ModelProfile, workers: int = 2, servers: int = 2, duplex: float = 1.0) -> Timeline:
     """All layers at servers, over a link of a megabyte a second in each direction; two lanes each way."""
     where = replace(cluster(workers, 1e6), servers=tuple(f"s{i}" for i in range(servers)), duplex=duplex)
     choices = [Choice(each.name, "server", "direct") for each in profile.layers]
-    return Predictor(profile, where, ahead=ahead).predict(choices, bucket_bytes=1, lanes=2)
+    return Predictor(profile, where).predict(choices, bucket_bytes=1, lanes=2)
 
 
 def test_what_comes_from_servers_does_not_share_the_link_with_what_goes_to_them() -> None:
@@ -298,12 +296,3 @@ def test_directions_that_hinder_one_another_are_slower_while_both_are_in_use() -
     there_s, back_s = (max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s"))
     assert there_s == pytest.approx(2 * 0.25 + 6 * 0.5, rel=1e-2), "the first two go alone"
     assert back_s == pytest.approx(there_s + 2 * 0.25, rel=1e-2), "the last two come alone"
-
-
-def test_where_workers_run_ahead_what_comes_from_servers_is_behind_all_that_goes_to_them() -> None:
-    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcdefgh"), backward_s=0.0, forward_s=0.0, optimizer_s=0.0)
-    found = served(profile, ahead=True)
-    there_s, back_s = (max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s"))
-    assert there_s == pytest.approx(8 * 0.25, rel=1e-2)
-    assert back_s == pytest.approx(2 * there_s, rel=1e-2)
-    assert found.late == 0

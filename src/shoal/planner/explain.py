@@ -26,7 +26,7 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives
     Returns:
         One row a layer, and the predicted step by its parts.
     """
-    predictor = Predictor(as_planned(profile, plan), cluster, ahead=plan.staleness != 0)
+    predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.as_is(plan)
     by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
     compared = {layer.name for layer in by_size[:_MOST_COMPARED]} if alternatives else set()

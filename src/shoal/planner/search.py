@@ -68,7 +68,7 @@ def search(
     """
     allowed = known(strategies)
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
-    predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster, ahead=stale)
+    predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     pinned = with_needed(predictor, resolve(pins or {}, [layer.name for layer in profile.layers]))
     options = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
     pairs = pairs_of(predictor, options, allowed, pinned, every=memory_limit is not None)
@@ -247,5 +247,5 @@ def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[O
 
 def repredicted(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     """The same plan with the step time that is to be expected of it here."""
-    timeline = Predictor(as_planned(profile, plan), cluster, ahead=plan.staleness != 0).as_is(plan)
+    timeline = Predictor(as_planned(profile, plan), cluster).as_is(plan)
     return replace(plan, predicted_s=timeline.step_s)

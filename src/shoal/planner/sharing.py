@@ -43,8 +43,7 @@ def plan_for(
         made = min((repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS), key=_with_chunks_s)
     if cluster.tail:
         made = min((repredicted(replace(made, joined=j), profile, cluster) for j in (True, False)), key=_predicted)
-    made = replace(made, staleness=staleness, late=made.late if staleness == 0 else 0)  # who runs ahead has one way
-    return with_sharing(made, profile, cluster)
+    return with_sharing(replace(made, staleness=staleness), profile, cluster)
 
 
 def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:

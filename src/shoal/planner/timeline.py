@@ -105,16 +105,11 @@ def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
 
 
 class Predictor:
-    """Predicts steps of one model on one cluster; what it works out for a site it keeps.
+    """Predicts steps of one model on one cluster; what it works out for a site it keeps."""
 
-    Where workers run `ahead` of one another, what servers send a worker comes on the lane of what it sends them, behind
-    that.
-    """
-
-    def __init__(self, profile: ModelProfile, cluster: Cluster, ahead: bool = False) -> None:
+    def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
         self.profile = profile
         self.cluster = cluster
-        self._ahead = ahead
         self._layers = {layer.name: layer for layer in profile.layers}
         self._nbytes = {layer.name: layer.nbytes for layer in profile.layers}
         self._total_nbytes = max(sum(self._nbytes.values()), 1)
@@ -272,7 +267,7 @@ class Predictor:
         end_s = max([backward_s, *(job.end_s for job in waited_for)])
         at_servers = [index for index in updated if going[index][1] == THERE]
         if late is None:
-            late = 0 if self._ahead else sum(sent[index].end_s == inf for index in at_servers)
+            late = sum(sent[index].end_s == inf for index in at_servers)
         first = at_servers[max(0, len(at_servers) - late) :]
         coming = (*first, *(index for index in reversed(updated) if index not in first))
         returned = {i: self._return(*served[i], *going[i], end_s, sent[i], lanes) for i in coming}
@@ -325,9 +320,8 @@ class Predictor:
         """A site's parameters, updated by their owners and sent back."""
         share = sum(self._nbytes[name] for name in site.layers) / site.parts / self._total_nbytes
         update = lanes.compute(self.profile.optimizer_s * share * cost.owned)
-        link = BACK if way == THERE else way
-        back = lanes.exchange(cost.pace, _one_half(cost.traffic, link), link)
-        way = way if self._ahead else link
+        way = BACK if way == THERE else way
+        back = lanes.exchange(cost.pace, _one_half(cost.traffic, way), way)
         return lanes.add(number, now, update, *back, lanes.compute(cost.lane_s), way=way, after=sent)
 
     def _forward(

@@ -1,8 +1,8 @@
 """Workers that run ahead of one another: servers answer each by itself, within a bound on its staleness.
 
-    worker r, a lane of its own to each server        server, a thread for each worker and lane
+    worker r, lanes there and back                    server, a thread for each worker and lane
       backward      each bucket's slice         ──▶     kept
-      step c        the optimizer's settings    ──▶     Shelf.step: a step's gradients are applied when all workers'
+      step c        its order, with settings    ──▶     Shelf.step: a step's gradients are applied when all workers'
                     parameters                  ◀──     are there; the answer waits until those of step c − bound were
 
 A worker's clock is the number of its steps; what it is given is stale by its clock less the slowest worker's. Each
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
+from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Any, Generic, TypeVar, final
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from shoal.core.contracts import Comm, OwnedTransfer, Slice, Turn
 from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
-from shoal.runtime.lanes import Answering
+from shoal.runtime.lanes import Answering, Errand
 from shoal.runtime.optimizer import Update
 from shoal.runtime.orders import OfRank, read, receive_order, send_orders
 from shoal.runtime.owners import Tell
@@ -35,6 +36,7 @@ from shoal.runtime.owners import Tell
 POLL_S = 0.5  # how often who waits looks whether a rank was lost
 T = TypeVar("T")
 _Brought = tuple[Slice, int, Sequence[Any]]  # a worker's gradients, the optimizer's number, and its settings
+_Landed = Mapping[OwnedTransfer, SimpleQueue[Slice]]  # a worker's gradients that it has given no order for yet
 _ONE_EACH = (
     "where workers run ahead of one another, every backward is followed by one step, and a bucket's layers have one "
     "optimizer"
@@ -49,7 +51,7 @@ class RunningAhead:
         engine: runs the transfers.
         transfers: the model's served ones.
         servers: their ranks.
-        lanes: how many channels there are to them.
+        lanes: how many channels there are to them, and how many back.
         tell: worker 0's word to all servers, before training starts.
         written: an order as bytes.
     """
@@ -63,7 +65,8 @@ class RunningAhead:
         tell: Tell,
         written: Callable[..., Tensor],
     ) -> None:
-        self._engine, self._transfers, self._servers, self._lanes = engine, transfers, servers, lanes
+        self._engine, self._transfers, self._servers = engine, transfers, servers
+        self._lanes = [transfers[lane::lanes] for lane in range(lanes)]
         self._tell, self._written = tell, written
         self._backwards = 0
         self._steps: Counter[OwnedTransfer] = Counter()
@@ -88,13 +91,12 @@ class RunningAhead:
     def end(self) -> None:
         """Tell the servers that this worker has ended."""
         self._start()
-        for transfer in self._transfers:
-            if self._steps[transfer] != self._backwards:
-                self._order(transfer, dict.fromkeys(self._servers, ()))
-        for lane in range(min(self._lanes, len(self._transfers))):
-            on_lane = self._transfers[lane :: self._lanes]
-            self._engine.later(on_lane[0], partial(self._farewell, on_lane), "farewell to servers")
-            self._engine.settle(on_lane[0])
+        for on_lane in self._lanes:
+            last = {server: next((t for t in on_lane if t.owned[server]), None) for server in self._servers}
+            owning = {server: transfer for server, transfer in last.items() if transfer is not None}
+            there = self._engine.beside(on_lane[0], partial(_farewell, owning), "farewell to servers", back=False)
+            for farewell in (there, self._order(on_lane, dict.fromkeys(owning, ()))):
+                farewell.wait("the end of the program")
 
     def _start(self) -> None:
         if not self._backwards:
@@ -112,19 +114,22 @@ class RunningAhead:
                     where=transfer.label,
                     do="leave .grad alone between backward and optimizer.step(), or train with staleness=0",
                 )
-            self._order(transfer, {s: (number, transfer, its[transfer], *settings) for s, its in of_server.items()})
+        for on_lane in self._lanes:
+            mine = {s: {t: its[t] for t in its if t in on_lane and t.owned[s]} for s, its in of_server.items()}
+            self._order(on_lane, {s: (number, its, *settings) for s, its in mine.items() if its})
 
-    def _order(self, transfer: OwnedTransfer, orders: Mapping[int, tuple[Any, ...]]) -> None:
-        written = {server: self._written(*order) for server, order in orders.items() if transfer.owned[server]}
-        self._engine.later(transfer, partial(send_orders, written), "order an update of")
+    def _order(self, on_lane: Sequence[OwnedTransfer], orders: Mapping[int, tuple[Any, ...]]) -> Errand:
+        """Send servers their orders on a lane's way back, where the answers come; the empty one is the last."""
+        written = {server: self._written(*order) for server, order in orders.items()}
+        return self._engine.beside(on_lane[0], partial(send_orders, written), "order to servers", back=True)
 
-    def _farewell(self, on_lane: Sequence[OwnedTransfer], comm: Comm) -> None:
-        for server in self._servers:
-            first = next((transfer for transfer in on_lane if transfer.owned[server]), None)
-            if first is not None:
-                nothing = first.slice_of(server)
-                nothing.turn.fill_(Turn.END)
-                comm.send(nothing.whole, server).wait()
+
+def _farewell(transfers: Mapping[int, OwnedTransfer], comm: Comm) -> None:
+    """Tell servers, in place of the gradients of these transfers, that none will come any more."""
+    for server, transfer in transfers.items():
+        nothing = transfer.slice_of(server)
+        nothing.turn.fill_(Turn.END)
+        comm.send(nothing.whole, server).wait()
 
 
 _CALLED = {
@@ -145,7 +150,8 @@ class AheadModel:
         transfers: of this model.
         number: of this model among `models`.
         updates: each optimizer's, by transfer.
-        lanes: channels to the workers.
+        there: channels from the workers, one a lane.
+        back: channels to them, as many.
         staleness: the bound; None for none.
     """
 
@@ -154,11 +160,12 @@ class AheadModel:
         transfers: Sequence[OwnedTransfer],
         number: int,
         updates: Sequence[Mapping[OwnedTransfer, Update]],
-        lanes: Sequence[Comm],
+        there: Sequence[Comm],
+        back: Sequence[Comm],
         staleness: int | None,
     ) -> None:
-        self._transfers, self._number, self._lanes = transfers, number, lanes
-        workers = lanes[0].workers
+        self._number, self._transfers, self._there, self._back = number, transfers, there, back
+        workers = there[0].workers
         self._shelves = {t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers}
         self._answering = each = Answering()
         self.check, self.finish, self.close = each.check, each.finish, each.close
@@ -168,40 +175,50 @@ class AheadModel:
         """Nothing is under way before the workers start."""
 
     def _start(self) -> None:
-        for index, comm in enumerate(self._lanes):
-            rank, on_lane = comm.rank, self._transfers[index :: len(self._lanes)]
-            mine = [transfer for transfer in on_lane if transfer.owned[rank]]
-            for worker in range(comm.workers):
-                self._answering.begin(worker, partial(self._answer, worker, mine), comm)
+        for index, (there, back) in enumerate(zip(self._there, self._back, strict=True)):
+            mine = [t for t in self._transfers[index :: len(self._there)] if t.owned[there.rank]]
+            for worker in range(there.workers if mine else 0):
+                landed: _Landed = {transfer: SimpleQueue() for transfer in mine}
+                self._answering.begin(worker, partial(_receive, worker, landed), there)
+                self._answering.begin(worker, partial(self._answer, worker, landed), back)
 
     def observed(self) -> Counter[int]:
         """How often a worker was ahead of the slowest by how many steps, when it was given parameters."""
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
-    def _answer(self, worker: int, mine: Sequence[OwnedTransfer], comm: Comm) -> None:
-        while mine:
-            landed: dict[OwnedTransfer, Slice] = {}
-            for transfer in mine:
-                landed[transfer] = transfer.slice_of(comm.rank)
-                comm.receive(landed[transfer].whole, worker).wait()
-                if landed[transfer].turn == Turn.END:
-                    for each in mine:
-                        self._shelves[each].leave(worker)
-                    return
+    def _answer(self, worker: int, landed: _Landed, comm: Comm) -> None:
+        known, check = [()] * self._number + [self._transfers], partial(comm.check, "serving")
+        while order := read(receive_order(worker, comm), known):
+            number, given, *settings = order
             answers = []
-            for _ in mine:
-                known = [()] * self._number + [self._transfers]
-                order = read(receive_order(worker, comm), known)
-                if not order:  # a backward without a step: the worker is about to end
-                    continue
-                number, transfer, *work = order
-                answer = transfer.slice_of(comm.rank)
-                self._shelves[transfer].step(
-                    worker, landed[transfer], number, work, answer, partial(comm.check, "serving")
-                )
-                answers.append(comm.send(answer.whole, worker))  # which takes it when it has given all its orders
+            for transfer, its in given.items():
+                gradients, answer = _taken(landed[transfer], check), transfer.slice_of(comm.rank)
+                self._shelves[transfer].step(worker, gradients, number, (its, *settings), answer, check)
+                answers.append(comm.send(answer.whole, worker))
             for sent in answers:
                 sent.wait()
+        for transfer in landed:
+            self._shelves[transfer].leave(worker)
+
+
+def _receive(worker: int, landed: _Landed, comm: Comm) -> None:
+    """Receive a worker's gradients, step after step, until it has ended."""
+    while True:
+        for transfer, waiting in landed.items():
+            gradients = transfer.slice_of(comm.rank)
+            comm.receive(gradients.whole, worker).wait()
+            if gradients.turn == Turn.END:
+                return
+            waiting.put(gradients)
+
+
+def _taken(waiting: SimpleQueue[Slice], check: Callable[[], None]) -> Slice:
+    """The next gradients, which are under way; `check` is called while they are waited for."""
+    while True:
+        try:
+            return waiting.get(timeout=POLL_S)
+        except Empty:
+            check()
 
 
 @final

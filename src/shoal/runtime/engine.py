@@ -187,6 +187,10 @@ class Engine:
         """Have a transfer's lane do `what`, behind all that it has to do. The same calls in order on every rank."""
         self._behind(transfer, self._lane_back[transfer], work, f"{what} {transfer.label}")
 
+    def beside(self, transfer: Transfer, work: Callable[[Comm], None], what: str, back: bool) -> Errand:
+        """Have the lane of a transfer's way there, or `back`, do `what`, whatever the transfer itself is at."""
+        return (self._lane_back if back else self._lane)[transfer].run(work, what)
+
     def exchange(self, transfer: Transfer) -> None:
         """Have a transfer's lane run it, behind all that it has to do: as `later`, but on its way there."""
         self._behind(transfer, self._lane[transfer], transfer.run, f"exchange {transfer.label}")

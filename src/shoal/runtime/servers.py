@@ -176,13 +176,11 @@ def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
 
 
 def ways(comm: Comm, model: int, lanes: int, staleness: int | None) -> tuple[list[Comm], list[Comm]]:
-    """Channels of a model's served transfers, among all ranks: there, and back.
-
-    None are for the way back where workers run ahead: what such a one brings and is given is one talk.
-    """
-    names = ["there", "back"] if staleness == 0 else ["there"]
-    made = [[comm.channel(f"model{model}-{name}{i}", idle=staleness != 0) for i in range(lanes)] for name in names]
-    return made[0], made[1] if staleness == 0 else []
+    """Channels of a model's served transfers, among all ranks: there, and back."""
+    there, back = (
+        [comm.channel(f"model{model}-{way}{i}", idle=staleness != 0) for i in range(lanes)] for way in ("there", "back")
+    )
+    return there, back
 
 
 def serve(comm: Comm) -> list[Counter[int]]:
@@ -271,7 +269,7 @@ class _Model:
         if staleness == 0:
             self.way = _InStep(self.transfers, self._updates, there, back)
         else:
-            self.way = AheadModel(self.transfers, number, self._updates, there, staleness)
+            self.way = AheadModel(self.transfers, number, self._updates, there, back, staleness)
 
     def do(self, what: str, held: Sequence[Sequence[int]] | None, *args: Any) -> None:
         """Do this server's part of what the workers do; `held`, where it matters: the gradients that owners have."""
