@@ -180,7 +180,9 @@ class Heartbeat:
     def _say_goodbye(self, error: BaseException | None) -> None:
         try:
             if error is not None and self._verdict is None:
-                text = error.what if isinstance(error, ShoalError) else str(error)
+                text = str(error)
+                if isinstance(error, ShoalError):
+                    text = f"{error.what} ({error.got})" if error.got else error.what
                 what = f"rank {self._rank} (host {self._host}) failed: {type(error).__name__}: {text}"
                 self._agreed(Verdict(what[:_LONGEST], self._rank))
             self._write(LEFT)

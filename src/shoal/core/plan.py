@@ -200,7 +200,7 @@ class Plan:
         try:
             text = Path(path).read_text()
         except OSError as error:
-            raise PlanError(f"the plan file {path} cannot be read", got=str(error), do="check the path") from error
+            raise PlanError(f"the plan file {path} cannot be read", got=str(error), do="check the path") from None
         return cls.from_json(text, source=str(path))
 
 

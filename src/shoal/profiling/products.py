@@ -39,6 +39,8 @@ class Product:
         """The product that a module's weight gradient is, or None if it is of another kind or was not run."""
         if rows == 0 or not isinstance(module, nn.Linear | nn.Embedding):
             return None
+        if module.weight.numel() == 0:
+            return None
         if isinstance(module, nn.Linear):
             shape = module.in_features, module.out_features
         else:

@@ -116,7 +116,8 @@ class Sample:
             got=f"{describe(loss if self.loss_fn else output)}, from {self._given()}",
             expected="a scalar tensor that requires grad"
             + ("" if self.loss_fn else ", or an output that has one as .loss or ['loss']"),
-            do="reduce it, for example with .mean(), and give a loss_fn where the model has no loss of its own",
+            do="reduce it, for example with .mean()"
+            + ("" if self.loss_fn else ", or give a loss_fn where the model has no loss of its own"),
         )
 
 

@@ -105,15 +105,31 @@ def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer])
             found = _try(optimizer, group) if group["params"] else Together("")
             if found.whole:
                 reasons |= dict.fromkeys(group["params"], found)
-    for parameter in parameters:
+    listed = list(parameters)
+    overlapping = _overlapping([p for p in listed if type(p) is nn.Parameter])
+    for parameter in listed:
         reason = ""
         if type(parameter) is not nn.Parameter:
             reason = f"a parameter of it is a {type(parameter).__name__}, not a plain nn.Parameter"
         elif not has_line(parameter):
             reason = "a parameter of it has gaps in memory"
+        elif parameter in overlapping:
+            reason = "a parameter of it shares memory with another one, which two owners would both update"
         if reason:
             reasons[parameter] = Together(reason, reason)
     return reasons
+
+
+def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
+    """Those that have memory together with another of them, as after `a.data = b.data`."""
+    found: set[Tensor] = set()
+    reach: dict[torch.device, tuple[int, Tensor]] = {}  # where the memory ends that begins before, and whose it is
+    for each in sorted((p for p in parameters if p.numel()), key=lambda p: p.data_ptr()):
+        end, other = reach.get(each.device, (0, each))
+        if each.data_ptr() < end:
+            found |= {each, other}
+        reach[each.device] = max((end, other), (each.data_ptr() + each.nbytes, each), key=lambda pair: pair[0])
+    return found
 
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:

@@ -120,8 +120,14 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
     missing = [name for name in layers if name not in names]
     twice = sorted({name for name in names if names.count(name) > 1})
     if missing or twice:
-        what = f"leaves out {', '.join(missing[:3])}" if missing else f"names {', '.join(twice[:3])} more than once"
-        raise PlanError(f"the plan {what}", expected="every layer with trainable parameters, once", do=_REPLAN)
+        named = ", ".join(map(repr, (missing or twice)[:3]))
+        what = f"leaves out {named}, which the model has" if missing else f"names {named} more than once"
+        raise PlanError(
+            f"the plan {what}",
+            got=f"a plan of {len(names)} layers",
+            expected=f"each of the model's {len(layers)} layers with trainable parameters, once",
+            do=_REPLAN,
+        )
     if plan.model != model_digest(model):
         raise PlanError(
             "the plan was made for another model: the layers' names agree, but not their shapes or types",

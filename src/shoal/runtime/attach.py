@@ -76,7 +76,7 @@ def attach(
         engine.entered = [*engine.entered, stage.entered]
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
-    extended = [extend(each, engine, owners, number, tables, stage) for number, each in enumerate(optimizers)]
+    extended = [extend(each, engine, owners, number, tables, stage, model) for number, each in enumerate(optimizers)]
     owned = tuple(each for each in extended if each is not None)
     return Running(engine, owned, watch(model, loss_fn, count, engine, weigher, owners))
 

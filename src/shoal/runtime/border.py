@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.comm.cut_output import CutOutput
 from shoal.comm.stage_output import StageOutput
+from shoal.core.cut import is_cut
 from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
 from shoal.runtime.weights import DEPTH, OPAQUE, Weight
@@ -38,7 +39,11 @@ class Border:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.engine = engine
         self._model = ref(model)  # whose hooks have this
-        self._given = [_Given(name, p, p.dtype, p.device) for name, p in model.named_parameters() if p.requires_grad]
+        self._given = [
+            _Given(name, p, p.dtype, p.device, None if is_cut(p) else p.stride())
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
         self._checked = -1  # autograd's number of the backward before which the model was looked at
         self._known = {id(p) for p in model.parameters()}
         self._trainable = [p for p in model.parameters() if p.requires_grad]
@@ -128,17 +133,20 @@ class _Given:
     parameter: Tensor
     dtype: torch.dtype
     device: torch.device
+    strides: tuple[int, ...] | None  # None: of a part, whose own they are
 
     def check(self) -> None:
         """Raise UsageError unless it is still so."""
         with torch._C.DisableTorchFunctionSubclass():
-            dtype, device, trains = self.parameter.dtype, self.parameter.device, self.parameter.requires_grad
-        if trains and (dtype, device) != (self.dtype, self.device):
+            its, trains = self.parameter, self.parameter.requires_grad
+            now = its.dtype, its.device, None if self.strides is None else its.stride()
+        then = self.dtype, self.device, self.strides
+        if trains and now != then:
             raise UsageError(
                 f"parameter {self.name} was converted after parallelize",
                 where=self.name,
-                got=f"{dtype} on {device}",
-                expected=f"{self.dtype} on {self.device}, as it was then",
+                got="{} on {}, with strides {}".format(*now),
+                expected="{} on {}, with strides {}, as it was then".format(*then),
                 do="convert the model, model.to(...), before parallelize; for mixed precision use torch.autocast",
             )
 

@@ -57,8 +57,22 @@ def _step(
         with torch.enable_grad():
             loss = closure()
     by.check_sent()
-    last = optimizer.register_step_pre_hook(lambda *_: by.open())  # hooks before it may clip, or edit groups
-    first = optimizer.register_step_post_hook(lambda *_: by.close())
+    deep = 0  # a step that calls its base class's runs the hooks of both
+
+    def enter(*_: object) -> None:
+        nonlocal deep
+        deep += 1
+        if deep == 1:
+            by.open()
+
+    def leave(*_: object) -> None:
+        nonlocal deep
+        deep -= 1
+        if deep == 0:
+            by.close()
+
+    last = optimizer.register_step_pre_hook(enter)  # hooks before it may clip, or edit groups
+    first = optimizer.register_step_post_hook(leave)
     hooks = optimizer._optimizer_step_post_hooks
     hooks.update({key: hooks.pop(key) for key in list(hooks) if key != first.id})  # behind it, in their order
     try:

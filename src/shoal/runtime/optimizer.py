@@ -58,6 +58,7 @@ class _Served:
     owners: Owners | None
     stage: Stage | None
     number: int  # of the optimizer among the model's
+    parameters: frozenset[Tensor]  # the model's
 
 
 def extend(
@@ -67,6 +68,7 @@ def extend(
     number: int = 0,
     tables: Tables | None = None,
     stage: Stage | None = None,
+    model: nn.Module | None = None,
 ) -> OwnedOptimizer | None:
     """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
 
@@ -80,7 +82,9 @@ def extend(
     optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, served), optimizer)
     if engine is None:
         return None
-    served.append(_Served(engine, owners, stage, number))
+    if not served:
+        optimizer.register_step_pre_hook(partial(_check_known, served))
+    served.append(_Served(engine, owners, stage, number, frozenset(model.parameters() if model else ())))
     optimizer.register_step_pre_hook(partial(_check_sent, engine, signature(type(optimizer).step)))
     if tables is not None:
         serve(optimizer, TableOptimizer(optimizer, number, tables))
@@ -93,6 +97,20 @@ def extend(
     owned = OwnedOptimizer(optimizer, owners, number)
     serve(optimizer, owned)
     return owned
+
+
+def _check_known(served: Sequence[_Served], optimizer: Optimizer, *_: object) -> None:
+    """Raise UsageError for a gradient that nobody exchanges."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if any(parameter in each.parameters for each in served) or local_gradient(parameter) is None:
+                continue
+            raise UsageError(
+                "the optimizer has a parameter that is no parallelised model's: each rank would train its own",
+                where=f"param_groups[{number}], a parameter of shape {tuple(parameter.shape)}",
+                do="before parallelize make it one of the model's (self.scale = nn.Parameter(…)); or parallelise "
+                "the model that has it, too",
+            )
 
 
 def _check_sent(

@@ -32,6 +32,7 @@ from shoal.profiling.updates import made, make_step
 from shoal.runtime.ahead import POLL_S, Clocks
 from shoal.runtime.lanes import Answering
 from shoal.runtime.owners import norm
+from shoal.strategies.embedding import is_written
 
 _WHAT = {VALUES: "values", GRADIENTS: "gradients"}
 _ALIKE = "look at and change a table's gradients, and change its values and the optimizer's state, on every rank alike"
@@ -302,10 +303,11 @@ class _Table:
             self._dense.index_add_(0, ids, slopes)
         version = self._dense._version
         yield self._dense
-        if self._dense._version == version:
+        changed = self._dense._version != version
+        if not changed:
             for ids, _ in rows:
                 self._dense.index_fill_(0, ids, 0.0)
-        else:  # the optimizer has changed it
+        if changed or is_written(self._dense):  # by the optimizer
             self._dense.zero_()
 
     def _gradients(self) -> list[Tensor]:

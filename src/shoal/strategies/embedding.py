@@ -30,6 +30,7 @@ from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
 
+_LOOKED_AT = 64  # rows of a gradient
 _ID_BYTES = 8
 _SLOT = "_cut_embedding"  # where a served layer keeps what runs it
 
@@ -127,11 +128,21 @@ class _Table:
         elif buffer._version == self._version:
             for ids in self._touched:
                 buffer.index_fill_(0, ids, 0.0)
+            if is_written(buffer):
+                buffer.zero_()
         else:  # somebody has changed it
             buffer.zero_()
         self._touched.clear()
         self._version = buffer._version
         return buffer
+
+
+def is_written(dense: Tensor) -> bool:
+    """Whether somebody has written over a gradient that should be zeros, as optimizers that write through `.data` do.
+
+    That leaves no version behind, so some rows are looked at: such an optimizer writes over all of them.
+    """
+    return bool(dense[:: max(1, len(dense) // _LOOKED_AT)].any())
 
 
 class _Found(torch.autograd.Function):

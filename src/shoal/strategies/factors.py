@@ -82,7 +82,7 @@ class FactorTransfer(Transfer):
         self._rows = 0  # of all ranks together
         for target in self._targets:
             target.register_hook(self._refuse_gradient_from_elsewhere)
-        self._accumulators = [_accumulator(target) for target in self._targets]
+        self._accumulators: list[Any] = []  # autograd's, of the last call: a conversion there and back makes others
 
     def serves(self, module: nn.Linear | nn.Embedding) -> bool:
         """Whether this call of the layer is one of its own weights, and in training (not under functional_call …)."""
@@ -93,6 +93,7 @@ class FactorTransfer(Transfer):
     def called(self, output: Tensor) -> Tensor:
         """Note a call of the layer."""
         self._calls.add(output.grad_fn)
+        self._accumulators = [_accumulator(target) for target in self._targets if target.requires_grad]
         return output
 
     def add(self, call: Any, left: Tensor, right: Tensor) -> None:

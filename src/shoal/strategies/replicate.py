@@ -74,7 +74,7 @@ class BucketTransfer(Transfer):
             view.zero_()
             return False
         torch.mul(gradient.detach(), 1.0 / self._ranks, out=view)
-        parameter.grad = view
+        parameter.grad = view.detach()  # of the same memory, and not the same: its `.data` may be set, as by model.to()
         return True
 
     def pack(self) -> None:
@@ -90,8 +90,8 @@ class BucketTransfer(Transfer):
     def publish(self) -> None:
         used = self._used if all(self._used) else self._flags.tolist()
         for (parameter, view), users in zip(self._views.items(), used, strict=True):
-            if users:
-                parameter.grad = view
+            if users and parameter.grad is None:  # this rank brought nothing
+                parameter.grad = view.detach()
         self._landing.open()
 
     def kept(self) -> Sequence[Tensor]:
