@@ -137,7 +137,7 @@ PLANS = {
         options=option(plan=replace(PLAN, choices=(*PLAN.choices, shoal.Choice("hidden.0", "replicate", "ring")))),
     ),
     "a plan that leaves a layer out": Case(
-        PlanError, ("leaves out norm",), options=option(plan=replace(PLAN, choices=PLAN.choices[:2]))
+        PlanError, ("leaves out 'norm'",), options=option(plan=replace(PLAN, choices=PLAN.choices[:2]))
     ),
     "a plan for other ranks": Case(PlanError, ("3 ranks", "expected: 4"), options=option(plan=replace(PLAN, ranks=4))),
     "a plan for another model": Case(

@@ -122,9 +122,8 @@ class Comm(ABC):
                 raise RanksDiffer(
                     f"rank {rank} does something else than rank {self.rank}",
                     got=f"rank {rank}: {text}; rank {self.rank}: {what}",
-                    do="where layers are cut, on every rank alike: call the model (also to evaluate) and its "
-                    "state_dict(), read cut parameters and their gradients; or let none be cut, by "
-                    'parallelize(…, strategies=["replicate", "factor"])',
+                    do="where layers are cut, on every rank alike: call the model (also to evaluate) and state_dict(), "
+                    'read cut parameters and gradients; or let none be cut: strategies=["replicate", "factor"]',
                     rank=rank,
                 )
         return [int(theirs[0]) for theirs in told]

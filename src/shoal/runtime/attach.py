@@ -27,6 +27,7 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
 from shoal.rewrite.apply import apply, cuts, label, places
+from shoal.runtime.checks import check_known
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import streaming
 from shoal.runtime.optimizer import OwnedOptimizer, extend
@@ -76,7 +77,9 @@ def attach(
         engine.entered = [*engine.entered, stage.entered]
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
-    extended = [extend(each, engine, owners, number, tables, stage, model) for number, each in enumerate(optimizers)]
+    extended = [extend(each, engine, owners, number, tables, stage) for number, each in enumerate(optimizers)]
+    for each in optimizers:
+        check_known(each, model)
     owned = tuple(each for each in extended if each is not None)
     return Running(engine, owned, watch(model, loss_fn, count, engine, weigher, owners))
 

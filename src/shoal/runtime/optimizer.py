@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import Signature, signature
 from types import MethodType
 from typing import Any, final
 
@@ -32,6 +31,7 @@ from shoal.core.cut import is_cut
 from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.profiling.updates import attributes, like, make_step, part_of, settings
+from shoal.runtime.checks import check_before_steps
 from shoal.runtime.engine import Engine
 from shoal.runtime.methods import serve
 from shoal.runtime.orders import OfRank
@@ -58,7 +58,6 @@ class _Served:
     owners: Owners | None
     stage: Stage | None
     number: int  # of the optimizer among the model's
-    parameters: frozenset[Tensor]  # the model's
 
 
 def extend(
@@ -68,7 +67,6 @@ def extend(
     number: int = 0,
     tables: Tables | None = None,
     stage: Stage | None = None,
-    model: nn.Module | None = None,
 ) -> OwnedOptimizer | None:
     """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
 
@@ -82,10 +80,8 @@ def extend(
     optimizer.__dict__["clip_grad_norm_"] = MethodType(partial(_clip_grad_norm, served), optimizer)
     if engine is None:
         return None
-    if not served:
-        optimizer.register_step_pre_hook(partial(_check_known, served))
-    served.append(_Served(engine, owners, stage, number, frozenset(model.parameters() if model else ())))
-    optimizer.register_step_pre_hook(partial(_check_sent, engine, signature(type(optimizer).step)))
+    served.append(_Served(engine, owners, stage, number))
+    check_before_steps(optimizer, engine)
     if tables is not None:
         serve(optimizer, TableOptimizer(optimizer, number, tables))
     if stage is not None:
@@ -97,39 +93,6 @@ def extend(
     owned = OwnedOptimizer(optimizer, owners, number)
     serve(optimizer, owned)
     return owned
-
-
-def _check_known(served: Sequence[_Served], optimizer: Optimizer, *_: object) -> None:
-    """Raise UsageError for a gradient that nobody exchanges."""
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if any(parameter in each.parameters for each in served) or local_gradient(parameter) is None:
-                continue
-            raise UsageError(
-                "the optimizer has a parameter that is no parallelised model's: each rank would train its own",
-                where=f"param_groups[{number}], a parameter of shape {tuple(parameter.shape)}",
-                do="before parallelize make it one of the model's (self.scale = nn.Parameter(…)); or parallelise "
-                "the model that has it, too",
-            )
-
-
-def _check_sent(
-    engine: Engine, its: Signature, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a step, or within it behind a closure's backward; `its` is the step's signature."""
-    of_step = its.bind_partial(*args, **kwargs)
-    closure = of_step.arguments.get("closure")
-    if closure is None:
-        engine.check_sent()
-        return None
-
-    def checked() -> Any:
-        loss = closure()
-        engine.check_sent()
-        return loss
-
-    of_step.arguments["closure"] = checked
-    return of_step.args, of_step.kwargs
 
 
 @contextmanager
