@@ -92,8 +92,7 @@ class RunningAhead:
         """Tell the servers that this worker has ended."""
         self._start()
         for on_lane in self._lanes:
-            last = {server: next((t for t in on_lane if t.owned[server]), None) for server in self._servers}
-            owning = {server: transfer for server, transfer in last.items() if transfer is not None}
+            owning = {server: t for t in reversed(on_lane) for server in self._servers if t.owned[server]}  # the first
             there = self._engine.beside(on_lane[0], partial(_farewell, owning), "farewell to servers", back=False)
             for farewell in (there, self._order(on_lane, dict.fromkeys(owning, ()))):
                 farewell.wait("the end of the program")
