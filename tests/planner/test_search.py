@@ -239,7 +239,7 @@ def test_servers_that_a_plan_has_no_use_for_are_named() -> None:
 def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
     where = cluster(4, 25e6)
     plan = search(NET, where, placement={"head.fc2": 1}, strategies=WHOLE)
-    assert strategies_of(plan.choices) == {"head.fc2": "sliced", "head.fc1": "factor", "body.conv": "sliced"}
+    assert strategies_of(plan.choices) == {"head.fc2": "sliced", "head.fc1": "factor", "body.conv": "replicate"}
     assert plan.placement == {"head.fc2": 1}
     rows = {row.layer: row for row in explain(plan, NET, where).layers}
     refused = {other.choice.strategy: other.refusal for other in rows["head.fc2"].others if other.refusal}

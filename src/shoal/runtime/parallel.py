@@ -43,7 +43,7 @@ from shoal.profiling.sample import Sample
 from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
 from shoal.runtime.attach import attach
-from shoal.runtime.memory import give_back_freed
+from shoal.runtime.memory import give_back_freed, keep_freed
 from shoal.runtime.optimizer import extend
 from shoal.runtime.request import Request, checked, listed, require_same
 from shoal.runtime.session import Attached, Session, current, leave, ranks
@@ -128,6 +128,7 @@ def parallelize(
         for each in optimizers:
             extend(each)
         return model, loss_fn, optimizer
+    keep_freed()
     comm.reached("parallelize: measuring the model")
     first = session.tail is not None and session.tail.calls == 1  # whose end may be elsewhere
     pieces = (given.micro_batches if given else micro_batches) if first else None
