@@ -85,6 +85,21 @@ def test_gradients_are_seen_before_and_after_the_step_and_cleared_anywhere(clear
     assert_seen_alike(loop)
 
 
+def test_what_is_read_in_inference_mode_is_trained_on_outside():
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            loss_fn(model(x), y).backward()
+            with torch.inference_mode():
+                model.see(0, *gradients(model))
+            optimizer.step()
+            with torch.inference_mode():
+                model(x)
+                model.see(10, model.last.weight)
+            optimizer.zero_grad(set_to_none=False)
+
+    assert_seen_alike(loop)
+
+
 def test_gradients_that_are_never_cleared_add_up():
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):

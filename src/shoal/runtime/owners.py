@@ -104,6 +104,7 @@ class Owners:
         if self._is_held(parameter):
             self.fetch_all()
 
+    @torch.inference_mode(False)  # what is read in it is stepped with outside
     def fetch_all(self) -> None:
         """Bring all gradients that are at their owners to every rank (a collective)."""
         self.tell("fetch_all")
