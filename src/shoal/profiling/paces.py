@@ -32,6 +32,7 @@ _BUDGET_S = 0.5  # for each exchange and size
 _TIMES = 2  # what else the machine does only adds: the least counts
 _MOST_ROUNDS = 64
 _PACK_S = 0.1
+_COLD = 64 << 20  # bytes that no cache holds beside as many others
 _DUPLEX_S = 1.0  # of each turn: what the queues of a link hold is used up in a tenth of it
 _COMPUTED = 384  # rows and columns of the product between two moves: some milliseconds
 
@@ -176,16 +177,19 @@ def _nothing(flat: Tensor, lane: Comm) -> None:
 
 
 def probe_pack(comm: Comm) -> float:
-    """Seconds that a byte of gradient takes into its bucket (read, scaled, written) while every rank packs."""
-    gradient = torch.ones(_LARGE[0] // 4, device="cpu")
-    bucket = torch.empty_like(gradient)
-    torch.mul(gradient, 0.5, out=bucket)
+    """Seconds that a byte of gradient takes into its bucket (read, scaled, written) while every rank packs.
+
+    Neither is in a cache: between two steps everything else was.
+    """
+    gradients = torch.ones(_COLD // 4, device="cpu").split(_LARGE[0] // 4)
+    buckets = torch.ones(_COLD // 4, device="cpu").split(_LARGE[0] // 4)
     comm.gather_objects(None)
-    start, times = time.perf_counter(), 0
+    start, nbytes = time.perf_counter(), 0
     while time.perf_counter() - start < _PACK_S:
-        torch.mul(gradient, 0.5, out=bucket)
-        times += 1
-    seconds: list[float] = comm.gather_objects((time.perf_counter() - start) / (times * gradient.nbytes))
+        for gradient, bucket in zip(gradients, buckets, strict=True):
+            torch.mul(gradient, 0.5, out=bucket)
+            nbytes += gradient.nbytes
+    seconds: list[float] = comm.gather_objects((time.perf_counter() - start) / nbytes)
     return max(seconds)
 
 

@@ -106,13 +106,14 @@ def owned_cost(
     widths = tuple(_width(owned, itemsize) for owned in placed)
     largest = max(sum(stop - start for _, start, stop in owned) for owned in placed)
     bucket = Bucket(sum(widths), itemsize, widths)
-    pack_s = bucket.nbytes * cluster.pack_byte_s
+    own_bytes = max(widths[: cluster.size]) * itemsize
+    pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
     return Cost(
         exchange.traffic(bucket, topology),
         cluster.pace(exchange.name),
         backward_s=pack_s,
-        lane_s=pack_s,  # the new parameters are taken out again
-        memory_bytes=bucket.nbytes + max(widths[: cluster.size]) * itemsize,
+        lane_s=pack_s + 2 * own_s,  # new parameters are taken out; own sums are kept, own new values put in before
+        memory_bytes=bucket.nbytes + own_bytes,
         owned=largest / sum(p.numel for p in parameters) if largest else 1.0,
     )
 
