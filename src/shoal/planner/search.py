@@ -31,6 +31,7 @@ _FEWEST = 16  # groups of many
 _LARGEST = 4  # layers, of which two change together
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
 OWNED_WORTH = 0.04  # of the step: what owners must gain that update all layers; they take some 3 % more than predicted
+OTHER_WORTH = 0.02  # of the step: what must be gained on the library's own all-reduce by another exchange of all layers
 CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
 _START_BYTES = 4 << 20
@@ -202,7 +203,7 @@ class _Search:
         given = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
         if given not in self._steps:
             step_s = self._predictor.predict(*given).step_s
-            self._steps[given] = step_s * self._worth(picks) * (1 + _OVER_WORTH * self._over(*given))
+            self._steps[given] = step_s * self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*given))
         return self._steps[given]
 
     def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
@@ -212,11 +213,14 @@ class _Search:
         held = self._predictor.memory_bytes(choices, bucket_bytes, lanes)
         return max(0.0, held / self._memory_limit - 1)
 
-    def _worth(self, picks: Mapping[str, Option]) -> float:
+    def _worth(self, picks: Mapping[str, Option], carried: Mapping[str, str]) -> float:
         """How much shorter a plain step may be predicted that is as good."""
         served = [self._predictor.strategy(strategy) for strategy, _ in picks.values()]
         owned = [strategy.owns for strategy in served].count(True) / max(len(served), 1)
-        return (1 + OWNED_WORTH * owned) * (1 + CUT_WORTH * any(strategy.cuts for strategy in served))
+        plain = [own or carried[PLAIN] for strategy, own in picks.values() if strategy == PLAIN]
+        other = sum(not self._predictor.native(exchange) for exchange in plain) / max(len(served), 1)
+        cut = any(strategy.cuts for strategy in served)
+        return (1 + OWNED_WORTH * owned + OTHER_WORTH * other) * (1 + CUT_WORTH * cut)
 
     def _cheapest(self, name: str) -> Option:
         return min(self._options[name], key=lambda option: self._alone(name, option))

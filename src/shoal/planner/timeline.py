@@ -146,6 +146,10 @@ class Predictor:
         """Whether the strategy takes several layers and an exchange."""
         return strategy in self._bucketed
 
+    def native(self, exchange: str) -> bool:
+        """Whether the network library itself carries it."""
+        return named(exchanges, Exchange, exchange).native
+
     def carriers(self, strategy: str) -> list[str]:
         """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes none."""
         if not self.bucketed(strategy):
