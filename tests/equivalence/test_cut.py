@@ -187,6 +187,20 @@ def test_the_optimizers_own_clipping(way):
 
 
 @CUT
+def test_gradients_that_are_read_in_inference_mode_stay_usable(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            loss_fn(model(x), y).backward()
+            with torch.inference_mode():
+                assert model[0].weight.grad.norm() > 0
+            model[0].weight.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=sgd, loop=loop), 3, way)
+
+
+@CUT
 def test_gradients_that_are_read_and_set(way):
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:

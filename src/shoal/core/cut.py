@@ -133,7 +133,10 @@ class CutParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The mean gradient over the global batch, of the whole parameter: a collective."""
         local = local_gradient(self)
-        return local if is_clearing(sys._getframe(1)) else cut_of(self).gradient(self, local)
+        if is_clearing(sys._getframe(1)):
+            return local
+        with torch.inference_mode(False):  # what is read in it is stepped with outside
+            return cut_of(self).gradient(self, local)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:

@@ -8,7 +8,7 @@ from shoal.core.explanation import Alternative, Explanation, LayerExplanation, R
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
-from shoal.planner.search import CUT_WORTH, OWNED_WORTH
+from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.timeline import Predictor, as_planned
 
 _MOST_COMPARED = 96  # layers; each alternative of each is a prediction of the whole step
@@ -133,7 +133,7 @@ def _reason(chosen: Alternative, others: list[Alternative]) -> str:
     would = f"{name} would send {rival.sent_bytes / 1e6:.2f} MB"
     if abs(gain_s) < 0.005 * chosen.step_s:
         return f"{would} and take as long: it hides either way"
-    if gain_s < -(CUT_WORTH + OWNED_WORTH) * chosen.step_s:
+    if gain_s < -(CUT_WORTH + OTHER_WORTH) * chosen.step_s:
         return f"pinned, edited, or not tried by the search: {would} and save {-gain_s * 1e3:.1f} ms a step"
     if gain_s < 0:
         return f"{would} and save {-gain_s * 1e3:.1f} ms a step, too little to choose it unasked"

@@ -5,7 +5,8 @@ from each layer's cheapest choice alone, with small buckets and, in a model of f
 layers one at a time, largest first, and keeps a change that makes the step shorter; then pairs of layers, and the ways
 to carry buckets; then all of it once more; and changes two of the largest layers at once at the best end. A change must
 gain more than `_WORTH` of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which
-takes every rank to save or evaluate, must gain `CUT_WORTH`. In a model of many layers small neighbours change together.
+takes every rank to save or evaluate, must gain `CUT_WORTH`, and one without the library's all-reduce `OTHER_WORTH`. In
+a model of many layers small neighbours change together.
 Costs about layers × strategies × 5 predictions of some milliseconds.
 """
 
@@ -30,8 +31,7 @@ _MOST = 96  # layers that are decided about one by one
 _FEWEST = 16  # groups of many
 _LARGEST = 4  # layers, of which two change together
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
-OWNED_WORTH = 0.04  # of the step: what owners must gain that update all layers; they take some 3 % more than predicted
-OTHER_WORTH = 0.02  # of the step: what must be gained on the library's own all-reduce by another exchange of all layers
+OTHER_WORTH = 0.04  # of the step: what must be gained on the library's own all-reduce if none of the layers has that
 CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
 _START_BYTES = 4 << 20
@@ -215,12 +215,10 @@ class _Search:
 
     def _worth(self, picks: Mapping[str, Option], carried: Mapping[str, str]) -> float:
         """How much shorter a plain step may be predicted that is as good."""
-        served = [self._predictor.strategy(strategy) for strategy, _ in picks.values()]
-        owned = [strategy.owns for strategy in served].count(True) / max(len(served), 1)
-        plain = [own or carried[PLAIN] for strategy, own in picks.values() if strategy == PLAIN]
-        other = sum(not self._predictor.native(exchange) for exchange in plain) / max(len(served), 1)
-        cut = any(strategy.cuts for strategy in served)
-        return (1 + OWNED_WORTH * owned + OTHER_WORTH * other) * (1 + CUT_WORTH * cut)
+        exchanges = [own or carried[strategy] for strategy, own in picks.values() if self._predictor.bucketed(strategy)]
+        other = sum(not self._predictor.native(exchange) for exchange in exchanges) / max(len(picks), 1)
+        cut = any(self._predictor.strategy(strategy).cuts for strategy, _ in picks.values())
+        return (1 + OTHER_WORTH * other) * (1 + CUT_WORTH * cut)
 
     def _cheapest(self, name: str) -> Option:
         return min(self._options[name], key=lambda option: self._alone(name, option))
