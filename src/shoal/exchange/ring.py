@@ -36,7 +36,7 @@ class Ring(SplitExchange):
     """Reduce-scatter and all-gather among neighbours; `chunk_bytes` is the most that one message carries."""
 
     name: ClassVar[str] = "ring"
-    chunk_bytes: int = 1024 * 1024
+    chunk_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1:
