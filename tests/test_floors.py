@@ -1,4 +1,4 @@
-"""Imports go down: the floors of docs and DESIGN section 2, read off the syntax trees."""
+"""Imports go down: the floors of docs/README.md, read off the syntax trees."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 
 import pytest
 import torch
@@ -569,3 +570,106 @@ def test_a_sparse_buffer_and_a_sparse_input_are_trained_with() -> None:
     first = Graph()
     one, other = run(2, work)
     assert torch.equal(one, other)
+
+
+class Heads(nn.Module):
+    """Two ends of one model; a loss may ask one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.actor(x) + self.critic(x)
+
+
+@WAY
+def test_a_loss_of_a_submodule_alone_leaves_parts_of_every_bucket_unused(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss_fn((model if step % 2 else model.critic)(x), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(Heads), batches=features(7, 3), loop=loop), 3, way)
+
+
+@WAY
+def test_a_gradient_that_comes_transposed(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, _ in batches:
+            optimizer.zero_grad()
+            (numbers(4, 5) @ model(x).t()).square().sum(0).mean().backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(lambda: nn.Linear(7, 5)), batches=features(7, 3), loop=loop), 3, way)
+
+
+@WAY
+def test_all_but_a_norm_join_the_optimizer_later(way):
+    def optimizer(parameters):
+        weight, bias, *rest = parameters
+        first = adamw([weight, bias])
+        first.rest = rest
+        return first
+
+    def loop(model, loss_fn, optimizer, batches):
+        plain(model, loss_fn, optimizer, batches[:2])
+        optimizer.add_param_group({"params": optimizer.rest, "lr": 0.2})
+        optimizer.zero_grad()
+        plain(model, loss_fn, optimizer, batches[2:])
+
+    model = built(lambda: nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
+    assert_same(Training(model=model, batches=features(7, 3), optimizer=optimizer, loop=loop), 3, way)
+
+
+@pytest.mark.parametrize("way", BUCKETED[:1])
+def test_gradients_by_example_beside_training(way):
+    def loop(model, loss_fn, optimizer, batches):
+        def loss(parameters, x, y):
+            return loss_fn(torch.func.functional_call(model, parameters, (x[None],)), y[None])
+
+        for x, y in batches:
+            each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(
+                {name: parameter.detach() for name, parameter in model.named_parameters()}, x, y
+            )
+            assert each["0.weight"].shape == (len(x), 5, 7)
+            plain(model, loss_fn, optimizer, [(x, y)])
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
+
+
+@WAY
+def test_another_thread_evaluates_while_the_model_is_called(way):
+    if way in CUTS or way == "server":  # there every rank calls the model together, or its gradients at once
+        pytest.skip("all ranks call it together")
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.between = mlp(), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.between is not None:
+                self.between()
+            return self.layers(x)
+
+    def loop(model, loss_fn, optimizer, batches):
+        def elsewhere(x: Tensor) -> None:
+            with torch.no_grad():
+                model(x)
+
+        for x, y in batches:
+
+            def between(x: Tensor = x) -> None:
+                model.between = None
+                thread = threading.Thread(target=elsewhere, args=(x,))
+                thread.start()
+                thread.join()
+
+            model.between = between
+            optimizer.zero_grad()
+            (loss_fn(model(x), y) + loss_fn(model(2 * x), y)).backward()  # of two calls each is weighed by itself
+            optimizer.step()
+
+    assert_same(Training(model=built(Calls), batches=features(7, 3), loop=loop), 3, way, uneven=True)

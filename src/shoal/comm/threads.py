@@ -147,7 +147,8 @@ class ThreadComm(Comm):
         self._channels = 0
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        """Copy `tensor` into the mailbox."""
+        """Copy `tensor` into the mailbox; gloo takes none that is not contiguous, so neither does this."""
+        assert tensor.is_contiguous()
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.hub.put(self.name, self.rank, to, copy)
         return DONE

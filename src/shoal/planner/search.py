@@ -5,8 +5,8 @@ from each layer's cheapest choice alone, with small buckets and, in a model of f
 layers one at a time, largest first, and keeps a change that makes the step shorter; then pairs of layers, and the ways
 to carry buckets; then all of it once more; and changes two of the largest layers at once at the best end. A change must
 gain more than `_WORTH` of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which
-takes every rank to save or evaluate, must gain `CUT_WORTH`, and one without the library's all-reduce `OTHER_WORTH`. In
-a model of many layers small neighbours change together.
+takes every rank to save or evaluate, must gain `CUT_WORTH`, and one whose buckets all go otherwise than by the
+library's all-reduce `OTHER_WORTH`. In a model of many layers small neighbours change together.
 Costs about layers × strategies × 5 predictions of some milliseconds.
 """
 
@@ -31,7 +31,7 @@ _MOST = 96  # layers that are decided about one by one
 _FEWEST = 16  # groups of many
 _LARGEST = 4  # layers, of which two change together
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
-OTHER_WORTH = 0.04  # of the step: what must be gained on the library's own all-reduce if none of the layers has that
+OTHER_WORTH = 0.04  # of the step: what must be gained on the library's own all-reduce if no layer's buckets go by it
 CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
 _START_BYTES = 4 << 20

@@ -77,7 +77,8 @@ def attach(
         engine.entered = [*engine.entered, stage.entered]
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
-    extended = [extend(each, engine, owners, number, tables, stage) for number, each in enumerate(optimizers)]
+    cut = boundary is not None
+    extended = [extend(each, engine, owners, number, tables, stage, cut) for number, each in enumerate(optimizers)]
     for each in optimizers:
         check_known(each, model)
     owned = tuple(each for each in extended if each is not None)

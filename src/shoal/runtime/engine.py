@@ -2,7 +2,8 @@
 
 It owns order, threads and errors; what it runs (`Transfer.run`) is straight-line and blocking. One backward:
 
-    1  begin    the first gradient to come opens a round and asks autograd to be called at the end
+    1  begin    as backward enters the model, or else with its first gradient, a round opens and asks autograd to be
+                called at the end
     2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
     3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of its own, so the order
                 of messages in a channel is the same on every rank, whatever the threads do. On a GPU all that is NCCL's
@@ -102,7 +103,7 @@ class Engine:
         self._recorder: Recorder | None = None
         self._began_s = 0.0  # the running backward, by perf_counter
         for transfer in self.transfers:
-            transfer.ready = self._announce
+            transfer.came, transfer.ready = self._came, self._announce
             if isinstance(transfer, OwnedTransfer):
                 transfer.settle = partial(self._make_room, transfer)
 
@@ -273,13 +274,18 @@ class Engine:
         for transfer in self.transfers:
             transfer.share = 1.0 if weight is None else weight.share
 
+    def _came(self) -> None:
+        """Open a round where backward came in by another way than the model's output, or the last one never ended."""
+        with self._landing:
+            if self._task is None or self._failed or self._at_end() is None:
+                self.begin()
+
     def _announce(self, transfer: Transfer) -> None:
         if self._accumulating:
             self._unsent = True
             return
         with self._landing:
-            if self._task is None or self._failed or self._at_end() is None:
-                self.begin()  # backward came in by another way than the model's output, or the last one never ended
+            self._came()
             self._ready[transfer] = now(self._device)
             self._send_in_order()
 

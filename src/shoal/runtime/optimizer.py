@@ -67,11 +67,12 @@ def extend(
     number: int = 0,
     tables: Tables | None = None,
     stage: Stage | None = None,
+    cut: bool = False,
 ) -> OwnedOptimizer | None:
     """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
 
-    `number` is its place among the optimizers of the model, `tables` are those that servers have of that, and `stage`
-    is its end on hosts of its own.
+    `number` is its place among the optimizers of the model, `tables` are those that servers have of that, `stage`
+    is its end on hosts of its own, and `cut` says whether any of its layers is cut: a group of that may come later.
 
     Alone, without an engine, the first two do what one process would; an optimizer may be given several models.
     """
@@ -86,7 +87,7 @@ def extend(
         serve(optimizer, TableOptimizer(optimizer, number, tables))
     if stage is not None:
         serve(optimizer, StageOptimizer(optimizer, number, stage))
-    if cut_parameters(optimizer):
+    if cut or cut_parameters(optimizer):
         serve(optimizer, CutOptimizer(optimizer))
     if owners is None:
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
@@ -96,14 +97,20 @@ class _Before(_StaysBehind):
 
     def __init__(self, border: Border, weigher: Weigher) -> None:
         self._border, self._weigher = border, weigher
-        self._running: list[tuple[FrameType, Weight | None]] = []  # each call, by the frame that makes it
+        self._of_thread = threading.local()
+
+    @property
+    def _running(self) -> list[tuple[FrameType, Weight | None]]:
+        """The calls of this thread, each by the frame that makes it."""
+        running: list[tuple[FrameType, Weight | None]] = self._of_thread.__dict__.setdefault("running", [])
+        return running
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caller = sys._getframe(1)
         while self._running and not _is_under(caller, self._running[-1][0]):
             self._running.pop()  # that call was broken off (Ctrl-C), for which torch calls no hooks
         self._running.append((caller, None))
-        if len(self._running) > 1 or not torch.is_grad_enabled():
+        if len(self._running) > 1 or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
         self._border.check()
         weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))

@@ -109,6 +109,8 @@ class FactorTransfer(Transfer):
                 where=self.label,
                 do='use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "replicate"',
             )
+        if self._expected is None and not self.accumulating:
+            self.came()
         if self._expected is None or self.accumulating:
             self._forget_if_cleared()
             self._expected = len(self._pairs) + sum(node is call or runs(node) for node in self._calls)
@@ -158,7 +160,7 @@ class FactorTransfer(Transfer):
         else:
             left = torch.empty(0, product.left_width, device=product.weight.device)
             right = torch.empty(0, product.right_width, device=product.weight.device)
-        mean = right.to(product.weight.dtype) / self._ranks
+        mean = (right.to(product.weight.dtype) / self._ranks).contiguous()  # a backward may bring it transposed
         if self.share != 1:
             mean.mul_(at_least(self.share))
         self._packed = left.to(product.left_dtype).contiguous(), mean

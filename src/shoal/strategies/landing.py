@@ -65,6 +65,8 @@ class Landing:
             )
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see
             return
+        if not self._landed:
+            self._transfer.came()
         self._take(parameter)
         self._landed.add(parameter)
         if len(self._landed) == len(self._names):
