@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.profiling.updates import whole_updates
 from shoal.runtime.session import using
 
 WAY = "sliced"
@@ -444,10 +445,77 @@ class Around(optim.Optimizer):
         self.inner.step()
 
 
-@pytest.mark.parametrize("make", [warming_up, partial(Counting, lr=0.1), Around], ids=["warm-up", "counting", "around"])
+class Outside(optim.Optimizer):
+    """Keeps momentum in an attribute of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.momenta: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            momentum = self.momenta.setdefault(parameter, torch.zeros_like(parameter))
+            momentum.mul_(0.9).add_(parameter.grad)
+            parameter -= 0.1 * momentum
+
+
+class LooksFirst(optim.SGD):
+    """Looks where its first parameter is."""
+
+    def step(self, closure: Any = None) -> None:
+        assert self.param_groups[0]["params"][0].device
+        super().step(closure)
+
+
+class Clipping(optim.SGD):
+    """Clips the norm of all gradients, where it is above 10."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 10.0)
+        super().step(closure)
+
+
+SUSPECTS = {
+    "warm-up": warming_up,
+    "counting": partial(Counting, lr=0.1),
+    "around": Around,
+    "outside": Outside,
+    "looks first": partial(LooksFirst, lr=0.1),
+    "clipping": partial(Clipping, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("make", SUSPECTS.values(), ids=SUSPECTS.keys())
 def test_a_trial_that_would_show_nothing_is_not_trusted(make):
     with pytest.raises(PlanError, match="sliced cannot serve layer"):
         Training(model=built(mlp), batches=features(7, 3), optimizer=make).on_ranks(2, WAY)
+
+
+class Centering(optim.SGD):
+    """Centers gradients of convolutions, as gradient centralization has it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.dim() > 2):
+            if parameter.grad is not None:
+                parameter.grad -= parameter.grad.mean((1, 2, 3), keepdim=True)
+        super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_convolutions_is_given_no_pieces():
+    model = built(lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(18, 3)))
+    batches = [(numbers(12, 1, 4, 3, seed=s), integers(3, 12, seed=s)) for s in range(2)]
+    with pytest.raises(PlanError, match="updates a tensor otherwise than its parts"):
+        Training(model=model, batches=batches, optimizer=partial(Centering, lr=0.1)).on_ranks(2, WAY)
+
+
+def test_what_may_join_an_optimizer_of_whole_tensors_is_given_no_pieces():
+    model = built(mlp)
+    first, *_, last = model.parameters()
+    reasons = whole_updates(model.parameters(), [optim.Adafactor([first], lr=0.05)])
+    assert "Adafactor" in reasons[last].whole
+    assert not reasons[last].joint
 
 
 class Special(nn.Parameter):

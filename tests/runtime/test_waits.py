@@ -38,7 +38,7 @@ def after_backward(
     model = nn.Linear(3, 2, device="meta", dtype=dtype)
     place = Place(layers={}, parameters=dict(model.named_parameters()), rank=0, ranks=2)
     (transfer,) = strategy.apply(place, exchange, "a bucket")
-    transfer.ready, transfer.share = lambda _: None, share
+    transfer.came, transfer.ready, transfer.share = lambda: None, lambda _: None, share
     if isinstance(transfer, OwnedTransfer):
         transfer.settle = lambda: None
     x = torch.empty(4, 3, device="meta", dtype=dtype)

@@ -246,19 +246,16 @@ class SplitExchange(Exchange):
 class Transfer(ABC):
     """Something that crosses the network once in every backward: a bucket's gradients, or one layer's factors.
 
-    The engine calls, in this order: `pack` on the thread of backward, `run` on a lane, `publish` on the thread of
-    backward again, at its end. A transfer announces itself by calling `ready(self)`, which the engine sets, as soon as
-    everything of it is there; one that never does is packed at the end of backward with what there is. Before the
-    first of it in a backward it calls `came()`, which the engine sets too: that backward may have come in by another
-    way than the model's output, and without anything that gets ready.
+    In order `pack` runs on the thread of backward, `run` on a lane, `publish` on that thread at its end. A transfer
+    calls `ready(self)` as soon as all of it is there; one that never does is packed at the end with what there is.
     """
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
     native: bool = False  # its exchange is
     share: float = 1.0  # set by the engine: `pack` multiplies by it, and `run` divides the sum by all ranks' mean
     accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
-    came: Callable[[], None]
-    ready: Callable[[Transfer], None]
+    came: Callable[[], None]  # set by the engine: call it before the first of it that a backward brings
+    ready: Callable[[Transfer], None]  # set by the engine, too
 
     @abstractmethod
     def pack(self) -> None:

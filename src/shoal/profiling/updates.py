@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.pieces import has_line
 
-_SHAPE = (4, 6)  # of the trial: two dimensions, which is what optimizers that look at shapes look for
+_SHAPES = (4, 6), (4, 3, 2, 1)  # of the trials: what optimizers that look at shapes look for, matrices and convolutions
+_LARGE = 1e3  # times a trial's gradients, for optimizers that clip them
 _STEPS = 3
 _RATE = 1e-3  # at least
 _WITHIN = 1e-9  # of the largest element, in float64
@@ -99,13 +100,12 @@ class Together:
 
 def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[Tensor, Together]:
     """The parameters of which no part can be updated by itself, and why."""
-    reasons: dict[Tensor, Together] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found = _try(optimizer, group) if group["params"] else Together("")
-            if found.whole:
-                reasons |= dict.fromkeys(group["params"], found)
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if group["params"]]
+    found = [(_try(optimizer, group), group["params"]) for optimizer, group in groups]
+    reasons = {parameter: why for why, held in found if why.whole for parameter in held}
     listed = list(parameters)
+    for why in [why for why, _ in found if why.whole][:1]:  # what no optimizer has yet may join this one
+        reasons |= dict.fromkeys(set(listed).difference(*(held for _, held in found)), why)
     overlapping = _overlapping([p for p in listed if type(p) is nn.Parameter])
     for parameter in listed:
         reason = ""
@@ -134,37 +134,58 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
     """Why the group's parameters must be updated together."""
+    matrix, convolution = _SHAPES
+    trials: list[tuple[Sequence[int], float]] = [(matrix, 1.0), (matrix, _LARGE)]
+    if any(parameter.dim() > len(matrix) for parameter in group["params"]):
+        trials.append((convolution, 1.0))
+    found = [_tried(optimizer, group, *trial) for trial in trials]
+    whole, joint = (next(filter(None, reasons), "") for reasons in ([t.whole for t in found], [t.joint for t in found]))
+    return Together(whole, joint)
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], large: float) -> Together:
+    """Why they must, as a tensor of this shape shows with gradients so large."""
     model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
     name = type(optimizer).__name__
     draw = torch.Generator("cpu").manual_seed(0)
-    drawn = [torch.randn(_SHAPE, generator=draw, dtype=torch.float64, device="cpu") for _ in range(_STEPS + 1)]
-    numbers = [each.to(model.device) for each in drawn]
+    drawn = [torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu") for _ in range(_STEPS + 1)]
+    numbers = [each.to(model.device) * (large if index else 1) for index, each in enumerate(drawn)]
     state = optimizer.state.get(model, {})
     shaped = all(v.shape == model.shape for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
-    begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(_SHAPE)) if shaped else {}
+    begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(shape)) if shaped else {}
 
-    def updated(*parts: Callable[[Tensor], Tensor]) -> Tensor:
-        """Parts of the trial tensor, each a parameter, updated by one optimizer."""
+    def updated(*parts: Callable[[Tensor], Tensor], beside: bool = False) -> Tensor:
+        """Parts of the trial tensor, each a parameter, updated by one optimizer.
+
+        Or, as in training, by one that takes its attributes `beside` another, which has none of the parameters.
+        """
         parameters, trial = [nn.Parameter(part(numbers[0]).clone()) for part in parts], like(optimizer)
         its, other = settings(group), settings(group)
         for each in (its, other):
             if not float(each.get("lr", _RATE)) >= _RATE:  # a warm-up begins at 0, at which nothing would show
                 each["lr"] = torch.full_like(each["lr"], _RATE) if isinstance(each["lr"], Tensor) else _RATE
         trial.param_groups = [{**its, "params": parameters}, {**other, "params": []}]
+        real = like(optimizer)
+        real.param_groups = [{**settings(each), "params": []} for each in trial.param_groups]
         if begin:
             trial.state |= {p: part_of(begin, numbers[0], part) for p, part in zip(parameters, parts, strict=True)}
         for gradient in numbers[1:]:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part(gradient).clone()
+            if beside:
+                vars(trial).update(attributes(real))
+                unhooked_step(real)
             unhooked_step(trial)
         first, empty = (settings(each) for each in trial.param_groups)
         if repr(first) != repr(empty):
             raise _Unfit("it counts in its groups, by what they hold")
         return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
+    def unlike(one: Tensor, other: Tensor) -> bool:
+        return not torch.allclose(one, other, rtol=0, atol=_WITHIN * float(one.abs().max()))
+
     def differ(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], together: Tensor) -> bool:
-        apart = torch.cat([updated(one), updated(other)])
-        return not torch.allclose(together, apart, rtol=0, atol=_WITHIN * float(together.abs().max()))
+        return unlike(together, torch.cat([updated(one), updated(other)]))
 
     whole = joint = ""
     try:
@@ -173,6 +194,8 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
             joint = f"{name} does not update a copy of a parameter"
         elif differ(lambda t: t[:2], lambda t: t[2:], together):
             joint = f"{name} updates several tensors otherwise than each by itself"
+        elif unlike(together, updated(lambda t: t[:2], lambda t: t[2:], beside=True)):
+            joint = f"{name} keeps a state of parameters outside of its `state`"
     except Exception as error:
         joint = f"{name} does not update a tensor by itself ({type(error).__name__}: {str(error)[:80]})"
     try:
