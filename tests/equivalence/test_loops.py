@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from one_process import (
+    AMONG_WORKERS,
     BUCKETED,
     CUTS,
     EVERY_RANK,
@@ -640,11 +641,8 @@ def test_gradients_by_example_beside_training(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
 
 
-@WAY
+@pytest.mark.parametrize("way", AMONG_WORKERS)
 def test_another_thread_evaluates_while_the_model_is_called(way):
-    if way in CUTS or way == "server":  # there every rank calls the model together, or its gradients at once
-        pytest.skip("all ranks call it together")
-
     class Calls(nn.Module):
         def __init__(self) -> None:
             super().__init__()

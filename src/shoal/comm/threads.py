@@ -18,7 +18,6 @@ from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
 from typing import Any, TypeVar, final
 
-import torch
 from torch import Tensor
 
 from shoal.core.contracts import Comm, Pending
@@ -149,8 +148,7 @@ class ThreadComm(Comm):
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Copy `tensor` into the mailbox; gloo takes none that is not contiguous, so neither does this."""
         assert tensor.is_contiguous()
-        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.hub.put(self.name, self.rank, to, copy)
+        self.hub.put(self.name, self.rank, to, tensor.detach().clone())
         return DONE
 
     def receive(self, tensor: Tensor, source: int) -> Pending:

@@ -104,8 +104,8 @@ def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer])
     found = [(_try(optimizer, group), group["params"]) for optimizer, group in groups]
     reasons = {parameter: why for why, held in found if why.whole for parameter in held}
     listed = list(parameters)
-    for why in [why for why, _ in found if why.whole][:1]:  # what no optimizer has yet may join this one
-        reasons |= dict.fromkeys(set(listed).difference(*(held for _, held in found)), why)
+    if whole := [why for why, _ in found if why.whole]:  # what no optimizer has yet may join that one
+        reasons |= dict.fromkeys(set(listed).difference(*(held for _, held in found)), whole[0])
     overlapping = _overlapping([p for p in listed if type(p) is nn.Parameter])
     for parameter in listed:
         reason = ""
