@@ -395,6 +395,23 @@ def test_a_backward_behind_one_that_broke_is_refused_however_it_comes(way):
     Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
 
 
+@pytest.mark.parametrize("way", ["replicate", "sliced", "factor"])
+def test_a_loss_of_one_layer_behind_a_backward_that_broke_half_way_is_refused(way):
+    """The first leaves gradients of the last layer, the next brings those of the first: neither makes all there is."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        (x, y), (z, _) = batches[:2]
+        look = model[4].register_full_backward_hook(lambda *_: broken(x))
+        with pytest.raises(ValueError, match="a look"):
+            loss_fn(model(x), y).backward()
+        look.remove()
+        with pytest.raises(WorldError, match="the backward before this one"):
+            model[0](z).square().mean().backward()
+
+    deep = built(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)))
+    Training(model=deep, batches=features(7, 3), loop=loop).on_ranks(2, way)
+
+
 @pytest.mark.parametrize("way", ["replicate", "sliced"])
 def test_a_graph_of_parameters_that_a_step_has_changed_is_refused(way):
     """As in one process, where backward would take new values for those of its forward."""

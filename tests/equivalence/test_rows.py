@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from one_process import (
     assert_same,
     assert_same_bits,
     built,
+    cluster_of,
     cut_small,
     features,
     integers,
@@ -25,7 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
+from shoal.runtime.session import using
 from shoal.runtime.weights import Weigher
 from shoal.strategies.landing import divide, num_shares, weigh
 
@@ -416,3 +420,36 @@ def test_rows_are_weighed_after_a_forward_that_was_broken_off(way):
         plain(model, loss_fn, optimizer, batches)
 
     assert_same(Training(model=built(Stopping), batches=features(7, 3), loop=loop), 2, way, uneven=True)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "warns"),
+    [
+        ((5, 8, 3), (8,), True),  # time first
+        ((8, 5, 3), (8,), False),
+        ((8, 16), (128,), False),  # tokens of rows, flat
+        ((5, 3), (), False),
+    ],
+)
+def test_rows_that_are_not_those_of_the_target_are_warned_of(x, y, warns):
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(x[-1], 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x).sum()
+
+    def work(comm: ThreadComm) -> None:
+        with using(comm, cluster_of(2)):
+            model = Pooled().double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sample = numbers(*x, seed=comm.rank), torch.zeros(y)
+            shoal.parallelize(model, lambda output, y: output - y.sum(), optimizer, sample=sample)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(2, work, timeout_s=20)
+    told = [str(each.message) for each in caught if "first dimension of x" in str(each.message)]
+    assert len(told) == warns  # by one rank
+    assert all("of x is 5 and of y 8" in each and "count=lambda" in each for each in told)

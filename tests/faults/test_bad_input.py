@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -371,6 +372,25 @@ def test_the_same_model_twice() -> None:
 
     with pytest.raises(UsageError, match="parallelised already"):
         run(2, work)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.functional.mse_loss], ids=["module", "function"])
+def test_a_loss_that_counts_for_two_models_is_refused(loss: Any) -> None:
+    def work(comm: ThreadComm) -> None:
+        with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8), 1.0)):
+            first, second = nn.Linear(6, 3), nn.Linear(6, 3)
+            sample = torch.full((2, 6), 1.0 + comm.rank), torch.ones(2, 3)
+
+            def parallelized(model: nn.Module, loss_fn: Any) -> Any:
+                options = {"sample": sample, "count": lambda output, y: len(y)}
+                return shoal.parallelize(model, loss_fn, sgd(model.parameters()), **options)[1]
+
+            used = parallelized(first, copy.deepcopy(loss))
+            with pytest.raises(UsageError, match="counted for another model already"):
+                parallelized(second, used)
+            parallelized(second, copy.deepcopy(used) if isinstance(used, nn.Module) else loss)
+
+    run(2, work, timeout_s=20)
 
 
 HOOKS: dict[str, Callable[[Tensor], Any]] = {

@@ -21,6 +21,8 @@ from shoal.core.errors import PeerLost, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
+from shoal.runtime.guarded import ComingParameter
+from shoal.runtime.owners import Owners
 from shoal.runtime.session import using
 
 
@@ -156,6 +158,35 @@ def test_nothing_comes_back_before_it_is_there() -> None:
     engine.settle(transfer)
     engine.close()
     assert log == ["run a", "back a"]
+
+
+def test_a_parameter_is_on_its_way_again_whoever_looks_while_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look in another thread finds that the last values are there, and the next set off before it can say so."""
+    parameter = nn.Parameter(torch.ones(2))
+    transfer = ScriptedAtServers("a", parameter, [])
+    transfer.parameters = (parameter,)
+    engine = Engine([transfer], [], [ThreadComm()], [ThreadComm()])
+    owners = Owners(engine, [transfer], 0)
+    here, may_end, is_busy = threading.Event(), threading.Event(), engine.is_busy
+
+    def looks(transfer: Transfer) -> bool:
+        busy = is_busy(transfer)
+        here.set()
+        time.sleep(0.2)
+        return busy
+
+    owners.send_off(transfer, [parameter], lambda comm: None)
+    monkeypatch.setattr(engine, "is_busy", looks)
+    looking = threading.Thread(target=owners.arrive, args=(parameter,))
+    looking.start()
+    assert here.wait(4)
+    owners.send_off(transfer, [parameter], lambda comm: may_end.wait(5) and None)
+    looking.join()
+    assert is_busy(transfer)
+    assert isinstance(parameter, ComingParameter)
+    may_end.set()
+    engine.settle(transfer)
+    engine.close()
 
 
 def test_a_transfer_that_failed_on_its_way_there_fails_on_its_way_back() -> None:

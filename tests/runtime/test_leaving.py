@@ -38,6 +38,37 @@ main()  # the model is gone before the program ends
 """
 
 
+FORK = (
+    TRAIN[: TRAIN.index("joined =")]
+    .replace("time.sleep(0.5)", "fork(model)", 1)
+    .replace("    optimizer.step()", "    time.sleep(3.0 * world.rank)\n    optimizer.step()")
+    + """
+import os
+def fork(model):
+    child = os.fork()
+    if not child:
+        try:
+            model[0].weight.sum()
+        except Exception as error:
+            print(type(error).__name__, error)
+            sys.stdout.flush()
+        sys.exit(3)
+    print("the child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+main()
+"""
+)
+
+
+@pytest.mark.timeout(120)
+def test_a_forked_child_waits_for_nothing_that_only_its_parent_brings(capfd: pytest.CaptureFixture[str]) -> None:
+    result = Local().launch(Job((sys.executable, "-c", FORK), 2))
+    captured = capfd.readouterr()
+    assert result.exit_code == 0, captured.err
+    assert "WorldError this process was forked from a rank" in captured.out
+    assert "the child ended with 3" in captured.out
+    assert "changed True" in captured.out
+
+
 @pytest.mark.timeout(120)
 def test_the_last_parameters_reach_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     result = Local().launch(Job((sys.executable, "-c", TRAIN), 2))

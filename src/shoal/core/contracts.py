@@ -254,7 +254,7 @@ class Transfer(ABC):
     native: bool = False  # its exchange is
     share: float = 1.0  # set by the engine: `pack` multiplies by it, and `run` divides the sum by all ranks' mean
     accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
-    came: Callable[[], None]  # set by the engine: call it before the first of it that a backward brings
+    came: Callable[[], None]  # set by the engine: call it before taking what a backward brings
     ready: Callable[[Transfer], None]  # set by the engine, too
 
     @abstractmethod

@@ -94,6 +94,7 @@ class Engine:
         self._ready: dict[Transfer, torch.Event | None] = {}  # and since when: each on the stream that brought it
         self._sent: list[Errand] = []
         self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
+        self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
         self._task: int | None = None  # autograd's number of the backward whose round is open
         self._at_end: Callable[[], object | None] = _nothing  # gives what that one calls at its end, while it runs
         self._landing = RLock()  # autograd has a thread for each device
@@ -197,14 +198,15 @@ class Engine:
         self._behind(transfer, self._lane[transfer], transfer.run, f"exchange {transfer.label}")
 
     def _behind(self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], what: str) -> None:
-        before = self._last.get(transfer)
+        with self._changing_last:
+            before = self._last.get(transfer)
 
-        def behind(comm: Comm) -> None:
-            if before is not None:
-                before.result()  # another lane may be at it; if it fails, so does this
-            work(comm)
+            def behind(comm: Comm) -> None:
+                if before is not None:
+                    before.result()  # another lane may be at it; if it fails, so does this
+                work(comm)
 
-        self._last[transfer] = lane.run(behind, what)
+            self._last[transfer] = lane.run(behind, what)
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until a transfer's lane is done with it; an error there is raised here."""
@@ -214,8 +216,9 @@ class Engine:
         begin_s = perf_counter()
         errand.wait(f"step {self.steps}, {transfer.label}")  # an error here comes again at the next look
         self._note(f"wait for {errand.what}", begin_s)
-        if self._last.get(transfer) is errand:
-            self._last.pop(transfer, None)  # two threads may have waited: a checkpoint's and the main one
+        with self._changing_last:
+            if self._last.get(transfer) is errand:
+                del self._last[transfer]
 
     def is_busy(self, transfer: Transfer) -> bool:
         """Whether a lane has something to do with a transfer that nobody has waited for."""
@@ -299,7 +302,8 @@ class Engine:
             errand = self._lane[transfer].run(transfer.run, f"exchange {transfer.label}")
             self._sent.append(errand)
             if isinstance(transfer, OwnedTransfer):
-                self._last[transfer] = errand
+                with self._changing_last:
+                    self._last[transfer] = errand
 
     @torch.no_grad()
     def _finish(self) -> None:

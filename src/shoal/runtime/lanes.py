@@ -13,6 +13,7 @@ queued, and not for all that backward has queued since:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -40,6 +41,7 @@ class Errand:
         self._work = work
         self._comm = comm
         self._device = device
+        self._process = os.getpid()
         self._queued = now(device)
         self._computed: torch.Event | None = None
         self._done = threading.Event()
@@ -63,6 +65,7 @@ class Errand:
 
     def result(self) -> None:
         """Block until it is done, saying nothing of it: the rank waits for something else. Raise its very error."""
+        self._check_process()
         self._done.wait()
         if self._error is not None:
             self._heard = True
@@ -82,6 +85,7 @@ class Errand:
 
         `meanwhile` is called now and then.
         """
+        self._check_process()
         while not self._done.wait(_POLL_S):
             self._comm.check(where)
             if meanwhile is not None:
@@ -90,6 +94,11 @@ class Errand:
             self._heard = True
             raise self._comm.diagnose(self._error, where) from self._error.__cause__
         after(self._computed, self._device)
+
+    def _check_process(self) -> None:
+        """Raise WorldError in a process that was forked meanwhile, whose lanes have no threads."""
+        if not self._done.is_set():
+            _check_process(self._process)
 
     def finish(self, where: str) -> None:
         """Block until the device, too, has done what it was given: what NCCL carries is only queued there."""
@@ -114,6 +123,15 @@ def after(moment: torch.Event | None, device: torch.device | None) -> None:
         torch.accelerator.current_stream(device).wait_event(moment)
 
 
+def _check_process(process: int) -> None:
+    """Raise WorldError in any other process."""
+    if os.getpid() != process:
+        raise WorldError(
+            "this process was forked from a rank, whose exchanges it takes no part in",
+            do="read the parameters before it is forked, or start it by the spawn method",
+        )
+
+
 @final
 class Lane:
     """A thread and its channel. A daemon: a peer that hangs cannot hold up the exit."""
@@ -125,6 +143,7 @@ class Lane:
         self._name = name
         self._device = device
         self._closed = self._abandoned = False
+        self._process = os.getpid()
         self._failed: Errand | None = None  # the first that did
         self._queue: SimpleQueue[Errand | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
@@ -134,6 +153,7 @@ class Lane:
         """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would do it)."""
         if self._closed:
             raise WorldError("the session that the model was parallelised in has ended", do="train within the session")
+        _check_process(self._process)
         errand = Errand(work, self._comm, what, self._device)
         self._queue.put(errand)
         return errand

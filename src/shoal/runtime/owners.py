@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from threading import RLock
 from typing import Any, Protocol, final
 from weakref import ref
 
@@ -89,6 +90,7 @@ class Owners:
         self._versions = {p: p._version for p in known}  # of what servers know
         self._open: dict[Tensor, list[ref[Tensor]]] = {}  # whose memory others have, and by what
         self._engine = engine
+        self._marking = RLock()  # which parameters are on their way: any thread may look at one while a step begins
         self._transfers: dict[Tensor, list[OwnedTransfer]] = {}  # a large parameter is cut among several
         for transfer in transfers:
             for parameter in transfer.parameters:
@@ -128,12 +130,13 @@ class Owners:
         """Wait for the new values of the transfers that bring this parameter's."""
         for transfer in self._transfers[parameter]:
             self._engine.settle(transfer)
-        for each in {each for transfer in self._transfers[parameter] for each in transfer.parameters}:
-            came = isinstance(each, ComingParameter) and not any(map(self._engine.is_busy, self._transfers[each]))
-            if came:
-                each.__class__ = GuardedParameter
-                if each in self._versions:
-                    self._versions[each] = each._version
+        with self._marking:
+            for each in {each for transfer in self._transfers[parameter] for each in transfer.parameters}:
+                came = isinstance(each, ComingParameter) and not any(map(self._engine.is_busy, self._transfers[each]))
+                if came:
+                    each.__class__ = GuardedParameter
+                    if each in self._versions:
+                        self._versions[each] = each._version
 
     def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
         """Take a parameter for changed, as long as somebody has its memory, and once more."""
@@ -202,10 +205,11 @@ class Owners:
         self, transfer: OwnedTransfer, parameters: Iterable[nn.Parameter], work: Callable[[Comm], None]
     ) -> None:
         """Let a lane bring new values of some of a transfer's parameters; until then, whoever uses one waits."""
-        self._engine.later(transfer, work, "update and return")
-        for parameter in parameters:
-            torch.autograd.graph.increment_version(parameter)
-            parameter.__class__ = ComingParameter
+        with self._marking:
+            self._engine.later(transfer, work, "update and return")
+            for parameter in parameters:
+                torch.autograd.graph.increment_version(parameter)
+                parameter.__class__ = ComingParameter
 
 
 def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -48,6 +48,7 @@ from shoal.runtime.optimizer import extend
 from shoal.runtime.request import Request, checked, listed, require_same
 from shoal.runtime.session import Attached, Session, current, leave, ranks
 from shoal.runtime.stage import Opening, serve_tail
+from shoal.runtime.weights import warn_of_rows
 
 T = TypeVar("T")
 _BUCKET_S = 0.05  # of a slow link, for a bucket of those that show how its directions hinder one another
@@ -133,6 +134,8 @@ def parallelize(
     first = session.tail is not None and session.tail.calls == 1  # whose end may be elsewhere
     pieces = (given.micro_batches if given else micro_batches) if first else None
     profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
+    if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
+        warn_of_rows(*sample)
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session)
     give_back_freed()

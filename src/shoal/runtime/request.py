@@ -24,6 +24,7 @@ from shoal.planner.options import known, resolve
 from shoal.profiling.identity import content, trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session
+from shoal.runtime.watch import is_counted
 
 # of a plan, beside its choices and placement
 _COMPARED = ("model", "bucket_bytes", "lanes", "staleness", "micro_batches", "joined", "chunks")
@@ -54,6 +55,11 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
         raise UsageError("the loss is a class", got=loss_fn.__name__, do=f"give an instance: {loss_fn.__name__}()")
     parameters = _check_model(model, session)
     _check_loss(loss_fn, parameters)
+    if asked.count is not None and is_counted(loss_fn):
+        raise UsageError(
+            "the loss is counted for another model already, and would be weighed twice",
+            do="give each model a loss of its own: another instance, or the function that was given first",
+        )
     _check_optimizers(optimizers, parameters)
     if asked.memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))

@@ -89,6 +89,7 @@ class Session:
     servers: Servers | None = None
     tail: TailHosts | None = None
     broken: bool = False  # this rank ends for an error
+    process: int = field(default_factory=os.getpid)
 
     @property
     def world(self) -> World:
@@ -218,6 +219,8 @@ def leave(error: BaseException | None) -> None:
 
 
 def _drain_at_exit(session: Session) -> None:
+    if session.process != os.getpid():  # forked from a rank, whose threads it has not
+        return
     if session.broken or getattr(sys, "last_value", None) is not None:  # an uncaught error leaves nothing to finish
         session.abandon()
         return

@@ -26,6 +26,7 @@ from shoal.runtime.guarded import ComingParameter
 from shoal.runtime.owners import Owners
 from shoal.runtime.weights import Weigher, Weight, rows
 
+_COUNTED = "_shoal_counted"  # says so of a function
 Count = Callable[[Any, Any], float | Tensor]
 
 
@@ -58,7 +59,15 @@ def watch(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return counted(args, kwargs, loss_fn(*args, **kwargs))
 
+    wrapped.__dict__[_COUNTED] = True
     return wrapped
+
+
+def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether a loss is one that `watch` has given back, which weighs itself by a `count`."""
+    if isinstance(loss_fn, nn.Module):
+        return any(isinstance(hook, _CountedLoss) for hook in loss_fn._forward_hooks.values())
+    return bool(getattr(loss_fn, _COUNTED, False))
 
 
 class _StaysBehind:

@@ -17,6 +17,7 @@ else would show.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, final
@@ -172,6 +173,17 @@ def _nobody() -> _Asked:
 def rows(batch: Any) -> int:
     """Rows of a batch: the first dimension of its first tensor that has one (1 where there is none)."""
     return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
+
+
+def warn_of_rows(x: Any, y: Any) -> None:
+    """Warn where the rows of x seem to be none of the target's: the mean is over those, and the weight by these."""
+    of_input, of_target = rows(x), rows(y)
+    if any(leaf.dim() for leaf in _tensors(y)) and of_input and of_target % of_input:
+        warnings.warn(
+            f"the first dimension of x is {of_input} and of y {of_target}: a rank's loss is weighed by x's; where "
+            "ranks' batches may be of unlike size, say what the loss is a mean over: count=lambda output, y: len(y)",
+            stacklevel=3,
+        )
 
 
 def _tensors(batch: Any) -> list[Tensor]:

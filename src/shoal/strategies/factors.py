@@ -109,7 +109,7 @@ class FactorTransfer(Transfer):
                 where=self.label,
                 do='use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "replicate"',
             )
-        if self._expected is None and not self.accumulating:
+        if not self.accumulating:
             self.came()
         if self._expected is None or self.accumulating:
             self._forget_if_cleared()

@@ -57,16 +57,15 @@ class Landing:
         if self._transfer.accumulating:
             self._transfer.ready(self._transfer)
             return
+        if gradient is None:  # its function gave none: unused, as far as an optimizer can see
+            return
+        self._transfer.came()
         if self._closed or parameter in self._landed:
             raise UsageError(
                 f"parameter {self._names[parameter]} got a second gradient within one backward",
                 where=self._transfer.label,
                 do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward calls",
             )
-        if gradient is None:  # its function gave none: unused, as far as an optimizer can see
-            return
-        if not self._landed:
-            self._transfer.came()
         self._take(parameter)
         self._landed.add(parameter)
         if len(self._landed) == len(self._names):
