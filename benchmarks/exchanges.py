@@ -2,11 +2,12 @@
 
     sudo .venv/bin/python benchmarks/exchanges.py shares    4 hosts, 1 Gbit/s and unshaped, against gloo's own: 9 min
     sudo .venv/bin/python benchmarks/exchanges.py curves    2 to 8 hosts, 200 Mbit/s, against their formulas: 6 min
+    sudo .venv/bin/python benchmarks/exchanges.py hosts     2 hosts of 2 ranks each, 1 Gbit/s: 1 min
     python benchmarks/exchanges.py plot                     docs/exchanges.svg from the curves (needs matplotlib)
 
-Needs root and Linux (the lab). Figures in results/exchanges-shares.json and results/exchanges-curves.json; both are
-printed as tables. Contenders take turns, A B A B; a turn is about a second of one exchange after another, after a
-warm-up, as a burst passes for free after a pause. A figure is the median over turns of the slowest rank's time.
+Needs root and Linux (the lab). Figures in results/exchanges-*.json, and printed as tables. Contenders take turns,
+A B A B; a turn is about a second of one exchange after another, after a warm-up, as a burst passes for free after a
+pause. A figure is the median over turns of the slowest rank's time.
 
 The formulas (`in_buckets`), in buckets of n bytes through the busiest link, one direction, P hosts:
 
@@ -43,11 +44,13 @@ from shoal.core.pieces import chunked, cut
 from shoal.exchange.allreduce import AllReduce
 from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
 from shoal.exchange.direct import Direct
+from shoal.exchange.hierarchical import Hierarchical
 from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
 
 HERE = Path(__file__).parent
 SHARES, CURVES = HERE / "results/exchanges-shares.json", HERE / "results/exchanges-curves.json"
+HOSTS = HERE / "results/exchanges-hosts.json"
 PLOT = HERE.parent / "docs/exchanges.svg"
 PAYLOAD = 1448 / 1514  # what of a full Ethernet frame is the sender's own: 956 of 1000 Mbit/s, and so says iperf3
 BYTES_PER_S = {"1gbit": 125e6, "200mbit": 25e6}
@@ -112,6 +115,7 @@ CONTENDERS: dict[str, Callable[[Lane], None]] = {
     **halves(Ring()),
     **halves(AllReduce()),
     **halves(Tree()),
+    **halves(Hierarchical()),
     "tree, one chunk": lambda lane: Tree(chunk_bytes=1 << 40).reduce(lane.flat, lane.comm),
     "one server": one_server,
     "gloo all_reduce": lambda lane: dist.all_reduce(lane.flat, group=lane.group),
@@ -132,13 +136,15 @@ class Case:
     contenders: Sequence[str]
     turns: int = 3
     turn_s: float = 1.0
+    ranks_per_host: int = 1
 
 
 def measure(case: Case) -> list[dict]:
     """Run the case in a lab of its own."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "figures.json"
-        lab = [sys.executable, "-m", "shoal", "lab", "--hosts", str(case.hosts), "--rate", case.rate, "--"]
+        where = ["--hosts", str(case.hosts), "--ranks-per-host", str(case.ranks_per_host)]
+        lab = [sys.executable, "-m", "shoal", "lab", *where, "--rate", case.rate, "--"]
         rank = [sys.executable, str(Path(__file__)), "rank", json.dumps(asdict(case)), str(path)]
         subprocess.run([*lab, *rank], check=True)
         return json.loads(path.read_text())
@@ -246,6 +252,16 @@ def curves() -> None:
     tabulate(rows)
 
 
+def hosts() -> None:
+    """What ranks that share a host's link gain by summing beside one another first."""
+    contenders = ("hierarchical", "direct", "ring", "allreduce", "gloo all_reduce")
+    rows: list[dict] = []
+    for nbytes in (32 * MB, 4 * MB, 512 * KB):
+        rows += measure(Case(2, "1gbit", nbytes, 1, contenders, ranks_per_host=2))
+    HOSTS.write_text(json.dumps(rows, indent=1) + "\n")
+    tabulate(rows)
+
+
 def tabulate(rows: Sequence[dict]) -> None:
     """The tables of docs/benchmarks.md."""
     print("| contender | hosts | rate | bucket | lanes | ms | least to most | CPU ms a rank | share | … of nominal |")
@@ -262,6 +278,8 @@ def tabulate(rows: Sequence[dict]) -> None:
 
 def expected_s(row: dict) -> float | None:
     """What the formula gives at the payload rate of the link; None where there is no formula or no rate."""
+    if row.get("ranks_per_host", 1) > 1:
+        return None
     buckets = in_buckets(row["contender"], row["hosts"], row["nbytes"])
     rate = BYTES_PER_S.get(row["rate"])
     return buckets * row["nbytes"] / (rate * PAYLOAD) if buckets and rate else None
@@ -298,6 +316,8 @@ def main() -> None:
             shares()
         case ["curves"]:
             curves()
+        case ["hosts"]:
+            hosts()
         case ["plot"]:
             plot()
         case _:

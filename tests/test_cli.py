@@ -59,6 +59,15 @@ def test_servers_serve_until_the_workers_have_ended(monkeypatch: pytest.MonkeyPa
     assert "2 ranks against one process" in squeezed(done.stdout)
 
 
+def test_workers_may_run_ahead_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SERVERS", "1")
+    command = [sys.executable, "-m", "shoal", "train", RECIPE, "--workers", "3", "--staleness", "2", "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "4 steps in" in done.stdout
+    assert re.search(r"rank 2\b.*ahead", squeezed(done.stdout))
+
+
 def squeezed(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
@@ -103,6 +112,7 @@ def test_train_on_two_ranks_shows_the_plan_and_compares_the_prediction(
     assert printed.count("plan for 2 ranks") == 1
     assert "6 steps" in printed
     assert re.search(r"memory of this rank: parameters [\d.]+ MB, gradients [\d.]+ MB, optimizer state", printed)
+    assert re.search(r"one process would hold: parameters ([\d.]+) MB, gradients \1 MB, optimizer state", printed)
     assert re.search(r"predicted step [\d.]+ ms: \d+% (under|over) the measured one", printed)
     assert Plan.load(path).choice("2").strategy == "factor"
 
@@ -117,6 +127,14 @@ def test_a_plan_made_without_a_network_is_saved_and_followed(
     assert squeezed(capsys.readouterr().out).count("│ factor │") == 2
     assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [2, 2]
     assert "another number of ranks" in capsys.readouterr().err
+
+
+def test_servers_and_hosts_that_ranks_share_are_planned_for_without_any(capsys: pytest.CaptureFixture[str]) -> None:
+    imagined = ("plan", RECIPE, "--ranks", "4", "--rate", "10mbit")
+    assert shoal(*imagined, "--servers", "2", "--pin", "2=server") == [0]
+    assert "│ server " in squeezed(capsys.readouterr().out)
+    assert shoal(*imagined, "--ranks-per-host", "2", "--pin", "2=sliced:hierarchical") == [0]
+    assert "hierarchical" in squeezed(capsys.readouterr().out)
 
 
 def test_a_placement_is_planned_saved_and_followed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -177,7 +195,8 @@ def test_probe(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.processes
 def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    options = ("--against", "ddp", "--rounds", "2", "--steps", "1", "--json", str(path))
+    trace = tmp_path / "trace.json"
+    options = ("--against", "ddp", "--rounds", "2", "--steps", "2", "--json", str(path), "--trace", str(trace))
     command = (sys.executable, "-m", "shoal", "bench", RECIPE, "-w", "2", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0
@@ -189,6 +208,24 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     assert set(figures["median_s"]) == {"shoal", "ddp"}
     assert [len(times) for times in figures["rounds_s"].values()] == [2, 2]
     assert set(figures["memory_bytes"]) == {"parameters", "gradients", "optimizer_state", "buckets_peak"}
+    assert figures["memory_of_one_process_bytes"]["gradients"] == figures["memory_bytes"]["parameters"]
+    assert 0 < figures["floor_s"] <= figures["predicted_s"]
+    ratio = figures["median_s"]["shoal"] / figures["floor_s"]
+    assert f"measured {ratio:.2f} of it" in squeezed(done.stdout.replace("[rank 0]", ""))
+    rows = json.loads(trace.read_text())["traceEvents"]
+    names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert list(names.values()) == ["rank 0", "rank 1", "predicted, one step"]
+    for pid, name in names.items():
+        did = [(row["name"], row["ts"]) for row in rows if row["ph"] == "X" and row["pid"] == pid]
+        times = 1 if "predicted" in name else 2
+        for what in ("backward", "wait for gradients", "optimizer"):
+            assert sum(each == what for each, _ in did) == times
+        assert sum(each.startswith("forward") for each, _ in did) == times
+        assert any(each.startswith("exchange") for each, _ in did)
+        carried = [row for row in rows if row["ph"] == "C" and row["pid"] == pid]
+        assert any(row["args"]["Mbit/s"] > 0 for row in carried), "a link is busy"
+    begins = [min(row["ts"] for row in rows if row["name"] == "backward" and row["pid"] == pid) for pid in (0, 2)]
+    assert begins[0] == begins[1], "side by side"
     ratio = figures["ratio_to_shoal"]["ddp"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert f"{ratio['median']:.2f}" in done.stdout
@@ -213,6 +250,7 @@ def test_train_starts_workers_that_end_in_silence() -> None:
         (("train", RECIPE, "--pin", "3=factor"), "such as 0, 2"),
         (("train", RECIPE, "--strategy", "fctor"), "did you mean 'factor'?"),
         (("train", RECIPE, "--placement", "robin"), "round-robin"),
+        (("train", RECIPE, "--staleness", "-1"), "'-1' is not a number of steps"),
         (("train", RECIPE, "--plan", "nowhere.json"), "nowhere.json cannot be read"),
         (("train", RECIPE, "--save-plan", "nowhere/plan.json"), "there is no folder nowhere"),
         (("train", RECIPE, "--workers", "0"), "--workers"),
@@ -275,6 +313,23 @@ def test_lab_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[
     assert shoal("lab", "--hosts", "2", "--rate", "none", "--", "sh", "-c", script, "sh", "--rate", "x") == [3]
     assert sorted(capfd.readouterr().out.splitlines()) == ["[h0] 0 of 2: --rate x", "[h1] 1 of 2: --rate x"]
     assert shoal("lab", "--hosts", "1", "--ranks-per-host", "2", "--", "sh", "-c", "exit $LOCAL_RANK") == [1]
+
+
+@pytest.mark.lab
+@needs_lab
+@pytest.mark.parametrize(
+    ("options", "pin"),
+    [(("--ranks-per-host", "2"), "*=sliced:hierarchical"), (("--servers", "1"), "*=server")],
+    ids=["two ranks a host", "a server"],
+)
+def test_ranks_of_a_lab_train_as_one_process(
+    options: tuple[str, ...], pin: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    check = (sys.executable, "-m", "shoal", "check", RECIPE, "--steps", "2", "--pin", pin)
+    assert shoal("lab", "--hosts", "2", "--rate", "none", *options, "--", *check) == [0]
+    printed = squeezed(capfd.readouterr().out)
+    assert "the same" in printed and "not the same" not in printed
+    assert pin.partition(":")[2] in printed
 
 
 def test_options_behind_a_labs_command_are_the_commands() -> None:

@@ -15,19 +15,21 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shoal.core.errors import UsageError
-from shoal.core.trace import Event
+from shoal.core.trace import MAIN, Recorder
 from shoal.peers import PEERS, Peer, Workload, ready, slowest_rank, step_times
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
+from shoal.profiling.interfaces import watching
 from shoal.report import text
 from shoal.report.trace import chrome
-from shoal.runtime.memory import Memory, memory
+from shoal.runtime.memory import Memory, memory, of_one_process
 from shoal.runtime.parallel import parallelize, shard
 from shoal.runtime.recipe import Recipe
 from shoal.runtime.session import Attached, current, init
@@ -35,6 +37,7 @@ from shoal.worker import PlanOptions, pair
 
 _BOOTSTRAPS = 10_000
 _SEED = 0
+_EXPECTED = "predicted, one step"
 
 
 def bench(
@@ -89,6 +92,7 @@ def bench(
         _tell(f"round {number} of {rounds}: {steps_s}")
     report = {
         "command": ["shoal", *sys.argv[1:]],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
         "ranks": current().comm.size,
         "link_mbit_per_s": attached.cluster.link.bytes_per_s * 8e-6,
@@ -99,6 +103,7 @@ def bench(
         "predicted_s": attached.plan.predicted_s,
         "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
         "memory_bytes": _memory(shoal.model),
+        "memory_of_one_process_bytes": _told(of_one_process(attached.profile)),
         "plan": json.loads(attached.plan.to_json()),
     }
     if current().comm.rank == 0:
@@ -118,23 +123,46 @@ def _tell(what: str) -> None:
 
 def _memory(model: torch.nn.Module) -> dict[str, int]:
     """What Shoal's own model holds, each kind on the rank with the most; the process's peak is the peers' too."""
-    ranks = [asdict(replace(each, process_peak=None)) for each in current().comm.gather_objects(memory(model))]
-    return {kind: max(each[kind] for each in ranks) for kind, nbytes in ranks[0].items() if nbytes is not None}
+    ranks = current().comm.gather_objects(_told(replace(memory(model), process_peak=None)))
+    return {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
+
+
+def _told(held: Memory) -> dict[str, int]:
+    return {kind: nbytes for kind, nbytes in asdict(held).items() if nbytes is not None}
 
 
 def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
-    """Write what every rank did in some steps, and what was expected of one."""
-    with attached.engine.recorded() as recorder:
+    """Write what every rank and its interfaces did in some steps, and what was expected of one, from backward on."""
+    comm = current().comm
+    comm.gather_objects(None)  # so that they begin at once
+    with attached.engine.recorded() as recorder, watching(recorder):
         for _ in range(steps):
-            begin_s = time.perf_counter()
-            shoal.step(*batch)
-            recorder.note("step", "steps", begin_s)
-    ranks: list[list[Event]] = current().comm.gather_objects(recorder.events)
-    plan = attached.plan
-    predicted = Predictor(attached.profile, attached.cluster).as_is(plan)
-    if current().comm.rank == 0:
-        processes = {f"rank {rank}": events for rank, events in enumerate(ranks)}
-        path.write_text(chrome({**processes, "predicted, one step": predicted.events()}))
+            _recorded(shoal, batch, recorder)
+    ranks: list[Recorder] = comm.gather_objects(recorder)
+    if comm.rank > 0:
+        return
+    predicted = Predictor(attached.profile, attached.cluster).as_is(attached.plan)
+    begin_s = next(event.begin_s for event in recorder.events if event.what == "backward")
+    expected = [
+        replace(each, begin_s=begin_s + each.begin_s, end_s=begin_s + each.end_s) for each in predicted.events()
+    ]
+    rates = [replace(each, at_s=begin_s + each.at_s) for each in predicted.rates(attached.cluster.link.bytes_per_s)]
+    did = {f"rank {rank}": each.events for rank, each in enumerate(ranks)}
+    carried = {f"rank {rank}": each.rates for rank, each in enumerate(ranks)}
+    path.write_text(chrome({**did, _EXPECTED: expected}, {**carried, _EXPECTED: rates}))
+
+
+def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
+    """One step, of which the engine notes the backward."""
+    begin_s = time.perf_counter()
+    loss = shoal.forward(*batch)
+    recorder.note("forward", MAIN, begin_s)
+    shoal.optimizer.zero_grad()
+    loss.backward()
+    update_s = time.perf_counter()
+    shoal.optimizer.step()
+    recorder.note("optimizer", MAIN, update_s)
+    recorder.note("step", "steps", begin_s)
 
 
 def _shoal(work: Workload, options: PlanOptions) -> Peer:
@@ -176,6 +204,8 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one")
     held = Memory(**report["memory_bytes"], process_peak=None)
     console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
+    alone = Memory(**report["memory_of_one_process_bytes"], process_peak=None)
+    console.print(f"one process would hold: {alone}")
     floor = report["floor_s"]
     console.print(
         f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured {measured / floor:.2f} of it"

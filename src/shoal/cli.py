@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,20 +173,45 @@ def _pins(texts: tuple[str, ...]) -> dict[str, str]:
     return pins
 
 
+def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> int | None:
+    if text != "none" and not text.isdigit():
+        raise click.BadParameter(f'{text!r} is not a number of steps, nor "none"')
+    return None if text == "none" else int(text)
+
+
 @main.command()
 @_recipe_command
 @_PLAN
+@click.option(
+    "--staleness",
+    default="0",
+    show_default=True,
+    metavar="STEPS",
+    callback=_steps_ahead,
+    help='With servers: how far a worker may run ahead; "none" for any number.',
+)
 @click.option("--save-plan", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 @click.option("--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default.")
 @click.option("--steps", type=click.IntRange(1), help="End after this many steps.")
-def train(recipe: Recipe, options: PlanOptions, save_plan: Path | None, epochs: int | None, steps: int | None) -> None:
+def train(
+    recipe: Recipe,
+    options: PlanOptions,
+    staleness: int | None,
+    save_plan: Path | None,
+    epochs: int | None,
+    steps: int | None,
+) -> None:
     """Train RECIPE, after showing its plan."""
-    worker.train(recipe, options, save=save_plan, epochs=epochs, max_steps=steps)
+    worker.train(recipe, replace(options, staleness=staleness), save=save_plan, epochs=epochs, max_steps=steps)
 
 
 @main.command()
 @_recipe_command
 @click.option("--ranks", type=click.IntRange(1), help="Plan for this many ranks, without a network.")
+@click.option(
+    "--ranks-per-host", default=1, show_default=True, type=click.IntRange(1), help="With --ranks: that share a link."
+)
+@click.option("--servers", default=0, type=click.IntRange(0), help="With --ranks: more hosts, as servers.")
 @click.option("--rate", default="1gbit", show_default=True, help="With --ranks: each link's rate.")
 @click.option("--latency-us", default=100.0, show_default=True, help="With --ranks: a message's latency.")
 @click.option(
@@ -196,6 +222,8 @@ def plan(
     recipe: Recipe,
     options: PlanOptions,
     ranks: int | None,
+    ranks_per_host: int,
+    servers: int,
     rate: str,
     latency_us: float,
     cores_per_rank: float,
@@ -204,8 +232,10 @@ def plan(
     """Plan RECIPE and say why, for these ranks or imagined ones."""
     cluster = None
     if ranks is not None:
-        link = Link(latency_us / 1e6, _bytes_per_s(rate))
-        cluster = Cluster(Topology(tuple(f"h{i}" for i in range(ranks))), link, cores_per_rank)
+        link = Link(latency_us / 1e6, _bytes_per_s(rate) / min(ranks, ranks_per_host))
+        hosts = tuple(f"h{rank // ranks_per_host}" for rank in range(ranks))
+        others = tuple(f"server{number}" for number in range(servers))
+        cluster = Cluster(Topology(hosts), link, cores_per_rank, servers=others)
     worker.plan(recipe, options, cluster, save=save)
 
 

@@ -52,10 +52,14 @@ class Peer:
         self.loss = work.loss
         self.optimizer = work.optimizer(model.parameters())
 
+    def forward(self, x: Any, y: Any) -> Tensor:
+        """The loss of one batch."""
+        output = called(self.model, x)
+        return own_loss(output) if self.loss is None else self.loss(output, y)
+
     def step(self, x: Any, y: Any) -> None:
         """Forward, backward and update on one batch."""
-        output = called(self.model, x)
-        loss = own_loss(output) if self.loss is None else self.loss(output, y)
+        loss = self.forward(x, y)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

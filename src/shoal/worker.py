@@ -34,7 +34,7 @@ from shoal.profiling.layers import profile_model
 from shoal.profiling.sample import called, own_loss
 from shoal.report import text
 from shoal.rewrite.apply import cuts
-from shoal.runtime.memory import memory
+from shoal.runtime.memory import memory, of_one_process
 from shoal.runtime.parallel import measured_cluster, parallelize, shard
 from shoal.runtime.recipe import Recipe
 from shoal.runtime.session import Session, current, init, leave, world
@@ -58,6 +58,7 @@ class PlanOptions:
     placement: str = BALANCED
     memory_limit: float | None = None
     micro_batches: int = MICRO_BATCHES
+    staleness: int | None = 0
 
 
 def train(
@@ -125,6 +126,8 @@ def train(
                 f"{'under' if predicted < measured else 'over'} the measured one"
             )
         console.print(f"memory of this rank: {memory(model)}")
+        if attached is not None:
+            console.print(f"one process would hold: {of_one_process(attached.profile)}")
     together = attached is not None and cuts(attached.plan)  # then no rank can run the model by itself
     if test is not None and recipe.accuracy is not None and (first or together):
         accuracy = _accuracy(recipe, model, test)

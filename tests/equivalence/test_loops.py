@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from one_process import (
     assert_same_bits,
     built,
     cluster_of,
+    cut_small,
     difference,
     features,
     integers,
@@ -246,6 +248,39 @@ def test_autocast_bfloat16(way):
 
     batches = [(x.float(), y) for x, y in features(7, 3)]
     assert_same(Training(model=built(mlp, torch.float32), batches=batches, loop=loop), 3, way, within=2e-2)
+
+
+@pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
+def test_a_grad_scaler(way, monkeypatch):
+    if way.endswith("low"):
+        cut_small(monkeypatch)
+
+    def loop(model, loss_fn, optimizer, batches):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss = loss_fn(model(x), y) * (float("inf") if step == 1 else 1.0)  # a step that is skipped
+            scaler.scale(loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
+
+
+@pytest.mark.parametrize("way", [*EVERY_RANK, "head"])
+def test_the_optimizers_own_clipping(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for step, (x, y) in enumerate(batches):
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            clip = getattr(optimizer, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
+            clip(*[(0.1,), (0.05, float("inf")), (0.2, 1.0)][step % 3])
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
 
 
 @WAY

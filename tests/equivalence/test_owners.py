@@ -226,22 +226,6 @@ def test_a_norm_that_is_not_finite_is_an_error_where_asked_for():
     Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, WAY)
 
 
-def test_a_grad_scaler():
-    def loop(model, loss_fn, optimizer, batches):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-        for step, (x, y) in enumerate(batches):
-            optimizer.zero_grad()
-            loss = loss_fn(model(x), y) * (float("inf") if step == 1 else 1.0)  # a step that is skipped
-            scaler.scale(loss).backward()
-            if step % 2:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, WAY)
-
-
 def stepped(model, loss_fn, optimizer, batches):
     for x, y in batches:
         optimizer.zero_grad()

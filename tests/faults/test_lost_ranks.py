@@ -254,7 +254,7 @@ def test_one_backward_more_on_one_rank_is_a_deadline() -> None:
 
 # Trains over one server, which has a table and slices, or one tail host, either of which rank 0 kills at step 3.
 SERVED = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 import torch
 from torch import nn
@@ -263,7 +263,7 @@ from shoal.core.facts import Link
 from shoal.runtime.session import current
 
 where = Path(os.environ["PID_FILE"])
-if os.environ["RANK"] == "2":
+if os.environ["RANK"] == os.environ["DIES"]:
     where.write_text(str(os.getpid()))
 world = shoal.init(timeout_s=60.0)
 third = {os.environ["KIND"]: ("c",)}
@@ -273,23 +273,31 @@ torch.manual_seed(world.rank)
 x, y = torch.randint(50, (4,)), torch.randint(0, 3, (4,))
 model = nn.Sequential(nn.Embedding(50, 8), nn.ReLU(), nn.Linear(8, 3))
 loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins=pins[os.environ["KIND"]])
+staleness = {"none": None}.get(os.environ["AHEAD"], os.environ["AHEAD"])
+staleness = staleness and int(staleness)
+shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins=pins[os.environ["KIND"]], staleness=staleness)
 for step in range(1000):
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
     optimizer.step()
     if (step, world.rank) == (3, 0):
+        where.with_suffix(".killed").write_text(str(time.monotonic()))
         os.kill(int(where.read_text()), signal.SIGKILL)
 """
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["servers", "tail"])
-def test_a_server_or_a_tail_host_that_dies_ends_the_job_with_its_name(
-    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "ahead", "dies"),
+    [("servers", "0", 2), ("servers", "2", 2), ("servers", "none", 2), ("servers", "2", 1), ("tail", "0", 2)],
+)
+def test_a_server_a_tail_host_or_a_worker_of_theirs_that_dies_ends_the_job_with_its_name(
+    kind: str, ahead: str, dies: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    variables = {"PID_FILE": str(tmp_path / "pid"), "KIND": kind, f"SHOAL_{kind.upper()}": "1"}
-    result = Local().launch(Job((sys.executable, "-c", SERVED), 3, variables))
-    assert result.exit_codes == (1, 1, 137)
-    said = "PeerLost: a peer was lost: rank 2 (host "
+    variables = {"PID_FILE": str(tmp_path / "pid"), "KIND": kind, f"SHOAL_{kind.upper()}": "1", "AHEAD": ahead}
+    result = Local().launch(Job((sys.executable, "-c", SERVED), 3, {**variables, "DIES": str(dies)}))
+    took_s = time.monotonic() - float((tmp_path / "pid.killed").read_text())
+    assert result.exit_codes == tuple(137 if rank == dies else 1 for rank in range(3))
+    said = f"PeerLost: a peer was lost: rank {dies} (host "
     assert len(re.findall(re.escape(said) + r"\S+\) gives no sign of life", capfd.readouterr().err)) == 2
+    assert took_s < _SOON_S

@@ -1,4 +1,4 @@
-"""What each thread of a rank did and when: plain data that the engine notes down, where asked, and a report draws."""
+"""What each thread and link of a rank did and when: plain data, noted down where asked, that a report draws."""
 
 from __future__ import annotations
 
@@ -18,11 +18,21 @@ class Event:
     end_s: float
 
 
+@dataclass(frozen=True)
+class Rate:
+    """What a link carries from a moment on, until the next one is told."""
+
+    link: str
+    at_s: float
+    mbit_per_s: float
+
+
 @dataclass
 class Recorder:
-    """Events of one rank, in seconds since it was made."""
+    """Events and rates of one rank, in seconds since it was made."""
 
     events: list[Event] = field(default_factory=list)
+    rates: list[Rate] = field(default_factory=list)
     start_s: float = field(default_factory=perf_counter)
 
     def note(self, what: str, thread: str, begin_s: float) -> None:

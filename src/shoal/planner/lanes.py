@@ -64,6 +64,7 @@ class Lanes:
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*(lane for lanes in self._lanes.values() for lane in lanes), self._main)
         self.now_s = 0.0  # what has been run
+        self.used: list[tuple[float, float]] = []  # from when on how much of the link: 1 is all that it carries
 
     def add(self, index: int, ready_s: float, *parts: Part, way: int = BOTH, after: Job | None = None) -> Job:
         """Queue a job on the lane of site `index` of those that go this way."""
@@ -146,6 +147,8 @@ class Lanes:
 
     def _pass(self, seconds: float, used: float) -> None:
         """Let time pass in which so much of the link is used, 1 where all that it carries but for bursts."""
+        if seconds and used != (self.used[-1][1] if self.used else 0.0):
+            self.used.append((self.now_s, used))
         self.now_s += seconds
         left_s = self.burst_s + (1 - used) * seconds
         self.burst_s = min(left_s, self._most_burst_s) if left_s > _OVER_S else 0.0

@@ -39,7 +39,7 @@ from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import found, named
-from shoal.core.trace import MAIN, Event
+from shoal.core.trace import MAIN, Event, Rate
 from shoal.planner.lanes import BACK, BOTH, THERE, Job, Lanes
 
 _BURST = 0.01  # of the step: what is less does not change it
@@ -70,6 +70,7 @@ class Timeline:
     traffics: tuple[Traffic, ...]  # of the sites
     late: int  # sites that are still on their way to servers when backward ends
     burst_s: float = 0.0  # of the link that pass for free when it ends
+    used: tuple[tuple[float, float], ...] = ()  # from when on how much of the link
 
     @property
     def step_s(self) -> float:
@@ -97,6 +98,10 @@ class Timeline:
                 begin_s = max(span.end_s, self.end_s)
                 main.append(Event(f"update and return {label}", span.lanes[1], begin_s, span.back_s))
         return main
+
+    def rates(self, bytes_per_s: float) -> list[Rate]:
+        """What the link carries, in the busier direction, as it is taken for one of so many bytes a second."""
+        return [Rate("link", at_s, used * bytes_per_s * 8e-6) for at_s, used in self.used]
 
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
@@ -297,7 +302,7 @@ class Predictor:
         ]
         traffics = tuple(cost.traffic for _, cost in (*served, *cuts.values()))
         parts = forward_s, waited_s, backward_s, end_s, optimizer_s
-        return Timeline(*parts, tuple(spans), traffics, late, lanes.burst_s)
+        return Timeline(*parts, tuple(spans), traffics, late, lanes.burst_s, (*lanes.used, (lanes.now_s, 0.0)))
 
     def _last_rank(
         self, changes: Mapping[str, float], cuts: Container[str], lanes: Lanes

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shoal.core.cut import cut_of, is_cut
 from shoal.core.errors import UsageError
+from shoal.core.facts import ModelProfile
 from shoal.core.pieces import local_gradient
 from shoal.runtime.session import current
 
@@ -39,7 +40,7 @@ class Memory:
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer state": self.optimizer_state,
-            "buckets at most": self.buckets_peak,
+            "buckets at most": self.buckets_peak or None,
             "process at most": self.process_peak,
         }
         return ", ".join(f"{name} {nbytes / 1e6:.1f} MB" for name, nbytes in parts.items() if nbytes is not None)
@@ -85,6 +86,11 @@ def memory(model: nn.Module) -> Memory:
         buckets_peak=attached.engine.buckets.peak_bytes if attached else 0,
         process_peak=_process_peak(parameters[0].device),
     )
+
+
+def of_one_process(profile: ModelProfile) -> Memory:
+    """What a process by itself holds to train the model: all of it (activations not counted, as everywhere here)."""
+    return Memory(profile.nbytes, profile.nbytes, round(profile.state_bytes), buckets_peak=0, process_peak=None)
 
 
 def give_back_freed() -> None:

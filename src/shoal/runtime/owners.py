@@ -83,7 +83,9 @@ class Owners:
         self.transfers = tuple(transfers)
         self.served = served = tuple(transfer for transfer in transfers if transfer.served)
         first = served[max(0, len(served) - late) :]  # sent when backward is over: back when they are summed
-        self.returning = (*first, *(each for each in reversed(self.transfers) if each not in first))  # as forward needs
+        # In the order in which forward needs them. Autograd runs nodes from last to first, so the parameter that
+        # has all of its gradient first is the one that forward comes to last.
+        self.returning = (*first, *(each for each in reversed(self.transfers) if each not in first))
         self.rank = rank
         self.tell: Tell = tell
         known = (p for transfer in self.served for p in transfer.parameters)

@@ -1,0 +1,56 @@
+"""What a host's network interfaces carry while a trace is recorded, by the kernel's own counters.
+
+Linux only; elsewhere nothing is told. A shaped interface counts what has passed the shaper.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.core.trace import Rate, Recorder
+
+_COUNTERS = Path("/proc/net/dev")
+_EACH_S = 0.002
+_RECEIVED, _SENT = 0, 8  # columns of an interface's counters
+
+
+def carried() -> dict[str, int]:
+    """Bytes that each interface has sent and received until now."""
+    try:
+        lines = _COUNTERS.read_text().splitlines()[2:]
+    except OSError:
+        return {}
+    counts = {name.strip(): numbers.split() for name, _, numbers in (line.partition(":") for line in lines)}
+    ways = {"sent": _SENT, "received": _RECEIVED}
+    return {f"{name}, {way}": int(each[column]) for name, each in counts.items() for way, column in ways.items()}
+
+
+@contextmanager
+def watching(recorder: Recorder) -> Iterator[None]:
+    """Note every few milliseconds what each interface carries, from a thread of its own."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(recorder, ended), name="shoal-interfaces", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(recorder: Recorder, ended: threading.Event) -> None:
+    before, then, told = carried(), time.perf_counter(), dict[str, float]()
+    last = False
+    while not last:
+        last = ended.wait(_EACH_S)
+        counts, now = carried(), time.perf_counter()
+        for link, count in counts.items():
+            rate = (count - before.get(link, count)) * 8e-6 / (now - then)
+            if rate != told.get(link, 0.0):
+                recorder.rates.append(Rate(link, then - recorder.start_s, rate))
+            told[link] = rate
+        before, then = counts, now
