@@ -312,6 +312,15 @@ def test_changes_in_place_are_refused():
     logits_on(2, work)
 
 
+def test_hooks_on_it_are_refused():
+    def work(cut: CutOutput, whole: Tensor) -> None:
+        for hang in (lambda: cut.register_hook(lambda g: g * 2), cut.retain_grad):
+            with pytest.raises(UsageError, match='"column", whose output is whole'):
+                hang()
+
+    logits_on(2, work)
+
+
 def test_a_target_out_of_range_is_refused():
     def work(cut: CutOutput, whole: Tensor) -> None:
         with pytest.raises(IndexError, match=f"not one of {CLASSES} classes"):

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import threading
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -389,6 +390,39 @@ def test_blocks_compiled_afterwards(way, backend):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled, so nothing was shown"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@WAY
+def test_a_rank_compiles_anew_by_itself_while_gradients_are_kept(way):
+    """For rows that the other one does not have."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        torch.compiler.reset()
+        model[0].compile(backend="eager", dynamic=False)
+        for x, y in batches:
+            loss = loss_fn(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    batches = [*features(7, 3), (numbers(11, 7, seed=50), integers(3, 11, seed=50)), *features(7, 3)]
+    assert_same(Training(model=built(lambda: nn.Sequential(Block(mlp()))), batches=batches, loop=loop), 2, way)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # a part of what is shown
+@WAY
+def test_gradients_detached_and_cleared_by_hand(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
+
+
 def whole(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
@@ -454,8 +488,23 @@ def test_hooks_of_the_users_own(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
 
 
-def test_models_one_after_another_leave_no_threads():
+def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
     """As in cross-validation; rank 0 keeps the second model longer than the others do."""
+    opened, closed = Counter[str](), Counter[str]()
+    channel, close = ThreadComm.channel, ThreadComm.close
+
+    def opening(comm: ThreadComm, name: str, **how: object) -> ThreadComm:
+        its = channel(comm, name, **how)
+        vars(its)["its_name"] = name
+        opened[name] += 1
+        return its
+
+    def closing(comm: ThreadComm) -> None:
+        closed[vars(comm).get("its_name", "")] += 1
+        close(comm)
+
+    monkeypatch.setattr(ThreadComm, "channel", opening)
+    monkeypatch.setattr(ThreadComm, "close", closing)
 
     models = [[built(mlp) for _ in range(4)] for _ in range(2)]
 
@@ -465,7 +514,8 @@ def test_models_one_after_another_leave_no_threads():
             for fold in range(4):
                 model, mine = models[comm.rank].pop(), [rows_of(batch, comm.rank, 2) for batch in features(7, 3)]
                 optimizer = sgd(model.parameters())
-                shoal.parallelize(model, F.cross_entropy, optimizer, sample=mine[0], pins={"*": "sliced"})
+                pins = {"*": "sliced", "2": "column"}
+                shoal.parallelize(model, F.cross_entropy, optimizer, sample=mine[0], pins=pins)
                 plain(model, F.cross_entropy, optimizer, mine)
                 if fold == 1 and comm.rank == 0:
                     kept.append(model)
@@ -474,6 +524,10 @@ def test_models_one_after_another_leave_no_threads():
             return set(session.threads), len(kept)
 
     assert on_threads(2, work) == [({1, 3}, 1), ({1, 3}, 0)]
+    for fold in (0, 2):
+        mine = {name for name in opened if name.startswith(f"model{fold}-")}
+        assert {f"model{fold}-{which}" for which in ("boundary", "counts", "lane0")} <= mine
+        assert all(closed[name] == opened[name] for name in mine)
 
 
 def converted(model: nn.Module) -> None:
@@ -707,3 +761,37 @@ def test_another_thread_evaluates_while_the_model_is_called(way):
             optimizer.step()
 
     assert_same(Training(model=built(Calls), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+
+
+class Gated(nn.Module):
+    """A layer that only some batches use, early in backward, before one that all ranks evaluate together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.body, self.extra = nn.Linear(7, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(torch.tanh(self.cut(x))))
+        return (self.extra(hidden) if x[0, 0] > 0 else hidden).square().mean()
+
+
+def test_with_low_memory_nobody_waits_for_what_another_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut_small(monkeypatch)
+    rows = numbers(2 * 2 * 4, 7).abs().view(2, 2, 4, 7)  # steps, ranks
+    rows[1, 1] *= -1  # rank 1 does not use it in the second
+    model = built(Gated)
+
+    def work(comm: ThreadComm) -> Tensor:
+        mine = copy.deepcopy(model)
+        with using(comm, cluster_of(2)):
+            optimizer = sgd(mine.parameters())
+            options = {"pins": {"*": "sliced", "cut": "column"}, "memory": "low"}
+            shoal.parallelize(mine, None, optimizer, sample=(rows[0, comm.rank], None), **options)
+            for step in rows:
+                optimizer.zero_grad()
+                mine(step[comm.rank]).backward()
+                optimizer.step()
+            return mine.extra.weight.detach().clone()
+
+    one, other = run(2, work, timeout_s=10)
+    assert torch.equal(one, other)

@@ -27,6 +27,7 @@ from one_process import (
     sgd,
 )
 from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -297,7 +298,7 @@ def test_each_rank_holds_its_share_of_the_state(monkeypatch):
             shoal.parallelize(mine, F.cross_entropy, optimizer, sample=batch, pins={"*": "sliced"})
             stepped(mine, F.cross_entropy, optimizer, [batch])
             mine.state_dict()
-            assert not optimizer.state, "what others own is not held here"
+            assert not any(optimizer.state.values()), "what others own is not held here"
             return shoal.memory(mine)
 
     held = run(ranks, work)
@@ -492,6 +493,38 @@ def test_an_optimizer_that_looks_at_convolutions_is_given_no_pieces():
     batches = [(numbers(12, 1, 4, 3, seed=s), integers(3, 12, seed=s)) for s in range(2)]
     with pytest.raises(PlanError, match="updates a tensor otherwise than its parts"):
         Training(model=model, batches=batches, optimizer=partial(Centering, lr=0.1)).on_ranks(2, WAY)
+
+
+class Projecting(optim.SGD):
+    """Shrinks a parameter to whose rows its gradient is nearly at right angles, as AdamP does something else there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.dim() > 1):
+            cosines = F.cosine_similarity(parameter.grad.flatten(1), parameter.flatten(1))
+            if cosines.abs().max() < 0.1 / parameter[0].numel() ** 0.5:
+                parameter.mul_(0.9)
+        super().step(closure)
+
+
+def test_an_optimizer_that_looks_at_angles_is_given_no_pieces():
+    with pytest.raises(PlanError, match="updates a tensor otherwise than its parts"):
+        Training(model=built(mlp), batches=features(7, 3), optimizer=partial(Projecting, lr=0.1)).on_ranks(2, WAY)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
+def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(make):
+    def loop(model, loss_fn, optimizer, batches):
+        stepped(model, loss_fn, optimizer, batches[:3])
+        optimizer.zero_grad()
+        _, saved = get_state_dict(model, optimizer)
+        saved = copy.deepcopy(saved)
+        stepped(model, loss_fn, optimizer, batches[3:])
+        optimizer.zero_grad()
+        set_state_dict(model, optimizer, model_state_dict=model.state_dict(), optim_state_dict=saved)
+        stepped(model, loss_fn, optimizer, batches[3:])
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, WAY)
 
 
 def test_what_may_join_an_optimizer_of_whole_tensors_is_given_no_pieces():

@@ -23,6 +23,7 @@ from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter
 from shoal.runtime.owners import Owners
+from shoal.runtime.servers import serve
 from shoal.runtime.session import using
 
 
@@ -267,6 +268,57 @@ def test_random_delays_do_not_change_a_bit(pins: dict[str, str]) -> None:
 
     for _, parameters, _ in run(3, delayed):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
+
+
+def test_the_same_inputs_for_other_targets_are_trained_on() -> None:
+    """As of one grid of points, with an image for each rank."""
+    points, images = torch.randn(5, 40), torch.randn(2, 5, 40)
+
+    def work(comm: ThreadComm) -> Tensor:
+        with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8), 1.0)):
+            torch.manual_seed(0)
+            model, image = nn.Linear(40, 40), images[comm.rank]
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            shoal.parallelize(model, nn.functional.mse_loss, optimizer, sample=(points, image))
+            nn.functional.mse_loss(model(points), image).backward()
+            return model.weight.grad.clone()
+
+    one, other = run(2, work)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", ["sliced", "server"])
+def test_parameters_without_elements_have_buckets_of_their_own(way: str) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some, self.none = nn.Linear(7, 3), nn.Module()
+            self.none.weight = nn.Parameter(torch.empty(3, 0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.some(x) + x[:, :0] @ self.none.weight.t()).square().mean()
+
+    served = int(way == "server")
+    hosts = ("a", "b", "c")[: 2 + served]
+
+    def work(comm: ThreadComm) -> Tensor | None:
+        if comm.rank >= 2:
+            serve(comm)
+            return None
+        torch.manual_seed(0)
+        model, x = Empty(), torch.full((2, 7), 1.0 + comm.rank)
+        with using(comm, Cluster(Topology(hosts[:2]), Link(1e-4, 1e8), 1.0, servers=hosts[2:])):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            pins = {"none": f"{way}:direct", "some": "replicate"}
+            shoal.parallelize(model, None, optimizer, sample=(x, None), pins=pins, memory="low")
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(x).backward()
+                optimizer.step()
+            return model.some.weight.detach().clone()
+
+    one, other = run(2 + served, work, timeout_s=20, hosts=hosts, servers=served)[:2]
+    assert torch.equal(one, other)
 
 
 def test_every_rank_fed_the_same_batch_is_told_to_shard() -> None:

@@ -47,7 +47,7 @@ def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm) as session:
             sessions.append(session)
-            session.threads[0] = Threads(ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm))
+            session.threads[0] = Threads(ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm), None)
             session.servers = Servers(comm)
             raise ValueError("a mistake of the script")
 

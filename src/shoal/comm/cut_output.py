@@ -118,6 +118,11 @@ class CutOutput(Tensor):
                 f"{name} on an output that is cut over the ranks would change a copy of it",
                 do="write it out of place (out = out / 2), or pin the layer to column",
             )
+        if name.startswith(("register_", "retain_")):
+            raise UsageError(
+                f"{name} on an output that is cut over the ranks would be of a copy of it",
+                do='pin the layer to "column", whose output is whole',
+            )
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         if func is F.nll_loss:

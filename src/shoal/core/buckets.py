@@ -37,8 +37,8 @@ class Buckets:
 
     def flat(self, numel: int, like: Tensor) -> Tensor:
         """A new flat tensor of zeros, open. Make its views, then close it."""
-        if self.freed and like.device.type == "cpu" and sys.platform == "linux":
-            mapping = mmap.mmap(-1, max(1, numel * like.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self.freed and numel and like.device.type == "cpu" and sys.platform == "linux":
+            mapping = mmap.mmap(-1, numel * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             flat = torch.frombuffer(mapping, dtype=like.dtype, count=numel)
             self._mappings[flat] = mapping
         else:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.contracts import Comm
 from shoal.core.errors import UsageError
-from shoal.core.pieces import is_clearing, local_gradient, set_local_gradient
+from shoal.core.pieces import is_clearing, is_tracing, local_gradient, set_local_gradient
 
 _CUT = "_shoal_cut"
 
@@ -132,8 +132,8 @@ class CutParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The mean gradient over the global batch, of the whole parameter: a collective."""
-        local = local_gradient(self)
-        if is_clearing(sys._getframe(1)):
+        local, caller = local_gradient(self), sys._getframe(1)
+        if is_clearing(caller) or is_tracing(caller):
             return local
         with torch.inference_mode(False):  # what is read in it is stepped with outside
             return cut_of(self).gradient(self, local)
@@ -167,8 +167,8 @@ class CutParameter(nn.Parameter):
         if subject is not None and name in _ELEMENTWISE:
             cut_of(subject).change(func, subject, args[1:], kwargs)
             return subject
-        if _changes(name):
-            first = args[:1] or kwargs
+        if _changes(name) or "out" in kwargs:
+            first = (args[:1] or kwargs) if _changes(name) else kwargs["out"]
             written = next((leaf for leaf in pytree.tree_leaves(first) if isinstance(leaf, CutParameter)), None)
             if written is not None:
                 raise _refused(written, name)

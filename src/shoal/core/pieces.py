@@ -100,7 +100,15 @@ def is_clearing(caller: FrameType) -> bool:
     return caller.f_code in _CLEARING and bool(caller.f_locals["set_to_none"])
 
 
+def is_tracing(caller: FrameType) -> bool:
+    """Whether it is the compiler's, which looks whether inputs of a graph have gradients, on any one rank."""
+    return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _TRACING
+
+
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_TRACING = frozenset(  # by name, as torch imports them late
+    {("torch._dynamo.variables.builder", "safe_has_grad"), ("torch._subclasses.meta_utils", "safe_grad")}
+)
 _CLEARING = frozenset(inspect.unwrap(method).__code__ for method in (nn.Module.zero_grad, Optimizer.zero_grad))
 
 

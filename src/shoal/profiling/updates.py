@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.core.pieces import has_line
 
 _SHAPES = (4, 6), (4, 3, 2, 1)  # of the trials: what optimizers that look at shapes look for, matrices and convolutions
-_LARGE = 1e3  # times a trial's gradients, for optimizers that clip them
+_LARGE = 1e3
 _STEPS = 3
 _RATE = 1e-3  # at least
 _WITHIN = 1e-9  # of the largest element, in float64
@@ -135,21 +135,39 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
 def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
     """Why the group's parameters must be updated together."""
     matrix, convolution = _SHAPES
-    trials: list[tuple[Sequence[int], float]] = [(matrix, 1.0), (matrix, _LARGE)]
+    trials: list[tuple[Sequence[int], _Gradient]] = [(matrix, each) for each in (_drawn, _large, _across)]
     if any(parameter.dim() > len(matrix) for parameter in group["params"]):
-        trials.append((convolution, 1.0))
+        trials.append((convolution, _drawn))
     found = [_tried(optimizer, group, *trial) for trial in trials]
     whole, joint = (next(filter(None, reasons), "") for reasons in ([t.whole for t in found], [t.joint for t in found]))
     return Together(whole, joint)
 
 
-def _tried(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], large: float) -> Together:
-    """Why they must, as a tensor of this shape shows with gradients so large."""
+_Gradient = Callable[[Tensor, Tensor], Tensor]  # of random numbers, for a parameter
+
+
+def _drawn(numbers: Tensor, parameter: Tensor) -> Tensor:
+    return numbers
+
+
+def _large(numbers: Tensor, parameter: Tensor) -> Tensor:
+    """For optimizers that clip gradients."""
+    return _LARGE * numbers
+
+
+def _across(numbers: Tensor, parameter: Tensor) -> Tensor:
+    """At right angles to each row, as gradients of weights before a normalisation are: AdamP does otherwise there."""
+    along = (numbers * parameter).sum(1, keepdim=True) / parameter.square().sum(1, keepdim=True)
+    return numbers - along * parameter
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], gradient: _Gradient) -> Together:
+    """Why they must, as a tensor of this shape shows with such gradients."""
     model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
     name = type(optimizer).__name__
     draw = torch.Generator("cpu").manual_seed(0)
-    drawn = [torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu") for _ in range(_STEPS + 1)]
-    numbers = [each.to(model.device) * (large if index else 1) for index, each in enumerate(drawn)]
+    begins, *drawn = (torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu") for _ in range(_STEPS + 1))
+    numbers = [each.to(model.device) for each in (begins, *(gradient(each, begins) for each in drawn))]
     state = optimizer.state.get(model, {})
     shaped = all(v.shape == model.shape for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
     begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(shape)) if shaped else {}
@@ -169,9 +187,9 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int],
         real.param_groups = [{**settings(each), "params": []} for each in trial.param_groups]
         if begin:
             trial.state |= {p: part_of(begin, numbers[0], part) for p, part in zip(parameters, parts, strict=True)}
-        for gradient in numbers[1:]:
+        for its_gradient in numbers[1:]:
             for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = part(gradient).clone()
+                parameter.grad = part(its_gradient).clone()
             if beside:
                 vars(trial).update(attributes(real))
                 unhooked_step(real)

@@ -61,15 +61,23 @@ def attach(
     memory: str = MEMORY[0],
     stage: Stage | None = None,
     weighs: bool = True,
+    inputs_alike: bool = False,
 ) -> Running:
-    """Rewrite a model for a plan, on every rank of the session alike; `weighs` says whether uneven rows are weighed."""
+    """Rewrite a model for a plan, on every rank of the session alike.
+
+    `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same inputs on purpose.
+    """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
     servers = len(session.servers.hosts) if session.servers else 0
     boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
     tables = _open_tables(session, model, plan, optimizers)
     transfers = apply(model, plan, comm, servers, buckets, boundary, tables, stage)
-    engine, weigher, owners = _started(session, model, plan, transfers, optimizers, buckets, weighs)
+    counts = comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
+    weigher = Weigher(counts, inputs_alike)
+    engine, owners = _started(session, model, plan, transfers, optimizers, buckets)
+    session.threads[session.models] = Threads(ref(model), engine.lanes, weigher, boundary)
+    session.models += 1
     others = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     engine.others = [each for each in others if each is not None]
     engine.entered = [table.begin for table in tables.all] if tables else []
@@ -92,22 +100,18 @@ def _started(
     transfers: Sequence[Transfer],
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
-    weighs: bool,
-) -> tuple[Engine, Weigher, Owners | None]:
+) -> tuple[Engine, Owners | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
     comm, prefix = session.comm, f"model{session.models}"
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
     lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
-    weigher = Weigher(comm.channel(f"{prefix}-counts") if weighs and plan.staleness == 0 else None)
     number, there, back = _open_servers(session, model, plan, served, optimizers)
     device = streaming(parameter.device for parameter in model.parameters())
     engine = Engine(transfers, lanes, there, back, buckets, device)
-    session.threads[session.models] = Threads(ref(model), engine.lanes, weigher)
-    session.models += 1
     tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
     engine.began = partial(tell, "exchange")
-    return engine, weigher, Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
+    return engine, Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
 
 
 def _open_servers(

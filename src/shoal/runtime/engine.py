@@ -234,10 +234,11 @@ class Engine:
         """Wait until a transfer may fill its bucket: no lane works on it, and not too many buckets have memory.
 
         What is waited for was sent before, so every rank sends it without our doing; what was not sent yet is not
-        waited for, even if there are too many then. Lanes, which all ranks wait for, open buckets without asking.
+        waited for, even if there are too many then. Lanes, which all ranks wait for, open buckets without asking. Nor
+        is it waited for where main threads meet in backward: one that has not used it sends it when backward is over.
         """
         self.settle(transfer)
-        if not self.buckets.freed:
+        if not self.buckets.freed or self.others:
             return
         for errand, sent in zip(self._sent, self.transfers, strict=False):  # the oldest first
             if self.buckets.live < BUCKETS_A_LANE * len(self._going):

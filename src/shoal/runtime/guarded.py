@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.core.pieces import is_clearing, local_gradient
+from shoal.core.pieces import is_clearing, is_tracing, local_gradient
 
 _KEEPER = "_shoal_keeper"
 _DATA: Any = vars(torch._C.TensorBase)["data"]
@@ -46,9 +46,10 @@ class GuardedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The mean gradient over the global batch: a collective, where the owners still have it to themselves."""
-        if is_clearing(sys._getframe(1)):
+        caller = sys._getframe(1)
+        if is_clearing(caller):
             keeper(self).assign(self, None)
-        else:
+        elif not is_tracing(caller):
             keeper(self).fetch(self)
         return local_gradient(self)
 

@@ -247,6 +247,6 @@ class _Fetch:
 
     def publish(self) -> None:
         for parameter in self.transfer.held:
-            gradient = unlined(self._lines[parameter], parameter) if parameter in self._used else None
+            gradient = unlined(self._lines[parameter], parameter).detach() if parameter in self._used else None
             set_local_gradient(parameter, gradient)
         self.transfer.held.clear()

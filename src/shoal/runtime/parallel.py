@@ -48,7 +48,7 @@ from shoal.runtime.optimizer import extend
 from shoal.runtime.request import Request, checked, listed, require_same
 from shoal.runtime.session import Attached, Session, current, leave, ranks
 from shoal.runtime.stage import Opening, serve_tail
-from shoal.runtime.weights import warn_of_rows
+from shoal.runtime.weights import inputs_alike, warn_of_rows
 
 T = TypeVar("T")
 _BUCKET_S = 0.05  # of a slow link, for a bucket of those that show how its directions hinder one another
@@ -134,6 +134,7 @@ def parallelize(
     first = session.tail is not None and session.tail.calls == 1  # whose end may be elsewhere
     pieces = (given.micro_batches if given else micro_batches) if first else None
     profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
+    alike = inputs_alike(comm, *sample)
     if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
         warn_of_rows(*sample)
     comm.reached("parallelize: measuring the links")
@@ -142,7 +143,9 @@ def parallelize(
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
     stage = _open_tail(session, model, loss_fn, chosen, profile)
-    attached = attach(session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage)
+    attached = attach(
+        session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage, inputs_alike=alike
+    )
     placed = as_planned(profile, chosen)
     session.attached[model] = Attached(attached.engine, chosen, placed, cluster, attached.owned)
     return model, attached.loss_fn, optimizer

@@ -62,6 +62,7 @@ class Threads:
     model: ref[nn.Module]
     lanes: Sequence[Lane]
     weigher: Weigher
+    boundary: Comm | None  # of cut layers: weights are read over it as long as there is the model
 
     def abandon(self) -> None:
         """End them behind what they are doing, whatever they have still to do."""
@@ -109,6 +110,8 @@ class Session:
             for lane in ended.lanes:
                 lane.drain()
             ended.close()
+            if ended.boundary is not None:
+                ended.boundary.close()
 
     def drain(self) -> None:
         """Finish what other ranks wait for: parameters that this one has updated and is sending; servers' work."""

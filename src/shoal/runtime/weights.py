@@ -40,8 +40,8 @@ _Asked = tuple[Errand | None, list[Tensor]]  # what is under way, and where it p
 class Weigher:
     """Counts rows, and exchanges the counts over a channel of its own; without one, every rank weighs the same."""
 
-    def __init__(self, comm: Comm | None) -> None:
-        self._comm = comm
+    def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
+        self._comm, self._alike = comm, inputs_alike
         self._lane = None if comm is None else Lane(comm, "row counts")
         self._asked = 0
         self._usual = 1.0  # rows of the rank that has most of them in the first forward
@@ -63,12 +63,13 @@ class Weigher:
         weight = Weight(count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts")
         if first:
             self._usual = weight.usual = max(weight.counts()) or 1.0
-            if weight.same_batch():
+            if not self._alike and weight.same_batch():
                 raise RanksDiffer(
                     f"all {self._comm.size} ranks were fed the same batch, so every rank would compute the same "
                     "gradients",
                     where="the first forward",
-                    do="wrap the loader on every rank: loader = shoal.shard(loader)",
+                    do="wrap the loader on every rank: loader = shoal.shard(loader); or, where inputs are the same on "
+                    "purpose, give parallelize samples whose targets differ",
                 )
         return weight
 
@@ -173,6 +174,12 @@ def _nobody() -> _Asked:
 def rows(batch: Any) -> int:
     """Rows of a batch: the first dimension of its first tensor that has one (1 where there is none)."""
     return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
+
+
+def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
+    """Whether the ranks' samples have the same inputs, as of one grid, for targets that differ (a collective)."""
+    inputs, targets = zip(*comm.gather_objects((_digest(x), _digest(y))), strict=True)
+    return len(set(inputs)) == 1 < len(set(targets))
 
 
 def warn_of_rows(x: Any, y: Any) -> None:
