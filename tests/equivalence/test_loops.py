@@ -408,6 +408,18 @@ def test_a_rank_compiles_anew_by_itself_while_gradients_are_kept(way):
     assert_same(Training(model=built(lambda: nn.Sequential(Block(mlp()))), batches=batches, loop=loop), 2, way)
 
 
+@WAY
+def test_gradients_clipped_one_by_one(way):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
+
+
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # a part of what is shown
 @WAY
 def test_gradients_detached_and_cleared_by_hand(way):
