@@ -133,6 +133,7 @@ def test_servers_and_hosts_that_ranks_share_are_planned_for_without_any(capsys: 
     imagined = ("plan", RECIPE, "--ranks", "4", "--rate", "10mbit")
     assert shoal(*imagined, "--servers", "2", "--pin", "2=server") == [0]
     assert "│ server " in squeezed(capsys.readouterr().out)
+    assert shoal(*imagined[:3], "1", "--servers", "1") == [0]
     assert shoal(*imagined, "--ranks-per-host", "2", "--pin", "2=sliced:hierarchical") == [0]
     assert "hierarchical" in squeezed(capsys.readouterr().out)
 

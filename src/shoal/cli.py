@@ -211,7 +211,7 @@ def train(
 @click.option(
     "--ranks-per-host", default=1, show_default=True, type=click.IntRange(1), help="With --ranks: that share a link."
 )
-@click.option("--servers", default=0, type=click.IntRange(0), help="With --ranks: more hosts, as servers.")
+@click.option("--servers", default=0, type=click.IntRange(0), help="With --ranks: more such hosts, as servers.")
 @click.option("--rate", default="1gbit", show_default=True, help="With --ranks: each link's rate.")
 @click.option("--latency-us", default=100.0, show_default=True, help="With --ranks: a message's latency.")
 @click.option(
@@ -234,7 +234,7 @@ def plan(
     if ranks is not None:
         link = Link(latency_us / 1e6, _bytes_per_s(rate) / min(ranks, ranks_per_host))
         hosts = tuple(f"h{rank // ranks_per_host}" for rank in range(ranks))
-        others = tuple(f"server{number}" for number in range(servers))
+        others = tuple(f"server{number}" for number in range(servers) for _ in range(ranks_per_host))
         cluster = Cluster(Topology(hosts), link, cores_per_rank, servers=others)
     worker.plan(recipe, options, cluster, save=save)
 

@@ -37,6 +37,13 @@ def test_printed_it_says_what_serves_each_layer() -> None:
     assert "placement" not in str(made) and "staleness" not in str(made)
 
 
+def test_a_file_that_is_no_text_is_no_plan(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"\x80\x81")
+    with pytest.raises(PlanError, match=r"model\.pt cannot be read"):
+        Plan.load(path)
+
+
 def test_a_saved_plan_loads_as_it_was(tmp_path: Path) -> None:
     made = plan(("b", "factor", ""), ("a", "replicate", "ring"))
     made.save(tmp_path / "plan.json")

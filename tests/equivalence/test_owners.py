@@ -527,6 +527,22 @@ def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(
     assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, WAY)
 
 
+def test_what_others_keep_beside_the_state_stays():
+    """As Lookahead, which has its slow weights there."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            stepped(model, loss_fn, optimizer, [(x, y)])
+            for parameter in model.parameters():
+                slow = optimizer.state[parameter].setdefault("slow", parameter.detach().clone())
+                with torch.no_grad():
+                    slow.add_(parameter - slow, alpha=0.5)
+                    parameter.copy_(slow)
+            assert "slow" in optimizer.state_dict()["state"][0]
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, WAY)
+
+
 def test_what_may_join_an_optimizer_of_whole_tensors_is_given_no_pieces():
     model = built(mlp)
     first, *_, last = model.parameters()

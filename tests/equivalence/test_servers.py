@@ -55,7 +55,8 @@ def mlp() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("workers", "servers", "mine"), [(4, 4, 0.0), (4, 2, 0.1), (4, 1, 1 / 6), (2, 1, 0.25), (3, 5, 0)]
+    ("workers", "servers", "mine"),
+    [(4, 4, 0.0), (4, 2, 0.1), (4, 1, 1 / 6), (2, 1, 0.25), (3, 5, 0), (1, 1, 0), (1, 2, 0)],
 )
 def test_shares_make_all_links_equally_busy(workers: int, servers: int, mine: float) -> None:
     *_, last = each = shares(workers, servers)

@@ -34,6 +34,7 @@ from one_process import (
 )
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -478,6 +479,21 @@ def test_the_end_is_the_last_children_of_a_sequential(tail: int, pin: str) -> No
     more = [nn.Linear(HIDDEN, HIDDEN), *(nn.Tanh() for _ in range(5)), nn.Linear(HIDDEN, CLASSES), nn.Dropout(0.0)]
     model = built(lambda: nn.Sequential(*layers, *more))
     assert_same(model, pins={pin: "stage"}, tail=tail, strategies=["replicate", "sliced"])
+
+
+def by_torch(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """Save by torch's checkpoint functions, which make a step where an optimizer seems to have no state."""
+    plain(model, loss_fn, optimizer, its[:2])
+    optimizer.zero_grad()
+    assert get_optimizer_state_dict(model, optimizer)["state"]
+    plain(model, loss_fn, optimizer, its[2:])
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_torchs_checkpoint_functions_leave_the_state_of_a_tail_alone(optimizer: Any) -> None:
+    model = built(Net)
+    model.body.requires_grad_(False)
+    assert_same(model, by_torch, optimizer=optimizer, pins={"tail.*": "stage"})
 
 
 def test_a_body_that_is_frozen() -> None:

@@ -27,6 +27,7 @@ from one_process import (
     state,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -291,6 +292,24 @@ def test_a_table_that_no_rank_uses_stays_and_one_that_some_use_moves(loop: Loop)
     if loop is editing_gradients:
         given = [given[0], given[2], given[3]]  # there is one to edit
     assert_same(built(Rarely), loop, given=given, optimizer=adamw)
+
+
+def by_torch(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
+    """Save and load by torch's checkpoint functions, which make a step where an optimizer seems to have no state."""
+    plain(model, loss_fn, optimizer, its[:2])
+    optimizer.zero_grad()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    plain(model, loss_fn, optimizer, its[2:4])
+    optimizer.zero_grad()
+    set_optimizer_state_dict(model, optimizer, saved)
+    plain(model, loss_fn, optimizer, its[2:])
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_torchs_checkpoint_functions_leave_the_state_of_a_table_alone(optimizer: Any) -> None:
+    model = built(Words)
+    model.head.requires_grad_(False)
+    assert_same(model, by_torch, optimizer=optimizer, pins={"table": "server_rows"})
 
 
 def test_one_optimizer_has_two_models() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -388,6 +389,8 @@ def test_a_loss_that_counts_for_two_models_is_refused(loss: Any) -> None:
             used = parallelized(first, copy.deepcopy(loss))
             with pytest.raises(UsageError, match="counted for another model already"):
                 parallelized(second, used)
+            with pytest.raises(UsageError, match="counted for another model already"):
+                shoal.parallelize(second, used, sgd(second.parameters()), sample=sample)
             parallelized(second, copy.deepcopy(used) if isinstance(used, nn.Module) else loss)
 
     run(2, work, timeout_s=20)
@@ -420,6 +423,30 @@ def test_a_gradient_hook_put_on_later_is_refused_where_it_would_see_no_global_gr
 def test_time_outs_are_checked(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="more than 0 s"):
         shoal.init(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced", "factor", "column"])
+def test_a_module_of_a_model_that_was_parallelised_is_refused_and_its_copy_is_not(way: str) -> None:
+    def work(comm: ThreadComm) -> None:
+        with using(comm, Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)):
+            torch.manual_seed(0)
+            encoder, loss = nn.Linear(6, 6), nn.CrossEntropyLoss()
+            first = nn.Sequential(encoder, nn.Linear(6, 3))
+            shoal.parallelize(
+                first, loss, sgd(first.parameters()), sample=batch(comm.rank), pins={"0": way, "1": "replicate"}
+            )
+            copied = copy.deepcopy(encoder)
+            del first
+            gc.collect()
+            second = nn.Sequential(encoder, nn.Linear(6, 3))
+            with pytest.raises(UsageError, match="was that of a parallelised model") as caught:
+                shoal.parallelize(second, loss, sgd(second.parameters()), sample=batch(comm.rank))
+            assert "parameter 0.weight" in str(caught.value)
+            third = nn.Sequential(copied, nn.Linear(6, 3))
+            shoal.parallelize(third, loss, sgd(third.parameters()), sample=batch(comm.rank))
+            loss(third(batch(comm.rank)[0]), batch(comm.rank)[1]).backward()
+
+    run(2, work, timeout_s=20)
 
 
 def test_a_parameter_of_two_parallelised_models_is_refused() -> None:

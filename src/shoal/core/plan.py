@@ -199,7 +199,7 @@ class Plan:
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
             text = Path(path).read_text()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"the plan file {path} cannot be read", got=str(error), do="check the path") from None
         return cls.from_json(text, source=str(path))
 

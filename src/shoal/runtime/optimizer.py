@@ -13,7 +13,7 @@ Guarded by tests/equivalence/test_owners.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,9 @@ from shoal.runtime.parts import (
     cut_parameters,
     far_tables,
     groups_at_tail,
+    mark,
     norms_of_parts,
+    shown,
 )
 
 _SERVED = "_shoal_served"
@@ -184,18 +186,9 @@ class OwnedOptimizer:
         whole: States = {}
         for transfer, update in self._updates.items():
             self._owners.together(transfer, partial(update.gather_state, whole))
-        state = self._optimizer.state
-        marked = [p for p in state if p in self._owners]
-        for parameter in marked:
-            del state[parameter]
-        held = [p for group in self._optimizer.param_groups for p in group["params"] if p in whole]
-        state.update({parameter: whole[parameter] for parameter in held})
-        try:
+        held = [p for group in self._optimizer.param_groups for p in group["params"] if p in self._owners]
+        with shown(self._optimizer, {parameter: whole.get(parameter, {}) for parameter in held}):
             return original()
-        finally:
-            for parameter in held:
-                del state[parameter]
-            self._mark(marked)
 
     def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         """Take a state in one-process form."""
@@ -211,11 +204,7 @@ class OwnedOptimizer:
         )
         for transfer, update in self._updates.items():
             update.take_state(parts(transfer, self._owners.rank, state))
-        self._mark([p for p in state if p in self._owners])
-
-    def _mark(self, parameters: Iterable[Tensor]) -> None:
-        """Show that owners have their state: torch.distributed.checkpoint makes a step where there seems to be none."""
-        self._optimizer.state.update({parameter: {} for parameter in parameters})
+        state.update({parameter: {} for parameter in state if parameter in self._owners})
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank holds of owned parameters."""
@@ -238,7 +227,7 @@ class OwnedOptimizer:
         if served:
             of_server = OfRank(lambda rank: {transfer: given(rank) for transfer, given in served.items()})
             self._owners.tell("update", self._number, of_server, captured, now)
-        self._mark(p for _, mine, _ in sent_off for p in mine)
+        mark(self._optimizer, (p for _, mine, _ in sent_off for p in mine))
         for transfer, mine, given in sent_off:
             work = self._updates[transfer].work(given(self._owners.rank), captured, now, set(mine))
             self._owners.send_off(transfer, mine, work)

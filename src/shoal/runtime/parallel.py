@@ -16,6 +16,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -147,6 +148,7 @@ def parallelize(
         session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage, inputs_alike=alike
     )
     placed = as_planned(profile, chosen)
+    session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     session.attached[model] = Attached(attached.engine, chosen, placed, cluster, attached.owned)
     return model, attached.loss_fn, optimizer
 

@@ -11,8 +11,8 @@ Guarded by tests/equivalence/test_cut.py and test_tables.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
@@ -149,6 +149,7 @@ class TableOptimizer:
         for group in self._optimizer.param_groups:
             for table in far_tables(group["params"], self._of_model).values():
                 table.step(self._number, settings(group), now)
+        mark(self._optimizer, self._tables())
         self._hidden.open(self._tables())
 
     def close(self) -> None:
@@ -158,27 +159,45 @@ class TableOptimizer:
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form."""
         states = {parameter: table.state(self._number) for parameter, table in self._tables().items()}
-        self._optimizer.state.update({parameter: state for parameter, state in states.items() if state})
-        try:
+        with shown(self._optimizer, states):
             return original()
-        finally:
-            for parameter in states:
-                self._optimizer.state.pop(parameter, None)
 
     def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         """Take a state in one-process form."""
         original(state_dict)
         for parameter, table in self._tables().items():
             table.take_state(self._number, self._optimizer.state.pop(parameter, {}))
+        mark(self._optimizer, self._tables())
 
     def take_state(self) -> None:
         """Give the servers what the optimizer holds of tables."""
         for parameter, table in self._tables().items():
-            if parameter in self._optimizer.state:
+            if self._optimizer.state.get(parameter):
                 table.take_state(self._number, self._optimizer.state.pop(parameter))
 
     def _tables(self) -> dict[nn.Parameter, FarTable]:
         return far_tables((p for group in self._optimizer.param_groups for p in group["params"]), self._of_model)
+
+
+def mark(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Show that these have a state: where there is none at all torch.distributed.checkpoint makes a step of its own."""
+    for parameter in parameters:
+        optimizer.state.setdefault(parameter, {})
+
+
+@contextmanager
+def shown(optimizer: Optimizer, states: Mapping[Any, Mapping[str, Any]]) -> Iterator[None]:
+    """Let an optimizer show the states that others hold of some parameters, beside what was put there by somebody."""
+    here = {parameter: optimizer.state.pop(parameter, None) for parameter in states}
+    both = {parameter: {**(here[parameter] or {}), **state} for parameter, state in states.items()}
+    optimizer.state.update({parameter: state for parameter, state in both.items() if state})
+    try:
+        yield
+    finally:
+        for parameter, own in here.items():
+            optimizer.state.pop(parameter, None)
+            if own is not None:
+                optimizer.state[parameter] = own
 
 
 def groups_at_tail(stage: Stage, optimizer: Optimizer) -> Groups:
@@ -201,6 +220,7 @@ class StageOptimizer:
     def open(self) -> None:
         """Have the tail make the step."""
         self._stage.step(self._number, groups_at_tail(self._stage, self._optimizer), attributes(self._optimizer))
+        mark(self._optimizer, self._held())
         self._hidden.open(self._held())
 
     def close(self) -> None:
@@ -210,22 +230,18 @@ class StageOptimizer:
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form."""
         states = self._stage.call("state", self._number, groups_at_tail(self._stage, self._optimizer))
-        held = self._held()
-        self._optimizer.state.update({p: states[name] for p, name in held.items() if name in states})
-        try:
+        with shown(self._optimizer, {p: states.get(name, {}) for p, name in self._held().items()}):
             return original()
-        finally:
-            for parameter in held:
-                self._optimizer.state.pop(parameter, None)
 
     def load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         """Take a state in one-process form."""
         original(state_dict)
         self._give()
+        mark(self._optimizer, self._held())
 
     def take_state(self) -> None:
         """Give the tail what the optimizer holds of its parameters, if anything."""
-        if any(parameter in self._optimizer.state for parameter in self._held()):
+        if any(self._optimizer.state.get(parameter) for parameter in self._held()):
             self._give()
 
     def _give(self) -> None:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from shoal import strategies as all_strategies
 from shoal.core.buckets import MEMORY
 from shoal.core.contracts import Comm, Strategy
+from shoal.core.cut import is_cut
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan
@@ -55,9 +56,9 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
         raise UsageError("the loss is a class", got=loss_fn.__name__, do=f"give an instance: {loss_fn.__name__}()")
     parameters = _check_model(model, session)
     _check_loss(loss_fn, parameters)
-    if asked.count is not None and is_counted(loss_fn):
+    if is_counted(loss_fn):
         raise UsageError(
-            "the loss is counted for another model already, and would be weighed twice",
+            "the loss is counted for another model already, and would weigh that one's gradients, too",
             do="give each model a loss of its own: another instance, or the function that was given first",
         )
     _check_optimizers(optimizers, parameters)
@@ -147,6 +148,13 @@ def _check_model(model: Any, session: Session) -> set[int]:
             )
     elsewhere = {id(p) for other in session.attached for p in other.parameters() if p.requires_grad}
     for name, parameter in model.named_parameters():
+        in_use = parameter.requires_grad or is_cut(parameter)
+        if in_use and parameter in session.served and id(parameter) not in elsewhere:
+            raise UsageError(
+                "a parameter was that of a parallelised model, which is gone, and is still served as there",
+                where=f"parameter {name}",
+                do="build the model of copies: copy.deepcopy(module), on every rank, while the other model is there",
+            )
         if parameter.requires_grad and id(parameter) in elsewhere:
             raise UsageError(
                 "a parameter is that of another parallelised model too, and both would exchange its gradient",

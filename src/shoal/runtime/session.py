@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm.process_group import alone, join
 from shoal.comm.tail_hosts import TailHosts
@@ -86,6 +87,7 @@ class Session:
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
     optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(default_factory=WeakKeyDictionary)
     threads: dict[int, Threads] = field(default_factory=dict)  # by the number of the model
+    served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # parameters, also of models gone
     models: int = 0  # that were parallelised, whether they are gone or not
     servers: Servers | None = None
     tail: TailHosts | None = None

@@ -62,5 +62,6 @@ def shares(workers: int, servers: int, stale: bool = False) -> tuple[float, ...]
     Equal at w = n·(W − S) / (W² + S·(W − 2)); workers own nothing where there are as many servers, nor where they run
     ahead of one another.
     """
-    mine = 0.0 if stale else max(0.0, (workers - servers) / (workers**2 + servers * (workers - 2)))
+    idle = stale or servers >= workers
+    mine = 0.0 if idle else (workers - servers) / (workers**2 + servers * (workers - 2))
     return (mine,) * workers + ((1 - workers * mine) / servers,) * servers
