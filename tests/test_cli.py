@@ -213,6 +213,8 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     assert 0 < figures["floor_s"] <= figures["predicted_s"]
     ratio = figures["median_s"]["shoal"] / figures["floor_s"]
     assert f"measured {ratio:.2f} of it" in squeezed(done.stdout.replace("[rank 0]", ""))
+    assert all(0 < figures["processors_busy"][name] <= 1 for name in ("shoal", "ddp"))
+    assert "of rank 0's machine were busy" in squeezed(done.stdout.replace("[rank 0]", ""))
     rows = json.loads(trace.read_text())["traceEvents"]
     names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
     assert list(names.values()) == ["rank 0", "rank 1", "predicted, one step"]

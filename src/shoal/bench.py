@@ -27,6 +27,7 @@ from shoal.peers import PEERS, Peer, Workload, ready, slowest_rank, step_times
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.interfaces import watching
+from shoal.profiling.processor import ProcessorTime
 from shoal.report import text
 from shoal.report.trace import chrome
 from shoal.runtime.memory import Memory, memory, of_one_process
@@ -85,9 +86,12 @@ def bench(
         _tell(f"making {name} ready")
         contenders[name] = ready(name, _seeded(work))
     figures: dict[str, list[float]] = {name: [] for name in contenders}
+    busy: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1, rounds + 1):
         for name, peer in contenders.items():
-            figures[name].append(slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1))))
+            step_s, share = _turn(peer, batch, steps)
+            figures[name].append(step_s)
+            busy[name].append(share)
         steps_s = ", ".join(f"{name} {times[-1] * 1e3:.1f} ms" for name, times in figures.items())
         _tell(f"round {number} of {rounds}: {steps_s}")
     report = {
@@ -100,6 +104,7 @@ def bench(
         "median_s": {name: statistics.median(times) for name, times in figures.items()},
         "rounds_s": figures,
         "ratio_to_shoal": {name: _ratio(figures[name], figures["shoal"]) for name in against},
+        "processors_busy": {name: statistics.median(shares) for name, shares in busy.items()},
         "predicted_s": attached.plan.predicted_s,
         "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
         "memory_bytes": _memory(shoal.model),
@@ -113,6 +118,14 @@ def bench(
     if trace_path:
         _trace(shoal, attached, batch, steps, trace_path)
     return report
+
+
+def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]:
+    """The median step of the slowest rank, and how busy the processors of this machine were meanwhile, 1 at most."""
+    start, begin_s = ProcessorTime.now(), time.perf_counter()
+    step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
+    cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
+    return step_s, (ProcessorTime.now().busy_s - start.busy_s) / cores_s
 
 
 def _tell(what: str) -> None:
@@ -210,6 +223,9 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(
         f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured {measured / floor:.2f} of it"
     )
+    if any(report["processors_busy"].values()):
+        shares = ", ".join(f"{share:.0%} under {name}" for name, share in report["processors_busy"].items())
+        console.print(f"processors of rank 0's machine were busy {shares}")
 
 
 def _processor() -> str:
