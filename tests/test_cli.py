@@ -65,6 +65,7 @@ def test_workers_may_run_ahead_of_one_another(monkeypatch: pytest.MonkeyPatch) -
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "4 steps in" in done.stdout
+    assert "no other strategy serves it" in squeezed(done.stdout)
     assert re.search(r"rank 2\b.*ahead", squeezed(done.stdout))
 
 
@@ -213,8 +214,10 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     assert 0 < figures["floor_s"] <= figures["predicted_s"]
     ratio = figures["median_s"]["shoal"] / figures["floor_s"]
     assert f"measured {ratio:.2f} of it" in squeezed(done.stdout.replace("[rank 0]", ""))
-    assert all(0 < figures["processors_busy"][name] <= 1 for name in ("shoal", "ddp"))
-    assert "of rank 0's machine were busy" in squeezed(done.stdout.replace("[rank 0]", ""))
+    busy = [figures["processors_busy"][name] for name in ("shoal", "ddp")]
+    assert all(0 <= share <= 1 for share in busy)
+    told = "of rank 0's machine were busy" in squeezed(done.stdout.replace("[rank 0]", ""))
+    assert told == any(busy), "the kernel counts by 10 ms, which such steps may take less than"
     rows = json.loads(trace.read_text())["traceEvents"]
     names = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
     assert list(names.values()) == ["rank 0", "rank 1", "predicted, one step"]

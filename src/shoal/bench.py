@@ -125,7 +125,7 @@ def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]
     start, begin_s = ProcessorTime.now(), time.perf_counter()
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
     cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
-    return step_s, (ProcessorTime.now().busy_s - start.busy_s) / cores_s
+    return step_s, min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
 
 
 def _tell(what: str) -> None:

@@ -97,6 +97,7 @@ class Cluster:
     tail: tuple[str, ...] = ()  # or of ranks that run the end of the model
     moves: Pace | None = None  # of messages between all ranks that main threads wait for, one move at a time
     duplex: float = 1.0  # of its rate what each direction of a link keeps while servers' buckets go and come
+    ahead: bool = False  # workers run ahead of one another, so that servers own all
 
     @property
     def size(self) -> int:

@@ -38,7 +38,8 @@ def plan_for(
         staleness: steps that a worker may be ahead of the slowest, with servers.
         how: as for `search`.
     """
-    made = replace(search(profile, cluster, stale=staleness != 0, **how), micro_batches=micro_batches)
+    cluster = replace(cluster, ahead=staleness != 0)
+    made = replace(search(profile, cluster, stale=cluster.ahead, **how), micro_batches=micro_batches)
     if any(found(strategies, Strategy)[choice.strategy].cuts for choice in made.choices):
         made = min((repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS), key=_with_chunks_s)
     if cluster.tail:

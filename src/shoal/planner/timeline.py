@@ -130,7 +130,10 @@ class Predictor:
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
         """Why a strategy cannot serve a layer, or None."""
-        return self._strategies[strategy].refusal(layer, self.cluster)
+        kind = self._strategies[strategy]
+        if self.cluster.ahead and not kind.served:
+            return "workers run ahead of one another, so servers own every layer"
+        return kind.refusal(layer, self.cluster)
 
     def layer(self, name: str) -> LayerProfile:
         """A layer by its name."""

@@ -177,7 +177,7 @@ def ratios(title: str, rows: Sequence[tuple[str, float, str]]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("contender")
     table.add_column("median step", justify="right")
-    table.add_column("÷ shoal's (95 % interval)", justify="right")
+    table.add_column("÷ shoal's, median of rounds (95 %)", justify="right")
     for name, seconds, ratio in rows:
         table.add_row(name, _ms(seconds), ratio)
     return table

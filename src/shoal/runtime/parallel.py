@@ -16,6 +16,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,6 +150,7 @@ def parallelize(
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
+    cluster = replace(cluster, ahead=chosen.staleness != 0)
     session.attached[model] = Attached(attached.engine, chosen, placed, cluster, attached.owned)
     return model, attached.loss_fn, optimizer
 
@@ -338,4 +340,5 @@ def _chosen(
             micro_batches=asked.micro_batches,
         )
     check_served(given, profile, cluster)
+    cluster = replace(cluster, ahead=given.staleness != 0)
     return with_sharing(repredicted(given, profile, cluster), profile, cluster)

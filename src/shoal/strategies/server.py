@@ -47,7 +47,8 @@ class Server(Strategy):
     def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
         assert exchange is not None
         everyone = Topology(cluster.topology.hosts + cluster.servers, len(cluster.servers))
-        return owned_cost(layers, exchange, cluster, shares(cluster.size, len(cluster.servers)), everyone)
+        each_own = shares(cluster.size, len(cluster.servers), stale=cluster.ahead)
+        return owned_cost(layers, exchange, cluster, each_own, everyone)
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert isinstance(exchange, SplitExchange)
