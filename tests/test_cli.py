@@ -91,6 +91,11 @@ def test_help_explains_every_option(command: str) -> None:
             assert parameter.opts[0] in result.output
 
 
+def test_steps_go_on_into_as_many_passes_as_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("train", RECIPE, "--steps", "100") == [0]
+    assert "100 steps in" in capsys.readouterr().out
+
+
 def test_train_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("train", RECIPE, "--epochs", "3") == [0]
     printed = capsys.readouterr().out

@@ -192,7 +192,7 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
 )
 @click.option("--save-plan", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
 @click.option("--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default.")
-@click.option("--steps", type=click.IntRange(1), help="End after this many steps.")
+@click.option("--steps", type=click.IntRange(1), help="End after this many steps, however many passes they take.")
 def train(
     recipe: Recipe,
     options: PlanOptions,

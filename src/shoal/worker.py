@@ -97,8 +97,7 @@ def train(
     steps: list[float] = []
     model.train()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    passes = recipe.epochs if max_steps is None else max(recipe.epochs, math.ceil(max_steps / max(len(loader), 1)))
-    epochs = epochs or passes
+    epochs = epochs or (math.ceil(max_steps / len(loader)) if max_steps else recipe.epochs)
     total = min(epochs * len(loader), max_steps or math.inf)
     began = time.perf_counter()
     with Progress(*columns, console=console, disable=not (first and console.is_terminal)) as progress:

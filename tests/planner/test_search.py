@@ -242,6 +242,14 @@ def test_servers_that_a_plan_has_no_use_for_are_named() -> None:
     assert explain(by_servers, NET, where).idle == ()
 
 
+def test_where_workers_run_ahead_servers_own_all_and_nothing_else_is_compared() -> None:
+    where = replace(cluster(2, 1e6), servers=("s0",))  # in step, each worker owns a quarter
+    in_step, ahead = (plan_for(NET, where, strategies=["server"], staleness=staleness) for staleness in (0, 2))
+    assert 1.8 < ahead.predicted_s / in_step.predicted_s < 2.2
+    for shown in explain(ahead, NET, replace(where, ahead=True)).layers:
+        assert {other.choice.strategy for other in shown.others if not other.refusal} <= {"server", "server_rows"}
+
+
 def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
     where = cluster(4, 25e6)
     plan = search(NET, where, placement={"head.fc2": 1}, strategies=WHOLE)
