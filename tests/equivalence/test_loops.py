@@ -37,6 +37,7 @@ from one_process import (
     with_memory,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
@@ -406,6 +407,25 @@ def test_a_rank_compiles_anew_by_itself_while_gradients_are_kept(way):
 
     batches = [*features(7, 3), (numbers(11, 7, seed=50), integers(3, 11, seed=50)), *features(7, 3)]
     assert_same(Training(model=built(lambda: nn.Sequential(Block(mlp()))), batches=batches, loop=loop), 2, way)
+
+
+@pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
+@pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
+def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(way, make, monkeypatch):
+    if way.endswith("low"):
+        cut_small(monkeypatch)
+
+    def loop(model, loss_fn, optimizer, batches):
+        plain(model, loss_fn, optimizer, batches[:3])
+        optimizer.zero_grad()
+        _, saved = get_state_dict(model, optimizer)
+        saved = copy.deepcopy(saved)
+        plain(model, loss_fn, optimizer, batches[3:])
+        optimizer.zero_grad()
+        set_state_dict(model, optimizer, model_state_dict=model.state_dict(), optim_state_dict=saved)
+        plain(model, loss_fn, optimizer, batches[3:])
+
+    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, way)
 
 
 @WAY

@@ -27,7 +27,6 @@ from one_process import (
     sgd,
 )
 from torch import Tensor, nn, optim
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -510,21 +509,6 @@ class Projecting(optim.SGD):
 def test_an_optimizer_that_looks_at_angles_is_given_no_pieces():
     with pytest.raises(PlanError, match="updates a tensor otherwise than its parts"):
         Training(model=built(mlp), batches=features(7, 3), optimizer=partial(Projecting, lr=0.1)).on_ranks(2, WAY)
-
-
-@pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
-def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(make):
-    def loop(model, loss_fn, optimizer, batches):
-        stepped(model, loss_fn, optimizer, batches[:3])
-        optimizer.zero_grad()
-        _, saved = get_state_dict(model, optimizer)
-        saved = copy.deepcopy(saved)
-        stepped(model, loss_fn, optimizer, batches[3:])
-        optimizer.zero_grad()
-        set_state_dict(model, optimizer, model_state_dict=model.state_dict(), optim_state_dict=saved)
-        stepped(model, loss_fn, optimizer, batches[3:])
-
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, WAY)
 
 
 def test_what_others_keep_beside_the_state_stays():
