@@ -1,10 +1,13 @@
-"""Where one way to serve a layer becomes dearer than all-reduce: in rows a rank, as measured and as the bytes say.
+"""Where one way to serve a layer becomes dearer than all-reduce: in rows a rank, as measured and as
+the bytes say.
 
-    sudo .venv/bin/python benchmarks/crossings.py [RATE ...]      at 100 Mbit/s seven minutes; results/crossings.json
+    sudo .venv/bin/python benchmarks/crossings.py [RATE ...]      at 100 Mbit/s seven minutes;
+                                                                  results/crossings.json
 
-Four hosts train one layer of 1024 inputs and outputs (of the pair, two of them), by that way and by `direct`,
-in turn, with numbers of rows around the one at which both send the same; between the two nearest the crossing of the
-measured steps is found by a line. A narrow layer before it, always by `direct`, makes it give a gradient back.
+Four hosts train one layer of 1024 inputs and outputs (of the pair, two of them), by that way and by
+`direct`, in turn, with numbers of rows around the one at which both send the same; between the two
+nearest the crossing of the measured steps is found by a line. A narrow layer before it, always by
+`direct`, makes it give a gradient back.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ def peer(way: str, plain: bool, rows: int) -> tuple[Peer, tuple[torch.Tensor, to
     """What trains the net so, or by `direct`, and its batch."""
     own = torch.Generator().manual_seed(current().comm.rank)
     batch = torch.rand(rows, 8, generator=own), torch.rand(rows, WIDTH, generator=own)
-    work = Workload(lambda: net(way), F.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), batch)
+    work = Workload(
+        lambda: net(way), F.mse_loss, lambda parameters: torch.optim.SGD(parameters, lr=1e-3), batch
+    )
     made = Peer(way, net(way), work)
     ways = {"0": "", "2": way} | ({"4": "row_pair"} if way == "column_pair" else {})
     direct = {name: Choice(name, "replicate", "direct") for name in ways}
@@ -73,9 +78,14 @@ def measure(rate: str) -> None:
     for way, rows in ROWS.items():
         ratios = {}
         for part in AROUND:
-            (its, batch), (direct, _) = (peer(way, plain, round(part * rows)) for plain in (False, True))
+            (its, batch), (direct, _) = (
+                peer(way, plain, round(part * rows)) for plain in (False, True)
+            )
             turns = [
-                [slowest_rank(list(step_times(each, batch, STEPS, num_warm_up=1))) for each in (its, direct)]
+                [
+                    slowest_rank(list(step_times(each, batch, STEPS, num_warm_up=1)))
+                    for each in (its, direct)
+                ]
                 for _ in range(TURNS)
             ]
             ratios[round(part * rows)] = statistics.median(mine / theirs for mine, theirs in turns)
@@ -103,13 +113,23 @@ def main(run: Callable[[str], None]) -> None:
     print("| way | formula | " + " | ".join(RATES) + " |\n|---" * (1 + len(RATES)) + "|---|")
     every = json.loads(RESULTS.read_text())
     for way, rows in ROWS.items():
-        cells = [every[rate][way]["measured"] if way in every.get(rate, {}) else None for rate in RATES]
-        print(f"| {way} | {rows:.0f} | " + " | ".join("none" if c is None else f"{c:.0f}" for c in cells) + " |")
+        cells = [
+            every[rate][way]["measured"] if way in every.get(rate, {}) else None for rate in RATES
+        ]
+        print(
+            f"| {way} | {rows:.0f} | "
+            + " | ".join("none" if c is None else f"{c:.0f}" for c in cells)
+            + " |"
+        )
 
 
 def in_lab(rate: str) -> None:
     """Run the ranks on hosts of a lab."""
-    code = Lab(hosts=RANKS, rate=rate).launch(Job((sys.executable, __file__, "rank", rate), RANKS)).exit_code
+    code = (
+        Lab(hosts=RANKS, rate=rate)
+        .launch(Job((sys.executable, __file__, "rank", rate), RANKS))
+        .exit_code
+    )
     if code:
         sys.exit(code)
 

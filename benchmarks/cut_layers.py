@@ -1,9 +1,11 @@
-"""Models whose fat layers are worth cutting over the ranks: tuned DDP ÷ Shoal in a lab of four hosts.
+"""Models whose fat layers are worth cutting over the ranks: tuned DDP ÷ Shoal in a lab of four
+hosts.
 
-    sudo .venv/bin/python benchmarks/cut_layers.py [NAME ...]      forty minutes for all; figures in results/NAME.json
+    sudo .venv/bin/python benchmarks/cut_layers.py [NAME ...]      forty minutes for all; figures in
+                                                                   results/NAME.json
 
-Each line is one `shoal bench` under `shoal lab`, as in first_light.py, which has AlexNet. DDP's steps are long: few of
-them are taken.
+Each line is one `shoal bench` under `shoal lab`, as in first_light.py, which has AlexNet. DDP's
+steps are long: few of them are taken.
 """
 
 from __future__ import annotations

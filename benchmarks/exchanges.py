@@ -1,20 +1,27 @@
-"""Each exchange alone, back to back: how much of the link it fills, and its curve from 2 to 8 hosts.
+"""Each exchange alone, back to back: how much of the link it fills, and its curve from 2 to 8
+hosts.
 
-    sudo .venv/bin/python benchmarks/exchanges.py shares    4 hosts, 1 Gbit/s and unshaped, against gloo's own: 9 min
-    sudo .venv/bin/python benchmarks/exchanges.py curves    2 to 8 hosts, 200 Mbit/s, against their formulas: 6 min
+    sudo .venv/bin/python benchmarks/exchanges.py shares    4 hosts, 1 Gbit/s and unshaped, against
+                                                            gloo's own: 9 min
+    sudo .venv/bin/python benchmarks/exchanges.py curves    2 to 8 hosts, 200 Mbit/s, against their
+                                                            formulas: 6 min
     sudo .venv/bin/python benchmarks/exchanges.py hosts     2 hosts of 2 ranks each, 1 Gbit/s: 1 min
-    python benchmarks/exchanges.py plot                     docs/exchanges.svg from the curves (needs matplotlib)
+    python benchmarks/exchanges.py plot                     docs/exchanges.svg from the curves
+                                                            (needs matplotlib)
 
-Needs root and Linux (the lab). Figures in results/exchanges-*.json, and printed as tables. Contenders take turns,
-A B A B; a turn is about a second of one exchange after another, after a warm-up, as a burst passes for free after a
-pause. A figure is the median over turns of the slowest rank's time.
+Needs root and Linux (the lab). Figures in results/exchanges-*.json, and printed as tables.
+Contenders take turns, A B A B; a turn is about a second of one exchange after another, after a
+warm-up, as a burst passes for free after a pause. A figure is the median over turns of the slowest
+rank's time.
 
 The formulas (`in_buckets`), in buckets of n bytes through the busiest link, one direction, P hosts:
 
     direct, ring, all-reduce   2·(P−1)/P; each half of it half
-    tree, in chunks            (first + (chunks − 1)·busiest) / chunks; first = way of one chunk up and down again,
-                               a link shared evenly by a rank's children; busiest = 1, 2, 2, 3, 3 …
-    one server, P workers      P·(chunks + 1)/chunks: it has a host of its own, which is not counted in P
+    tree, in chunks            (first + (chunks − 1)·busiest) / chunks; first = way of one chunk up
+                               and down again, a link shared evenly by a rank's children; busiest =
+                               1, 2, 2, 3, 3 …
+    one server, P workers      P·(chunks + 1)/chunks: it has a host of its own, which is not counted
+                               in P
 
     share of the link = formula · n ÷ rate ÷ seconds
 """
@@ -52,7 +59,8 @@ HERE = Path(__file__).parent
 SHARES, CURVES = HERE / "results/exchanges-shares.json", HERE / "results/exchanges-curves.json"
 HOSTS = HERE / "results/exchanges-hosts.json"
 PLOT = HERE.parent / "docs/exchanges.svg"
-PAYLOAD = 1448 / 1514  # what of a full Ethernet frame is the sender's own: 956 of 1000 Mbit/s, and so says iperf3
+# what of a full Ethernet frame is the sender's own: 956 of 1000 Mbit/s, and so says iperf3
+PAYLOAD = 1448 / 1514
 BYTES_PER_S = {"1gbit": 125e6, "200mbit": 25e6}
 KB, MB = 1 << 10, 1 << 20
 CHUNK = Tree().chunk_bytes
@@ -60,7 +68,9 @@ CHUNK = Tree().chunk_bytes
 
 @dataclass
 class Lane:
-    """What a contender gets: a channel of Shoal's, a process group of gloo's, a flat tensor and its slices."""
+    """What a contender gets: a channel of Shoal's, a process group of gloo's, a flat tensor and its
+    slices.
+    """
 
     comm: Comm
     group: dist.ProcessGroup
@@ -86,7 +96,9 @@ def halves(exchange: Exchange) -> dict[str, Callable[[Lane], None]]:
 
 
 def one_server(lane: Lane) -> None:
-    """One server, rank 0, that has no gradients of its own: workers send it all they have, and get the sum back."""
+    """One server, rank 0, that has no gradients of its own: workers send it all they have, and get
+    the sum back.
+    """
     comm, chunks = lane.comm, chunked(lane.flat, CHUNK)
     if comm.rank:
         sends = [comm.send(chunk, 0) for chunk in chunks]
@@ -119,7 +131,9 @@ CONTENDERS: dict[str, Callable[[Lane], None]] = {
     "tree, one chunk": lambda lane: Tree(chunk_bytes=1 << 40).reduce(lane.flat, lane.comm),
     "one server": one_server,
     "gloo all_reduce": lambda lane: dist.all_reduce(lane.flat, group=lane.group),
-    "gloo reduce_scatter": lambda lane: dist.reduce_scatter(lane.own, lane.slices, group=lane.group),
+    "gloo reduce_scatter": lambda lane: dist.reduce_scatter(
+        lane.own, lane.slices, group=lane.group
+    ),
     "gloo all_gather": lambda lane: dist.all_gather(lane.slices, lane.own, group=lane.group),
     "gloo reduce + broadcast": gloo_reduce_broadcast,
 }
@@ -127,7 +141,9 @@ CONTENDERS: dict[str, Callable[[Lane], None]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What one lab measures: `lanes` buckets are in flight at once, each on a channel and thread of its own."""
+    """What one lab measures: `lanes` buckets are in flight at once, each on a channel and thread of
+    its own.
+    """
 
     hosts: int
     rate: str
@@ -160,7 +176,9 @@ def serve(case: Case, path: Path) -> None:
     with ThreadPoolExecutor(case.lanes) as pool:
 
         def run(name: str, times: int) -> tuple[float, float]:
-            """Seconds of the slowest rank, and processor seconds of the average rank, for one exchange."""
+            """Seconds of the slowest rank, and processor seconds of the average rank, for one
+            exchange.
+            """
 
             def repeat(lane: Lane) -> None:
                 for _ in range(times):
@@ -173,7 +191,9 @@ def serve(case: Case, path: Path) -> None:
             mine = time.perf_counter() - start, time.process_time() - cpu_start
             ranks = comm.gather_objects(mine)
             exchanges = times * case.lanes
-            return max(wall for wall, _ in ranks) / exchanges, sum(cpu for _, cpu in ranks) / len(ranks) / exchanges
+            return max(wall for wall, _ in ranks) / exchanges, sum(cpu for _, cpu in ranks) / len(
+                ranks
+            ) / exchanges
 
         times = {}
         for name in case.contenders:
@@ -189,16 +209,23 @@ def serve(case: Case, path: Path) -> None:
             seconds = [wall for wall, _ in turns]
             spread = {"low_s": min(seconds), "seconds": median(seconds), "high_s": max(seconds)}
             what = {k: v for k, v in asdict(case).items() if k not in ("contenders", "turn_s")}
-            rows.append({"contender": name, **what, **spread, "cpu_s": median(cpu for _, cpu in turns)})
+            rows.append(
+                {"contender": name, **what, **spread, "cpu_s": median(cpu for _, cpu in turns)}
+            )
         path.write_text(json.dumps(rows))
     comm.leave(None)
 
 
 def in_buckets(contender: str, hosts: int, nbytes: int) -> float | None:
-    """How many buckets go through the busiest link, one direction, from the start to the end of one exchange."""
+    """How many buckets go through the busiest link, one direction, from the start to the end of one
+    exchange.
+    """
     chunks = 1 if contender == "tree, one chunk" else -(-nbytes // CHUNK)
     if contender.startswith("tree"):
-        bucket, topology = Bucket(nbytes // 4, 4), Topology(tuple(f"h{rank}" for rank in range(hosts)))
+        bucket, topology = (
+            Bucket(nbytes // 4, 4),
+            Topology(tuple(f"h{rank}" for rank in range(hosts))),
+        )
         busiest = Tree().traffic(bucket, topology).worst / nbytes
         return (climb(0, hosts) + descend(0, hosts) + (chunks - 1) * busiest) / chunks
     if contender == "one server":
@@ -210,7 +237,9 @@ def in_buckets(contender: str, hosts: int, nbytes: int) -> float | None:
 
 
 def climb(rank: int, hosts: int) -> int:
-    """Messages in a row until the sum of a rank and all below it is there: children's come one after the other."""
+    """Messages in a row until the sum of a rank and all below it is there: children's come one
+    after the other.
+    """
     end = 0
     for start in sorted(climb(child, hosts) for child in children(rank, hosts)):
         end = max(end, start) + 1
@@ -228,12 +257,23 @@ def children(rank: int, hosts: int) -> list[int]:
     return [child for child in (2 * rank + 1, 2 * rank + 2) if child < hosts]
 
 
-ALONE = ("direct", "direct.reduce", "direct.gather", "ring", "ring.reduce", "ring.gather", "allreduce", "tree")
+ALONE = (
+    "direct",
+    "direct.reduce",
+    "direct.gather",
+    "ring",
+    "ring.reduce",
+    "ring.gather",
+    "allreduce",
+    "tree",
+)
 GLOO = ("gloo all_reduce", "gloo reduce_scatter", "gloo all_gather", "gloo reduce + broadcast")
 
 
 def shares() -> None:
-    """Every exchange and gloo's own at three sizes, with one bucket in flight and with three, as in training."""
+    """Every exchange and gloo's own at three sizes, with one bucket in flight and with three, as in
+    training.
+    """
     rows: list[dict] = []
     for rate, lanes in (("1gbit", 1), ("1gbit", 3), ("none", 1)):
         for nbytes in (32 * MB, 4 * MB, 512 * KB):
@@ -264,12 +304,24 @@ def hosts() -> None:
 
 def tabulate(rows: Sequence[dict]) -> None:
     """The tables of docs/benchmarks.md."""
-    print("| contender | hosts | rate | bucket | lanes | ms | least to most | CPU ms a rank | share | … of nominal |")
+    print(
+        "| contender | hosts | rate | bucket | lanes | ms | least to most | CPU ms a rank | share "
+        "| … of nominal |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        cells = [row["contender"], row["hosts"], row["rate"], f"{row['nbytes'] // KB} KB", row["lanes"]]
+        cells = [
+            row["contender"],
+            row["hosts"],
+            row["rate"],
+            f"{row['nbytes'] // KB} KB",
+            row["lanes"],
+        ]
         cells += [f"{1e3 * row[key]:.1f}" for key in ("seconds",)]
-        cells += [f"{1e3 * row['low_s']:.1f} to {1e3 * row['high_s']:.1f}", f"{1e3 * row['cpu_s']:.2f}"]
+        cells += [
+            f"{1e3 * row['low_s']:.1f} to {1e3 * row['high_s']:.1f}",
+            f"{1e3 * row['cpu_s']:.2f}",
+        ]
         formula_s = expected_s(row)
         share = formula_s / row["seconds"] if formula_s else None
         cells += [f"{share:.2f}", f"{share * PAYLOAD:.2f}"] if share else ["", ""]
@@ -277,7 +329,9 @@ def tabulate(rows: Sequence[dict]) -> None:
 
 
 def expected_s(row: dict) -> float | None:
-    """What the formula gives at the payload rate of the link; None where there is no formula or no rate."""
+    """What the formula gives at the payload rate of the link; None where there is no formula or no
+    rate.
+    """
     if row.get("ranks_per_host", 1) > 1:
         return None
     buckets = in_buckets(row["contender"], row["hosts"], row["nbytes"])
@@ -290,7 +344,9 @@ def plot() -> None:
     try:
         from matplotlib import pyplot  # noqa: PLC0415  a third party, and only this needs it
     except ImportError:
-        sys.exit("the plot needs matplotlib: pip install matplotlib (in any environment with Shoal)")
+        sys.exit(
+            "the plot needs matplotlib: pip install matplotlib (in any environment with Shoal)"
+        )
     rows = json.loads(CURVES.read_text())
     pyplot.rcParams.update({"svg.hashsalt": "shoal", "svg.fonttype": "none", "font.size": 9})
     figure, axes = pyplot.subplots(figsize=(5.4, 3.4))
@@ -299,7 +355,14 @@ def plot() -> None:
         workers = [row["hosts"] - (contender == "one server") for row in mine]
         (line,) = axes.plot(workers, [expected_s(row) for row in mine], linewidth=1)
         label = "tree, in chunks" if contender == "tree" else contender
-        axes.plot(workers, [row["seconds"] for row in mine], "o", markersize=4, color=line.get_color(), label=label)
+        axes.plot(
+            workers,
+            [row["seconds"] for row in mine],
+            "o",
+            markersize=4,
+            color=line.get_color(),
+            label=label,
+        )
     axes.set(xlabel="workers", ylabel="seconds for 4 MB", ylim=(0, None))
     axes.set_title("200 Mbit/s: measured (points), by formula (lines)", fontsize=9)
     axes.legend(frameon=False)

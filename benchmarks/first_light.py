@@ -1,8 +1,11 @@
-"""The first set of figures: tuned DDP ÷ Shoal in a lab of four hosts, each line one `shoal bench` under `shoal lab`.
+"""The first set of figures: tuned DDP ÷ Shoal in a lab of four hosts, each line one `shoal bench`
+under `shoal lab`.
 
-    sudo .venv/bin/python benchmarks/first_light.py [NAME ...]      some hours for all; figures in results/NAME.json
+    sudo .venv/bin/python benchmarks/first_light.py [NAME ...]      some hours for all; figures in
+                                                                    results/NAME.json
 
-Needs root and Linux (the lab). Both contenders take turns in one run; DDP has the best of several bucket sizes.
+Needs root and Linux (the lab). Both contenders take turns in one run; DDP has the best of several
+bucket sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ HOSTS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe, of examples/ or by its path from here, at one link rate; few steps where a DDP step is long."""
+    """One recipe, of examples/ or by its path from here, at one link rate; few steps where a DDP
+    step is long.
+    """
 
     recipe: str
     rate: str
@@ -36,7 +41,9 @@ class Case:
     def command(self) -> list[str]:
         """The whole command line."""
         python = str(Path(sys.executable))
-        path = f"benchmarks/{self.recipe}.py" if "/" in self.recipe else f"examples/{self.recipe}.py"
+        path = (
+            f"benchmarks/{self.recipe}.py" if "/" in self.recipe else f"examples/{self.recipe}.py"
+        )
         bench = ["bench", path, "--against", self.against]
         bench += [
             "--rounds",
@@ -94,7 +101,10 @@ def main(cases: Sequence[Case]) -> None:
     for case in cases:
         if case.name in wanted:
             subprocess.run(case.command(), cwd=HERE.parent, check=True)
-    print("| recipe, link | Shoal | DDP | DDP ÷ Shoal (95 %) | predicted ÷ measured | measured ÷ floor |")
+    print(
+        "| recipe, link | Shoal | DDP | DDP ÷ Shoal (95 %) | predicted ÷ measured | measured ÷ "
+        "floor |"
+    )
     print("|---|---|---|---|---|---|")
     for case in cases:
         path = HERE / "results" / f"{case.name}.json"
@@ -106,8 +116,17 @@ def row(case: Case, figures: dict) -> str:
     """One line of the table in docs/benchmarks.md."""
     median, ratio = figures["median_s"], figures["ratio_to_shoal"]["ddp"]
     interval = f"**{ratio['median']:.2f}** ({ratio['low']:.2f} to {ratio['high']:.2f})"
-    predicted, floor = figures["predicted_s"] / median["shoal"], median["shoal"] / figures["floor_s"]
-    cells = (f"{median['shoal']:.3f} s", f"{median['ddp']:.3f} s", interval, f"{predicted:.2f}", f"{floor:.2f}")
+    predicted, floor = (
+        figures["predicted_s"] / median["shoal"],
+        median["shoal"] / figures["floor_s"],
+    )
+    cells = (
+        f"{median['shoal']:.3f} s",
+        f"{median['ddp']:.3f} s",
+        interval,
+        f"{predicted:.2f}",
+        f"{floor:.2f}",
+    )
     return f"| {Path(case.recipe).name}, {case.rate} | {' | '.join(cells)} |"
 
 

@@ -1,13 +1,17 @@
-"""The engine on one rank that sends every bucket to itself: what that costs beside plain PyTorch, and waits for.
+"""The engine on one rank that sends every bucket to itself: what that costs beside plain PyTorch,
+and waits for.
 
-    python benchmarks/loopback.py                                      a minute on a GPU; results/loopback.json
-    python benchmarks/loopback.py --batch 2 --rounds 2 --steps 1       whether it works at all, on a CPU
+    python benchmarks/loopback.py                                      a minute on a GPU;
+                                                                       results/loopback.json
+    python benchmarks/loopback.py --batch 2 --rounds 2 --steps 1       whether it works at all, on a
+                                                                       CPU
 
-ResNet-50 at 224 x 224 on the first GPU, or the CPU where there is none. Every layer is replicated by all-reduce, in
-buckets of 25 MiB, over a channel that copies each bucket, adds the copy and halves the sum, on a lane's own stream.
-Three models take turns (A B C A B C) from equal weights, and must be equal to the bit at the end: plain PyTorch, the
-engine, and plain again, which tells whether two runs are at all. On a GPU, steps of each are profiled: calls with which
-a thread of the host waits for it, and copies to the host. Of these the profiler makes some itself, at its end.
+ResNet-50 at 224 x 224 on the first GPU, or the CPU where there is none. Every layer is replicated
+by all-reduce, in buckets of 25 MiB, over a channel that copies each bucket, adds the copy and
+halves the sum, on a lane's own stream. Three models take turns (A B C A B C) from equal weights,
+and must be equal to the bit at the end: plain PyTorch, the engine, and plain again, which tells
+whether two runs are at all. On a GPU, steps of each are profiled: calls with which a thread of the
+host waits for it, and copies to the host. Of these the profiler makes some itself, at its end.
 """
 
 from __future__ import annotations
@@ -111,7 +115,9 @@ def waits(step: Step, steps: int = 5) -> Counter[str]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         for _ in range(steps):
             step()
-    return Counter({event.key: event.count for event in profiled.key_averages() if event.key.startswith(WAITS)})
+    return Counter(
+        {event.key: event.count for event in profiled.key_averages() if event.key.startswith(WAITS)}
+    )
 
 
 def main(batch: int, rounds: int, steps: int) -> None:
@@ -122,10 +128,20 @@ def main(batch: int, rounds: int, steps: int) -> None:
     recipe = load(RECIPE)
     models = {"plain": recipe.model().to(device)}
     models |= {name: copy.deepcopy(models["plain"]) for name in ("engine", "plain again")}
-    x, y = torch.randn(batch, 3, 224, 224, device=device), torch.randint(1000, (batch,), device=device)
+    x, y = (
+        torch.randn(batch, 3, 224, 224, device=device),
+        torch.randint(1000, (batch,), device=device),
+    )
     made = {name: recipe.optimizer(model.parameters()) for name, model in models.items()}
     with using(Loopback()) as session:
-        attach(session, models["engine"], None, [made["engine"]], everything_replicated(models["engine"]), weighs=False)
+        attach(
+            session,
+            models["engine"],
+            None,
+            [made["engine"]],
+            everything_replicated(models["engine"]),
+            weighs=False,
+        )
         taken = {name: step_of(model, made[name], x, y) for name, model in models.items()}
         for step in taken.values():
             seconds(step, steps)  # warm
@@ -136,13 +152,20 @@ def main(batch: int, rounds: int, steps: int) -> None:
         waited = {name: waits(step) for name, step in taken.items()} if device == "cuda" else {}
     states = {name: model.state_dict() for name, model in models.items()}
     plain = states.pop("plain")
-    equal = {name: all(torch.equal(plain[key], each[key]) for key in plain) for name, each in states.items()}
+    equal = {
+        name: all(torch.equal(plain[key], each[key]) for key in plain)
+        for name, each in states.items()
+    }
     figures = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "batch": batch,
         "step_s": {name: statistics.median(each) for name, each in found.items()},
-        "engine_over_plain": statistics.median(b / a for a, b, _ in zip(*found.values(), strict=True)),
-        "plain_again_over_plain": statistics.median(c / a for a, _, c in zip(*found.values(), strict=True)),
+        "engine_over_plain": statistics.median(
+            b / a for a, b, _ in zip(*found.values(), strict=True)
+        ),
+        "plain_again_over_plain": statistics.median(
+            c / a for a, _, c in zip(*found.values(), strict=True)
+        ),
         "equal_bits": equal,
         "waits_in_5_steps": {name: dict(each) for name, each in waited.items()},
     }
@@ -154,7 +177,9 @@ def main(batch: int, rounds: int, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("--batch", 64), ("--rounds", 9), ("--steps", 20)):
         options.add_argument(name, type=int, default=default)
     main(**vars(options.parse_args()))

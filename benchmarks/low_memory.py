@@ -1,9 +1,12 @@
-"""ResNet-50 with `memory="low"` against the same plan without: seconds a step, and what a rank holds.
+"""ResNet-50 with `memory="low"` against the same plan without: seconds a step, and what a rank
+holds.
 
-    sudo .venv/bin/python benchmarks/low_memory.py [RATE]      four hosts at 1gbit, about three minutes
+    sudo .venv/bin/python benchmarks/low_memory.py [RATE]      four hosts at 1gbit, about three
+                                                               minutes
 
-Every layer is sliced; the two models take turns in one job (A B A B). A round's figure is the median step of the
-slowest rank; memory is that of the rank with the most. Figures in results/low-memory.json.
+Every layer is sliced; the two models take turns in one job (A B A B). A round's figure is the
+median step of the slowest rank; memory is that of the rank with the most. Figures in
+results/low-memory.json.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ def train() -> None:
         torch.manual_seed(0)
         model = recipe.model()
         optimizer = recipe.optimizer(model.parameters())
-        shoal.parallelize(model, recipe.loss(), optimizer, sample=(x, y), pins={"*": "sliced"}, memory=memory)
+        shoal.parallelize(
+            model, recipe.loss(), optimizer, sample=(x, y), pins={"*": "sliced"}, memory=memory
+        )
         trained[memory] = model, optimizer
         seconds(model, optimizer, x, y)  # warm
     rounds: dict[str, list[float]] = {memory: [] for memory in trained}
@@ -49,18 +54,26 @@ def train() -> None:
         for memory, each in trained.items():
             everyone.gather_objects(None)
             rounds[memory].append(max(everyone.gather_objects(seconds(*each, x, y))))
-    held = {memory: everyone.gather_objects(shoal.memory(model)) for memory, (model, _) in trained.items()}
+    held = {
+        memory: everyone.gather_objects(shoal.memory(model))
+        for memory, (model, _) in trained.items()
+    }
     if world.rank == 0:
         ratios = [low / fast for fast, low in zip(*rounds.values(), strict=True)]
         figures = {
             memory: {
                 "step_s": statistics.median(rounds[memory]),
                 "parameters": max(each.parameters for each in held[memory]),
-                "gradients_and_buckets": max(each.gradients + each.buckets_peak for each in held[memory]),
+                "gradients_and_buckets": max(
+                    each.gradients + each.buckets_peak for each in held[memory]
+                ),
             }
             for memory in trained
         }
-        print(json.dumps(figures | {"low_over_fast_s": statistics.median(ratios)}, indent=1), flush=True)
+        print(
+            json.dumps(figures | {"low_over_fast_s": statistics.median(ratios)}, indent=1),
+            flush=True,
+        )
         RESULTS.write_text(json.dumps(figures | {"ratios": ratios}, indent=1) + "\n")
 
 

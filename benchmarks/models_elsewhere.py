@@ -1,17 +1,20 @@
-"""Models that nobody here wrote, from transformers, timm and torchvision: are several ranks equal to one process?
+"""Models that nobody here wrote, from transformers, timm and torchvision: are several ranks equal
+to one process?
 
     python3.11 -m venv /tmp/other && . /tmp/other/bin/activate
-    pip install -c constraints.txt torch==2.13.0 && pip install -c constraints.txt -e . torchvision timm transformers
+    pip install -c constraints.txt torch==2.13.0 && pip install -c constraints.txt -e . torchvision
+    timm transformers
     python benchmarks/models_elsewhere.py                       # all, on 2 and 3 ranks
-    python benchmarks/models_elsewhere.py --ranks 4 llama vit   # those whose names contain one of the words
+    python benchmarks/models_elsewhere.py --ranks 4 llama vit   # those whose names contain one of
+                                                                the words
 
-Each model is built small and at random from its configuration, without a download, and trained three steps of SGD with
-momentum in float64 (also where its code asks for float32), in eval mode (no dropout, fixed batch statistics), with
-numbers of rows that differ from rank to rank. Ranks are threads; the plan is made for the link given, by default 100
-Mbit/s, so that more than one strategy has a turn. Columns: layers by strategy; the error of the worst tensor,
-max|a − b| / max(max|a|, learning rate), of the ranks and of one process that cuts the batch as the ranks do; whether
-every rank has the same bits. Ends with 1 if an error is above 1e-10. Not in CI: elsewhere these packages come with a
-CUDA torch.
+Each model is built small and at random from its configuration, without a download, and trained
+three steps of SGD with momentum in float64 (also where its code asks for float32), in eval mode (no
+dropout, fixed batch statistics), with numbers of rows that differ from rank to rank. Ranks are
+threads; the plan is made for the link given, by default 100 Mbit/s, so that more than one strategy
+has a turn. Columns: layers by strategy; the error of the worst tensor, max|a − b| / max(max|a|, learning rate), of the ranks and of one process that cuts the batch as the ranks do; whether
+every rank has the same bits. Ends with 1 if an error is above 1e-10. Not in CI: elsewhere these
+packages come with a CUDA torch.
 """
 
 # ruff: noqa: E402
@@ -32,7 +35,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-# torchvision built for CUDA cannot load its operators beside a CPU torch; it then lacks the declarations of these two.
+# torchvision built for CUDA cannot load its operators beside a CPU torch; it then lacks the
+# declarations of these two.
 _DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 for _operator in ("nms", "qnms"):
     _DECLARED.define(f"{_operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -50,12 +54,16 @@ ROWS, STEPS, LEARNING_RATE = 6, 3, 0.05
 Batch = tuple[Any, Any]
 State = dict[str, Tensor]
 
-# ------------------------------------------------------------------------------------------------ the models
+# ------------------------------------------------------------------------------------------------
+# the models
 
 
 def images(size: int, classes: int = 5) -> list[Batch]:
     """Noise and classes."""
-    return [(torch.randn(ROWS, 3, size, size).double(), torch.randint(classes, (ROWS,))) for _ in range(STEPS)]
+    return [
+        (torch.randn(ROWS, 3, size, size).double(), torch.randint(classes, (ROWS,)))
+        for _ in range(STEPS)
+    ]
 
 
 def words(**more: Callable[[], Tensor]) -> list[Batch]:
@@ -83,7 +91,12 @@ def labels() -> Tensor:
 
 def bert() -> tuple[nn.Module, list[Batch]]:
     config = transformers.BertConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, num_labels=5
+        vocab_size=99,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        num_labels=5,
     )
     return transformers.BertForSequenceClassification(config), words(labels=labels)
 
@@ -121,7 +134,13 @@ def mixtral() -> tuple[nn.Module, list[Batch]]:
 
 def t5() -> tuple[nn.Module, list[Batch]]:
     config = transformers.T5Config(
-        vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=99,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config), words()
 
@@ -159,13 +178,21 @@ def of_timm(name: str, size: int, **options: Any) -> Callable[[], tuple[nn.Modul
     return lambda: (timm.create_model(name, num_classes=5, **options), images(size))
 
 
-def of_torchvision(name: str, size: int, **options: Any) -> Callable[[], tuple[nn.Module, list[Batch]]]:
+def of_torchvision(
+    name: str, size: int, **options: Any
+) -> Callable[[], tuple[nn.Module, list[Batch]]]:
     return lambda: (torchvision.models.get_model(name, num_classes=5, **options), images(size))
 
 
 def torchvision_vit() -> tuple[nn.Module, list[Batch]]:
     vit = torchvision.models.VisionTransformer(
-        image_size=32, patch_size=8, num_layers=3, num_heads=4, hidden_dim=48, mlp_dim=96, num_classes=5
+        image_size=32,
+        patch_size=8,
+        num_layers=3,
+        num_heads=4,
+        hidden_dim=48,
+        mlp_dim=96,
+        num_classes=5,
     )
     return vit, images(32)
 
@@ -190,11 +217,14 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, list[Batch]]]] = {
     "torchvision swin_t": of_torchvision("swin_t", 64),
 }
 
-# ------------------------------------------------------------------------------------------------ the comparison
+# ------------------------------------------------------------------------------------------------
+# the comparison
 
 
 class InFloat64(TorchFunctionMode):
-    """Float64 also where a model's code asks for float32, as language models do in norms, softmax and loss."""
+    """Float64 also where a model's code asks for float32, as language models do in norms, softmax
+    and loss.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -203,10 +233,14 @@ class InFloat64(TorchFunctionMode):
         def wide(value: Any) -> Any:
             return torch.float64 if value is torch.float32 else value
 
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+        return func(
+            *map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()}
+        )
 
 
-def loss_of(model: nn.Module, batch: Batch, loss_fn: Callable[[Tensor, Tensor], Tensor] | None) -> Tensor:
+def loss_of(
+    model: nn.Module, batch: Batch, loss_fn: Callable[[Tensor, Tensor], Tensor] | None
+) -> Tensor:
     """A model's loss on a batch: its own where there is no loss_fn."""
     x, y = batch
     with InFloat64():
@@ -240,7 +274,9 @@ def on_ranks(
         model, mine = copies[comm.rank], [rows_of(batch, comm.rank, ranks) for batch in batches]
         with using(comm, Cluster(Topology(tuple(f"host{rank}" for rank in range(ranks))), link)):
             with InFloat64():
-                model, loss, optimizer = shoal.parallelize(model, loss_fn, sgd(model), sample=mine[0])
+                model, loss, optimizer = shoal.parallelize(
+                    model, loss_fn, sgd(model), sample=mine[0]
+                )
             for batch in mine:
                 optimizer.zero_grad()
                 loss_of(model, batch, loss).backward()
@@ -259,7 +295,9 @@ def state(model: nn.Module) -> State:
 def bounds(rank: int, ranks: int) -> tuple[int, int]:
     """A rank's rows of the whole batch: each has more than the one before."""
     shares = ranks * (ranks + 1) // 2
-    return ROWS * (rank * (rank + 1) // 2) // shares, ROWS * ((rank + 1) * (rank + 2) // 2) // shares
+    return ROWS * (rank * (rank + 1) // 2) // shares, ROWS * (
+        (rank + 1) * (rank + 2) // 2
+    ) // shares
 
 
 def share_of(rank: int, ranks: int) -> float:
@@ -269,7 +307,9 @@ def share_of(rank: int, ranks: int) -> float:
 
 def rows_of(batch: Batch, rank: int, ranks: int) -> Any:
     first, last = bounds(rank, ranks)
-    return pytree.tree_map(lambda leaf: leaf[first:last].clone() if isinstance(leaf, Tensor) else leaf, batch)
+    return pytree.tree_map(
+        lambda leaf: leaf[first:last].clone() if isinstance(leaf, Tensor) else leaf, batch
+    )
 
 
 def difference(expected: State, got: State) -> float:
@@ -299,26 +339,44 @@ def lines(names: Sequence[str], ranks: Sequence[int], link: Link) -> Iterator[tu
                 traceback.print_exc()
                 yield head + "failed", False
                 continue
-            error, cut = difference(whole, states[0]), difference(whole, alone(model, batches, loss_fn, count))
+            error, cut = (
+                difference(whole, states[0]),
+                difference(whole, alone(model, batches, loss_fn, count)),
+            )
             same = all(torch.equal(states[0][key], other[key]) for other in states for key in other)
-            served = ", ".join(f"{strategy} {layers}" for strategy, layers in sorted(strategies.items()))
+            served = ", ".join(
+                f"{strategy} {layers}" for strategy, layers in sorted(strategies.items())
+            )
             right = same and error <= 1e-10
             text = f"{served:28} {error:9.1e}  {cut:9.1e}  {'yes' if same else 'NO':9} {'' if right else 'WRONG'}"
             yield head + text, right
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compare ranks with one process on models from elsewhere.")
-    parser.add_argument("words", nargs="*", help="parts of the names of the models to run; all by default")
+    parser = argparse.ArgumentParser(
+        description="Compare ranks with one process on models from elsewhere."
+    )
+    parser.add_argument(
+        "words", nargs="*", help="parts of the names of the models to run; all by default"
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--mbit", type=float, default=100.0, help="the link to plan for, Mbit/s")
     given = parser.parse_args()
-    names = [name for name in MODELS if not given.words or any(word in name.lower() for word in given.words)]
+    names = [
+        name
+        for name in MODELS
+        if not given.words or any(word in name.lower() for word in given.words)
+    ]
     print(f"torch {torch.__version__}, transformers {transformers.__version__}, ", end="")
     print(f"timm {timm.__version__}, torchvision {torchvision.__version__}\n")
-    print(f"{'model':34} {'parameters':9} ranks  {'layers served by':28} {'error':>9}  {'cut alone':>9}  same bits")
+    print(
+        f"{'model':34} {'parameters':9} ranks  {'layers served by':28} {'error':>9}  "
+        f"{'cut alone':>9}  same bits"
+    )
     good = True
-    for text, right in lines(names, given.ranks, Link(latency_s=1e-4, bytes_per_s=given.mbit * 1e6 / 8)):
+    for text, right in lines(
+        names, given.ranks, Link(latency_s=1e-4, bytes_per_s=given.mbit * 1e6 / 8)
+    ):
         print(text, flush=True)
         good &= right
     return 0 if good else 1

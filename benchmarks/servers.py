@@ -1,16 +1,20 @@
 """Spare hosts as servers: their exchange against all-reduce, and what running ahead is worth.
 
-    sudo .venv/bin/python benchmarks/servers.py [exchange] [training] [ahead]       half an hour; results/servers.json
+    sudo .venv/bin/python benchmarks/servers.py [exchange] [training] [ahead]       half an hour;
+                                                                                    results/servers.json
 
-exchange   buckets summed and brought back, back to back, several in flight: 4 workers by themselves, by all-reduce;
-           with 4 more hosts as servers, and with 2 more (then workers serve a share too). As in training, a lane
-           brings buckets to servers while another brings back what is summed, in a steady state: the first to come
-           back is of before, and a turn is many buckets long, as in one of a dozen how it begins and ends is a tenth.
-           Once more where a packet waits at a link for 5 ms at most, not 50
-training   steps of benchmarks/recipes/eight_linears.py, which are exchange and little else: by all-reduce without
-           servers, by 4 and by 2 servers, and as the planner would have it with 4; for both queues
-ahead      a small model; in each step another worker, drawn at random, takes three times as long (it sleeps): seconds
-           a step of the synchronous server, of a bound of 3, and of none; and the same with one worker slow for good
+exchange   buckets summed and brought back, back to back, several in flight: 4 workers by
+           themselves, by all-reduce; with 4 more hosts as servers, and with 2 more (then workers
+           serve a share too). As in training, a lane brings buckets to servers while another brings
+           back what is summed, in a steady state: the first to come back is of before, and a turn
+           is many buckets long, as in one of a dozen how it begins and ends is a tenth. Once more
+           where a packet waits at a link for 5 ms at most, not 50
+training   steps of benchmarks/recipes/eight_linears.py, which are exchange and little else: by
+           all-reduce without servers, by 4 and by 2 servers, and as the planner would have it with
+           4; for both queues
+ahead      a small model; in each step another worker, drawn at random, takes three times as long
+           (it sleeps): seconds a step of the synchronous server, of a bound of 3, and of none; and
+           the same with one worker slow for good
 """
 
 from __future__ import annotations
@@ -37,28 +41,52 @@ from shoal.exchange.direct import Direct
 from shoal.strategies.server import shares
 
 WORKERS = 4
-IN_FLIGHT = {"4 MiB, four": (4 << 20, 4, 12), "16 MiB, eight": (16 << 20, 8, 2)}  # bytes of a bucket, lanes, rounds
+# bytes of a bucket, lanes, rounds
+IN_FLIGHT = {"4 MiB, four": (4 << 20, 4, 12), "16 MiB, eight": (16 << 20, 8, 2)}
 TURNS = 3  # of lanes × rounds buckets
 STEP_S, SLOWER, STEPS = 0.05, 3, 60
 RESULTS = Path(__file__).parent / "results" / "servers.json"
 
 
-def lab(rate: str, servers: int, serving: int, *arguments: str, queue: str = "50ms") -> list[dict[str, float]]:
-    """Run this file on hosts of a lab, of which `serving` are Shoal's servers; what ranks printed as JSON."""
+def lab(
+    rate: str, servers: int, serving: int, *arguments: str, queue: str = "50ms"
+) -> list[dict[str, float]]:
+    """Run this file on hosts of a lab, of which `serving` are Shoal's servers; what ranks printed
+    as JSON.
+    """
     hosts = ["--hosts", str(WORKERS + servers - serving), "--servers", str(serving)]
     links = ["--rate", rate, "--queue", queue]
-    command = [sys.executable, "-m", "shoal", "lab", *hosts, *links, "--", sys.executable, __file__, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "lab",
+        *hosts,
+        *links,
+        "--",
+        sys.executable,
+        __file__,
+        *arguments,
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout, end="", flush=True)
-    return [json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if "] {" in line]
+    return [
+        json.loads(line.partition("] ")[2]) for line in done.stdout.splitlines() if "] {" in line
+    ]
 
 
 def exchange(servers: int, in_flight: str) -> None:
     """On a rank: seconds of one bucket's exchange, by way."""
     nbytes, num_lanes, rounds = IN_FLIGHT[in_flight]
     everyone = join(60.0, 60.0, os.environ["SHOAL_HOST"], servers)
-    there, back = ([everyone.channel(f"{way}{i}") for i in range(num_lanes)] for way in ("there", "back"))
-    sizes = [int(nbytes // 4 * share) for share in shares(WORKERS, servers)] if servers else [0] * WORKERS
+    there, back = (
+        [everyone.channel(f"{way}{i}") for i in range(num_lanes)] for way in ("there", "back")
+    )
+    sizes = (
+        [int(nbytes // 4 * share) for share in shares(WORKERS, servers)]
+        if servers
+        else [0] * WORKERS
+    )
     going, coming = ([torch.zeros(nbytes // 4) for _ in range(num_lanes)] for _ in range(2))
 
     def to_servers(comm: Comm, flat: Tensor) -> None:
@@ -74,7 +102,9 @@ def exchange(servers: int, in_flight: str) -> None:
     if servers:
         both_ways = (to_servers, there, going), (from_servers, back, coming)
         work[f"{WORKERS} + {servers} servers"] = [
-            (half, comm, flat) for half, comms, flats in both_ways for comm, flat in zip(comms, flats, strict=True)
+            (half, comm, flat)
+            for half, comms, flats in both_ways
+            for comm, flat in zip(comms, flats, strict=True)
         ]
     if everyone.rank < WORKERS:
         among = everyone.group(range(WORKERS))
@@ -96,7 +126,10 @@ def exchange(servers: int, in_flight: str) -> None:
                 ranks = everyone.gather_objects(time.perf_counter() - start)
                 seconds[name].append(max(ranks) / (rounds * num_lanes))
     if everyone.rank == 0:
-        print(json.dumps({name: statistics.median(each) for name, each in seconds.items()}), flush=True)
+        print(
+            json.dumps({name: statistics.median(each) for name, each in seconds.items()}),
+            flush=True,
+        )
     everyone.leave(None)
 
 
@@ -128,7 +161,16 @@ def ahead(staleness: int | None, slow: str) -> None:
 def training(servers: int, pins: Sequence[str], queue: str) -> dict[str, float]:
     """Seconds of a step by `shoal train`, predicted and median."""
     shoal_ = [sys.executable, "-m", "shoal"]
-    links = ["--hosts", str(WORKERS), "--servers", str(servers), "--rate", "200mbit", "--queue", queue]
+    links = [
+        "--hosts",
+        str(WORKERS),
+        "--servers",
+        str(servers),
+        "--rate",
+        "200mbit",
+        "--queue",
+        queue,
+    ]
     recipe = str(RESULTS.parent.parent / "recipes" / "eight_linears.py")
     pinned = [word for pin in pins for word in ("--pin", pin)]
     command = [*shoal_, "lab", *links, "--", *shoal_, "train", recipe, *pinned, "--steps", "14"]
@@ -166,7 +208,9 @@ def main() -> None:
             for bound in ("0", "3", "none"):
                 ranks = lab("1gbit", 2, 2, "--ahead", bound, slow)
                 by_rank = {each["rank"]: each["step_s"] for each in ranks}
-                figures["ahead_step_s"][f"{slow}, bound {bound}"] = [by_rank[rank] for rank in range(WORKERS)]
+                figures["ahead_step_s"][f"{slow}, bound {bound}"] = [
+                    by_rank[rank] for rank in range(WORKERS)
+                ]
     RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -1,14 +1,17 @@
-"""Which plan wins where: the auto plan against every single-strategy plan that applies, at three link rates.
+"""Which plan wins where: the auto plan against every single-strategy plan that applies, at three
+link rates.
 
     sudo .venv/bin/python benchmarks/sweep.py [RECIPE ...] [RATE ...]      results/sweep-RECIPE-RATE.json, and a table
 
-A single-strategy plan pins every layer that the strategy serves, and replicates the rest. "whole" is the planner's best
-without cut layers, "pair and factor" pairs where there are any and `factor` elsewhere, "near 1" to "near 5" the best by
-prediction of all plans that serve up to two of the five largest layers otherwise, each in the bucket size that suits
-it best. All come from one profile. Each plan takes turns with the auto plan in one job of four hosts (A B A B); a
-round's figure is the median step of the slowest rank; a ratio is the median over rounds of that plan ÷ auto: 1 or more
-where auto is best. A plan that is worse by a seventh in its first round has no other, and one that is not ahead by a
-twentieth in either of two has no third; of one that is predicted to take four times as long only that is said.
+A single-strategy plan pins every layer that the strategy serves, and replicates the rest. "whole"
+is the planner's best without cut layers, "pair and factor" pairs where there are any and `factor`
+elsewhere, "near 1" to "near 5" the best by prediction of all plans that serve up to two of the five
+largest layers otherwise, each in the bucket size that suits it best. All come from one profile.
+Each plan takes turns with the auto plan in one job of four hosts (A B A B); a round's figure is the
+median step of the slowest rank; a ratio is the median over rounds of that plan ÷ auto: 1 or more
+where auto is best. A plan that is worse by a seventh in its first round has no other, and one that
+is not ahead by a twentieth in either of two has no third; of one that is predicted to take four
+times as long only that is said.
 """
 
 from __future__ import annotations
@@ -51,8 +54,10 @@ RESULTS = HERE / "results"
 RECIPES = ("digits", "arcface", "gpt", "resnet18", "resnet50", "alexnet")
 RATES = ("100mbit", "1gbit", "none")
 RANKS, ROUNDS = 4, 4
-TURN_S, PLAN_S = 3.0, 60.0  # seconds of a turn, of one step at least; of all turns of a plan, of two at least
-LOST, AHEAD = 1.15, 0.95  # times the auto plan's step: of a plan that is out of the race, and of one that may win it
+# seconds of a turn, of one step at least; of all turns of a plan, of two at least
+TURN_S, PLAN_S = 3.0, 60.0
+# times the auto plan's step: of a plan that is out of the race, and of one that may win it
+LOST, AHEAD = 1.15, 0.95
 WHOLE = ("replicate", "sliced", "factor")
 HOPELESS = 4.0  # times the auto plan's predicted step: of a plan that is not run
 LARGEST, NEAR = 5, 5
@@ -63,16 +68,27 @@ def measure(recipe: str, rate: str) -> None:
     session = shoal.init()
     loaded = load(HERE.parent / "examples" / f"{recipe}.py")
     torch.manual_seed(0)
-    work = Workload(loaded.model, loaded.loss(), loaded.optimizer, pair(next(iter(shoal.shard(loaded.data()[0])))))
+    work = Workload(
+        loaded.model,
+        loaded.loss(),
+        loaded.optimizer,
+        pair(next(iter(shoal.shard(loaded.data()[0])))),
+    )
     auto = Peer("auto", seeded(work), work)
-    auto.model, auto.loss, auto.optimizer = shoal.parallelize(auto.model, auto.loss, auto.optimizer, sample=work.batch)
+    auto.model, auto.loss, auto.optimizer = shoal.parallelize(
+        auto.model, auto.loss, auto.optimizer, sample=work.batch
+    )
     its = current().attached[auto.model]
     steps = max(1, int(TURN_S / slowest_rank(list(step_times(auto, work.batch, 3, num_warm_up=2)))))
     figures = {}
     for name, plan in from_first(current().comm, lambda: fixed_list(its)).items():
         if plan.predicted_s > HOPELESS * its.plan.predicted_s:
             ratio = plan.predicted_s / its.plan.predicted_s
-            figures[name] = {"predicted_ratio": ratio, "predicted_s": plan.predicted_s, "plan": said(plan)}
+            figures[name] = {
+                "predicted_ratio": ratio,
+                "predicted_s": plan.predicted_s,
+                "plan": said(plan),
+            }
             continue
         other = contender(work, plan, its)
         rounds = list(raced(auto, other, work.batch, steps))
@@ -88,16 +104,24 @@ def measure(recipe: str, rate: str) -> None:
         if session.rank == 0:
             print(f"{recipe}, {rate}: {name} {figures[name]['ratio']:.2f}", flush=True)
     if session.rank == 0:
-        report = {"auto": said(its.plan), "auto_predicted_s": its.plan.predicted_s, "plans": figures}
+        report = {
+            "auto": said(its.plan),
+            "auto_predicted_s": its.plan.predicted_s,
+            "plans": figures,
+        }
         (RESULTS / f"sweep-{recipe}-{rate}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
-def raced(auto: Peer, other: Peer, batch: tuple[Any, Any], steps: int) -> Iterator[tuple[float, float]]:
+def raced(
+    auto: Peer, other: Peer, batch: tuple[Any, Any], steps: int
+) -> Iterator[tuple[float, float]]:
     """Seconds of a step of both, round by round."""
     best, spent_s = math.inf, 0.0
     for number in range(ROUNDS):
         warm_up = 1 if number else 2  # a new one takes its memory in the first steps
-        mine, theirs = (slowest_rank(list(step_times(peer, batch, steps, warm_up))) for peer in (auto, other))
+        mine, theirs = (
+            slowest_rank(list(step_times(peer, batch, steps, warm_up))) for peer in (auto, other)
+        )
         yield mine, theirs
         best, spent_s = min(best, theirs / mine), spent_s + (mine + theirs) * (steps + 1)
         if best > LOST or (number and (best > AHEAD or spent_s > PLAN_S)):
@@ -111,11 +135,15 @@ def seeded(work: Workload) -> nn.Module:
 
 
 def contender(work: Workload, plan: Plan, auto: Attached) -> Peer:
-    """A model of its own under a plan of its own; as `parallelize` has it, but that nothing is measured again."""
+    """A model of its own under a plan of its own; as `parallelize` has it, but that nothing is
+    measured again.
+    """
     session, peer = current(), Peer("shoal", seeded(work), work)
     running = attach(session, peer.model, peer.loss, [peer.optimizer], plan)
     peer.loss = running.loss_fn
-    session.attached[peer.model] = replace(auto, engine=running.engine, plan=plan, owned=running.owned)
+    session.attached[peer.model] = replace(
+        auto, engine=running.engine, plan=plan, owned=running.owned
+    )
     return peer
 
 
@@ -150,7 +178,9 @@ def plans(profile: ModelProfile, cluster: Cluster) -> dict[str, dict[str, object
 
 
 def near(attached: Attached) -> list[Plan]:
-    """The best by prediction, but for the auto plan itself, among those that differ from it in up to two layers."""
+    """The best by prediction, but for the auto plan itself, among those that differ from it in up
+    to two layers.
+    """
     plan, predictor = attached.plan, Predictor(attached.profile, attached.cluster)
     step_s = attrgetter("predicted_s")
 
@@ -173,18 +203,28 @@ def near(attached: Attached) -> list[Plan]:
         for one, other in combinations_with_replacement(ways, 2)
         for its, others in product(ways[one], ways[other])
     )
-    first = nsmallest(8 * NEAR, (predicted(each) for each in changed if each.choices != plan.choices), key=step_s)
-    best = [min((predicted(replace(each, bucket_bytes=n)) for n in BUCKET_BYTES), key=step_s) for each in first]
+    first = nsmallest(
+        8 * NEAR, (predicted(each) for each in changed if each.choices != plan.choices), key=step_s
+    )
+    best = [
+        min((predicted(replace(each, bucket_bytes=n)) for n in BUCKET_BYTES), key=step_s)
+        for each in first
+    ]
     return nsmallest(NEAR, best, key=step_s)
 
 
 def row(recipe: str, rate: str, report: dict) -> str:
     """One line of the table in docs/benchmarks.md."""
     ran = {name: figures for name, figures in report["plans"].items() if "ratio" in figures}
-    others = [f"{name} {ran[name]['ratio']:.2f}" for name in sorted(ran, key=lambda name: ran[name]["ratio"])]
+    others = [
+        f"{name} {ran[name]['ratio']:.2f}"
+        for name in sorted(ran, key=lambda name: ran[name]["ratio"])
+    ]
     auto = ", ".join(f"{count} {name}" for name, count in report["auto"].items())
     not_run = {name: figures for name, figures in report["plans"].items() if name not in ran}
-    others += [f"{name} (predicted {figures['predicted_ratio']:.0f})" for name, figures in not_run.items()]
+    others += [
+        f"{name} (predicted {figures['predicted_ratio']:.0f})" for name, figures in not_run.items()
+    ]
     said = ", ".join(others)
     return f"| {recipe}, {rate} | {auto} | {said} |"
 

@@ -1,7 +1,10 @@
-"""AlexNet, in torchvision's layout: 61,100,840 parameters, 96 % of them in three fully connected layers.
+"""AlexNet, in torchvision's layout: 61,100,840 parameters, 96 % of them in three fully connected
+layers.
 
-Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014). 224x224 images, 1,000 classes,
-8 images a rank. The images are noise made beforehand: what is measured is the step, not the reading of data.
+Krizhevsky, "One weird trick for parallelizing convolutional neural networks" (2014). 224x224
+images, 1,000 classes,
+8 images a rank. The images are noise made beforehand: what is measured is the step, not the reading
+of data.
 """
 
 from collections.abc import Iterable
@@ -14,8 +17,8 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 class AlexNet(nn.Module):
     """Five convolutions, then 9,216 -> 4,096 -> 4,096 -> classes.
 
-    No dropout unless asked for, where torchvision has 0.5: with it N workers and one process draw different numbers,
-    and `shoal check` could not compare them.
+    No dropout unless asked for, where torchvision has 0.5: with it N workers and one process draw
+    different numbers, and `shoal check` could not compare them.
     """
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.0) -> None:

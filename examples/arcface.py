@@ -1,10 +1,13 @@
-"""A head of cosines with an additive angular margin (ArcFace), as face recognition trains over a million identities.
+"""A head of cosines with an additive angular margin (ArcFace), as face recognition trains over a
+million identities.
 
-A class of its own for the head: `F.linear` on rows of length 1. Each of its outputs follows from one row of its weight,
-so Shoal can cut it over the ranks with the loss computed there (`--pin 3=head`, or by itself where there are very many
-classes): neither logits nor the gradients of the classes then cross the network.
+A class of its own for the head: `F.linear` on rows of length 1. Each of its outputs follows from
+one row of its weight, so Shoal can cut it over the ranks with the loss computed there (`--pin
+3=head`, or by itself where there are very many classes): neither logits nor the gradients of the
+classes then cross the network.
 
-Source: Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", CVPR 2019, equation 3. Here on
+Source: Deng et al., "ArcFace: Additive Angular Margin Loss for Deep Face Recognition", CVPR 2019,
+equation 3. Here on
 scikit-learn's digits, whose ten classes need no such thing.
 """
 
@@ -28,10 +31,13 @@ class Cosine(nn.Linear):
 
 
 class ArcFace(nn.Module):
-    """Mean cross entropy of (K, N) cosines times SCALE, the angle to the right class widened by MARGIN radians."""
+    """Mean cross entropy of (K, N) cosines times SCALE, the angle to the right class widened by
+    MARGIN radians.
+    """
 
     def forward(self, cosines: Tensor, target: Tensor) -> Tensor:
-        cosines = cosines.double()  # where the right class is as good as certain, what the others add is below float32
+        # where the right class is as good as certain, what the others add is below float32
+        cosines = cosines.double()
         right = cosines.gather(1, target.unsqueeze(1)).squeeze(1).clamp(-1 + 1e-7, 1 - 1e-7)
         log_sum = torch.logsumexp(SCALE * cosines, 1)
         widened = SCALE * torch.cos(torch.acos(right) + MARGIN)
@@ -54,8 +60,12 @@ def data() -> tuple[DataLoader, DataLoader]:
 
 def model() -> nn.Module:
     """A convolution, 64 features, and the head."""
-    features = nn.Sequential(nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    return nn.Sequential(features, nn.Linear(32 * 4 * 4, 64), nn.BatchNorm1d(64), Cosine(64, 10, bias=False))
+    features = nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    )
+    return nn.Sequential(
+        features, nn.Linear(32 * 4 * 4, 64), nn.BatchNorm1d(64), Cosine(64, 10, bias=False)
+    )
 
 
 def loss() -> nn.Module:

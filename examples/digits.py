@@ -1,7 +1,9 @@
-"""Handwritten digits: a small convolutional network with a fat fully connected head. The demo: `make demo`.
+"""Handwritten digits: a small convolutional network with a fat fully connected head. The demo:
+`make demo`.
 
-scikit-learn's 1,797 real 8x8 images. Of 2.1 million parameters 98 % sit in one Linear layer of the head, and at this
-batch its inputs and output gradients are far smaller than its weight: the case in which sending gradients is a waste.
+scikit-learn's 1,797 real 8x8 images. Of 2.1 million parameters 98 % sit in one Linear layer of the
+head, and at this batch its inputs and output gradients are far smaller than its weight: the case in
+which sending gradients is a waste.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,9 @@
-"""A small language model, letter by letter, on text that ships with Python: the reference behind `help()`.
+"""A small language model, letter by letter, on text that ships with Python: the reference behind
+`help()`.
 
-The layout is nanoGPT's (Karpathy, 2022): 5 million parameters, 64 letters of context, 8 windows of text a rank. Rows
-are windows times letters, so a Linear layer sees K = 512 of them: the case in which sending gradients is right.
+The layout is nanoGPT's (Karpathy, 2022): 5 million parameters, 64 letters of context, 8 windows of
+text a rank. Rows are windows times letters, so a Linear layer sees K = 512 of them: the case in
+which sending gradients is right.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,16 +37,29 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
     def attention(self, qkv: Tensor) -> Tensor:
-        """Mix the values of earlier letters: (windows, letters, 3 · width) -> (windows, letters, width)."""
+        """Mix the values of earlier letters: (windows, letters, 3 · width) -> (windows, letters,
+        width).
+        """
         query, key, value = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        return (
+            scaled_dot_product_attention(query, key, value, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class GPT(nn.Module):
-    """Letters (windows, letters) -> a score for each possible next letter (windows, letters, num_letters)."""
+    """Letters (windows, letters) -> a score for each possible next letter (windows, letters,
+    num_letters).
+    """
 
     def __init__(
-        self, num_letters: int, context: int, width: int = 384, num_blocks: int = 3, num_heads: int = 6
+        self,
+        num_letters: int,
+        context: int,
+        width: int = 384,
+        num_blocks: int = 3,
+        num_heads: int = 6,
     ) -> None:
         super().__init__()
         self.letter = nn.Embedding(num_letters, width)
@@ -59,7 +74,9 @@ class GPT(nn.Module):
 
 
 def data() -> tuple[DataLoader, DataLoader]:
-    """The text in windows, each with the same window one letter on; every tenth is kept for the test."""
+    """The text in windows, each with the same window one letter on; every tenth is kept for the
+    test.
+    """
     number = {letter: i for i, letter in enumerate(LETTERS)}
     text = torch.tensor([number[letter] for letter in TEXT])
     num_windows = (len(text) - 1) // CONTEXT

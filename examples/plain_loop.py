@@ -1,4 +1,5 @@
-"""An ordinary training script with the five lines that spread it over several processes: the sample, and each `shoal`.
+"""An ordinary training script with the five lines that spread it over several processes: the
+sample, and each `shoal`.
 
 python examples/plain_loop.py                               # alone
 torchrun --nproc-per-node 2 examples/plain_loop.py          # two processes
@@ -21,7 +22,9 @@ labels = torch.tensor(digits.target)
 loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
 loader = shoal.shard(loader)
 
-model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
+model = nn.Sequential(
+    nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+)
 loss_fn = nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 x, y = next(iter(loader))

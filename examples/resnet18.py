@@ -1,7 +1,8 @@
 """ResNet-18, in torchvision's layout: 11,689,512 parameters, nearly all in convolutions.
 
-He et al., "Deep residual learning for image recognition" (2015). The hard case: a convolution's inputs are larger than
-its weight, so gradients are what has to be sent. 128x128 images, 1,000 classes, 8 images a rank, noise made beforehand.
+He et al., "Deep residual learning for image recognition" (2015). The hard case: a convolution's
+inputs are larger than its weight, so gradients are what has to be sent. 128x128 images, 1,000
+classes, 8 images a rank, noise made beforehand.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,9 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions beside a shortcut, which is a 1x1 convolution where the shape
+    changes.
+    """
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -24,7 +27,8 @@ class BasicBlock(nn.Module):
         self.downsample = None
         if stride != 1 or inputs != outputs:
             self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(outputs),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +38,9 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """A stem, four pairs of blocks that halve the image and double the channels, and one linear layer."""
+    """A stem, four pairs of blocks that halve the image and double the channels, and one linear
+    layer.
+    """
 
     def __init__(self, num_classes: int = 1000) -> None:
         super().__init__()

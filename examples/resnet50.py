@@ -1,7 +1,9 @@
-"""ResNet-50, in torchvision's layout: 25,557,032 parameters, all but one layer convolutions and their norms.
+"""ResNet-50, in torchvision's layout: 25,557,032 parameters, all but one layer convolutions and
+their norms.
 
-He et al., "Deep residual learning for image recognition" (2015), with the stride in the 3x3 convolution as torchvision
-has it. 128x128 images, 1,000 classes, 4 images a rank, noise made beforehand.
+He et al., "Deep residual learning for image recognition" (2015), with the stride in the 3x3
+convolution as torchvision has it. 128x128 images, 1,000 classes, 4 images a rank, noise made
+beforehand.
 """
 
 from collections.abc import Iterable
@@ -12,7 +14,9 @@ from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut, which is a 1x1 convolution where the shape changes."""
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut, which is a 1x1 convolution where the shape
+    changes.
+    """
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -27,7 +31,8 @@ class Bottleneck(nn.Module):
         self.downsample = None
         if stride != 1 or inputs != outputs:
             self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(outputs),
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +45,9 @@ class Bottleneck(nn.Module):
 def stage(inputs: int, width: int, num_blocks: int, stride: int) -> nn.Sequential:
     """Blocks of one width; the first of them may halve the image."""
     first = Bottleneck(inputs, width, stride)
-    return nn.Sequential(first, *(Bottleneck(4 * width, width, stride=1) for _ in range(num_blocks - 1)))
+    return nn.Sequential(
+        first, *(Bottleneck(4 * width, width, stride=1) for _ in range(num_blocks - 1))
+    )
 
 
 class ResNet50(nn.Module):

@@ -1,4 +1,6 @@
-"""The command line: each command on a tiny recipe, what it prints, how it exits. Ranks are threads where they can."""
+"""The command line: each command on a tiny recipe, what it prints, how it exits. Ranks are threads
+where they can.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from shoal.runtime.session import using
 
 RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
 COMMANDS = ("bench", "check", "lab", "plan", "probe", "train")
-needs_lab = pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
+needs_lab = pytest.mark.skipif(
+    Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_servers_serve_until_the_workers_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SERVERS", "1")
-    command = [sys.executable, "-m", "shoal", "check", RECIPE, "--workers", "3", "--pin", "*=server"]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "check",
+        RECIPE,
+        "--workers",
+        "3",
+        "--pin",
+        "*=server",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 ranks against one process" in squeezed(done.stdout)
@@ -61,7 +75,19 @@ def test_servers_serve_until_the_workers_have_ended(monkeypatch: pytest.MonkeyPa
 
 def test_workers_may_run_ahead_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SERVERS", "1")
-    command = [sys.executable, "-m", "shoal", "train", RECIPE, "--workers", "3", "--staleness", "2", "--steps", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        RECIPE,
+        "--workers",
+        "3",
+        "--staleness",
+        "2",
+        "--steps",
+        "4",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert "4 steps in" in done.stdout
@@ -109,7 +135,17 @@ def test_train_on_two_ranks_shows_the_plan_and_compares_the_prediction(
 ) -> None:
     path = tmp_path / "plan.json"
     assert shoal(
-        "train", RECIPE, "--steps", "6", "--pin", "2=factor", "--memory", "low", "--save-plan", path, ranks=2
+        "train",
+        RECIPE,
+        "--steps",
+        "6",
+        "--pin",
+        "2=factor",
+        "--memory",
+        "low",
+        "--save-plan",
+        path,
+        ranks=2,
     ) == [
         0,
         0,
@@ -117,8 +153,12 @@ def test_train_on_two_ranks_shows_the_plan_and_compares_the_prediction(
     printed = squeezed(capsys.readouterr().out)
     assert printed.count("plan for 2 ranks") == 1
     assert "6 steps" in printed
-    assert re.search(r"memory of this rank: parameters [\d.]+ MB, gradients [\d.]+ MB, optimizer state", printed)
-    assert re.search(r"one process would hold: parameters ([\d.]+) MB, gradients \1 MB, optimizer state", printed)
+    assert re.search(
+        r"memory of this rank: parameters [\d.]+ MB, gradients [\d.]+ MB, optimizer state", printed
+    )
+    assert re.search(
+        r"one process would hold: parameters ([\d.]+) MB, gradients \1 MB, optimizer state", printed
+    )
     assert re.search(r"predicted step [\d.]+ ms: \d+% (under|over) the measured one", printed)
     assert Plan.load(path).choice("2").strategy == "factor"
 
@@ -127,7 +167,9 @@ def test_a_plan_made_without_a_network_is_saved_and_followed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "plan.json"
-    assert shoal("plan", RECIPE, "--ranks", "3", "--rate", "200mbit", "--pin", "*=factor", "--save", path) == [0]
+    assert shoal(
+        "plan", RECIPE, "--ranks", "3", "--rate", "200mbit", "--pin", "*=factor", "--save", path
+    ) == [0]
     assert "plan for 3 ranks" in squeezed(capsys.readouterr().out)
     assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=3) == [0, 0, 0]
     assert squeezed(capsys.readouterr().out).count("│ factor │") == 2
@@ -135,7 +177,9 @@ def test_a_plan_made_without_a_network_is_saved_and_followed(
     assert "another number of ranks" in capsys.readouterr().err
 
 
-def test_servers_and_hosts_that_ranks_share_are_planned_for_without_any(capsys: pytest.CaptureFixture[str]) -> None:
+def test_servers_and_hosts_that_ranks_share_are_planned_for_without_any(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     imagined = ("plan", RECIPE, "--ranks", "4", "--rate", "10mbit")
     assert shoal(*imagined, "--servers", "2", "--pin", "2=server") == [0]
     assert "│ server " in squeezed(capsys.readouterr().out)
@@ -144,9 +188,13 @@ def test_servers_and_hosts_that_ranks_share_are_planned_for_without_any(capsys: 
     assert "hierarchical" in squeezed(capsys.readouterr().out)
 
 
-def test_a_placement_is_planned_saved_and_followed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_placement_is_planned_saved_and_followed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path, placed = tmp_path / "plan.json", ("--placement", "round-robin")
-    assert shoal("plan", RECIPE, "--ranks", "2", "--pin", "*=sliced", *placed, "--save", path) == [0]
+    assert shoal("plan", RECIPE, "--ranks", "2", "--pin", "*=sliced", *placed, "--save", path) == [
+        0
+    ]
     assert "placement round-robin" in squeezed(capsys.readouterr().out)
     assert Plan.load(path).placement == "round-robin"
     assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [0, 0]
@@ -158,12 +206,17 @@ def test_a_placement_is_planned_saved_and_followed(capsys: pytest.CaptureFixture
 def test_check_passes_where_ranks_equal_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("check", RECIPE, "--steps", "3", ranks=2) == [0, 0]
     printed = squeezed(capsys.readouterr().out)
-    worst = re.search(r"2 ranks against one process, 3 steps in float64: largest relative difference (\S+)", printed)
+    worst = re.search(
+        r"2 ranks against one process, 3 steps in float64: largest relative difference (\S+)",
+        printed,
+    )
     assert worst is not None and float(worst[1]) < 1e-10
     assert "0.weight" in printed
 
 
-def test_check_follows_a_saved_plan_in_float64_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_follows_a_saved_plan_in_float64_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(tmp_path / "plan.json")
     assert shoal("plan", RECIPE, "--ranks", "2", "--strategy", "sliced", "--save", path) == [0]
     capsys.readouterr()
@@ -203,7 +256,18 @@ def test_probe(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     trace = tmp_path / "trace.json"
-    options = ("--against", "ddp", "--rounds", "2", "--steps", "2", "--json", str(path), "--trace", str(trace))
+    options = (
+        "--against",
+        "ddp",
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+        "--json",
+        str(path),
+        "--trace",
+        str(trace),
+    )
     command = (sys.executable, "-m", "shoal", "bench", RECIPE, "-w", "2", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0
@@ -214,8 +278,15 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     figures = json.loads(path.read_text())
     assert set(figures["median_s"]) == {"shoal", "ddp"}
     assert [len(times) for times in figures["rounds_s"].values()] == [2, 2]
-    assert set(figures["memory_bytes"]) == {"parameters", "gradients", "optimizer_state", "buckets_peak"}
-    assert figures["memory_of_one_process_bytes"]["gradients"] == figures["memory_bytes"]["parameters"]
+    assert set(figures["memory_bytes"]) == {
+        "parameters",
+        "gradients",
+        "optimizer_state",
+        "buckets_peak",
+    }
+    assert (
+        figures["memory_of_one_process_bytes"]["gradients"] == figures["memory_bytes"]["parameters"]
+    )
     assert 0 < figures["floor_s"] <= figures["predicted_s"]
     ratio = figures["median_s"]["shoal"] / figures["floor_s"]
     assert f"measured {ratio:.2f} of it" in squeezed(done.stdout.replace("[rank 0]", ""))
@@ -235,7 +306,10 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
         assert any(each.startswith("exchange") for each, _ in did)
         carried = [row for row in rows if row["ph"] == "C" and row["pid"] == pid]
         assert any(row["args"]["Mbit/s"] > 0 for row in carried), "a link is busy"
-    begins = [min(row["ts"] for row in rows if row["name"] == "backward" and row["pid"] == pid) for pid in (0, 2)]
+    begins = [
+        min(row["ts"] for row in rows if row["name"] == "backward" and row["pid"] == pid)
+        for pid in (0, 2)
+    ]
     assert begins[0] == begins[1], "side by side"
     ratio = figures["ratio_to_shoal"]["ddp"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
@@ -244,7 +318,15 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_train_starts_workers_that_end_in_silence() -> None:
-    command = (str(Path(sys.executable).parent / "shoal"), "train", RECIPE, "--workers", "2", "--steps", "3")
+    command = (
+        str(Path(sys.executable).parent / "shoal"),
+        "train",
+        RECIPE,
+        "--workers",
+        "2",
+        "--steps",
+        "3",
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "[rank 0] 3 steps" in done.stdout
@@ -300,7 +382,11 @@ def test_an_error_in_the_recipe_shows_its_lines_and_none_of_shoals(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "broken.py"
-    text = Path(RECIPE).read_text().replace("    return nn.Sequential(", "    {}['width']\n    return nn.Sequential(")
+    text = (
+        Path(RECIPE)
+        .read_text()
+        .replace("    return nn.Sequential(", "    {}['width']\n    return nn.Sequential(")
+    )
     path.write_text(text)
     at = text[: text.index("{}['width']")].count("\n") + 1
     assert shoal("train", path) == [1]
@@ -311,7 +397,9 @@ def test_an_error_in_the_recipe_shows_its_lines_and_none_of_shoals(
     assert printed.count('File "') == 1
 
 
-def test_lab_says_what_this_machine_lacks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lab_says_what_this_machine_lacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Lab, "missing", lambda self: "it needs root, to make network namespaces")
     assert shoal("lab", "--", "true") == [2]
     assert "a lab cannot be built here: it needs root" in capsys.readouterr().err
@@ -321,9 +409,16 @@ def test_lab_says_what_this_machine_lacks(capsys: pytest.CaptureFixture[str], mo
 @needs_lab
 def test_lab_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[str]) -> None:
     script = 'echo $RANK of $WORLD_SIZE: "$@"; exit $((RANK * 3))'
-    assert shoal("lab", "--hosts", "2", "--rate", "none", "--", "sh", "-c", script, "sh", "--rate", "x") == [3]
-    assert sorted(capfd.readouterr().out.splitlines()) == ["[h0] 0 of 2: --rate x", "[h1] 1 of 2: --rate x"]
-    assert shoal("lab", "--hosts", "1", "--ranks-per-host", "2", "--", "sh", "-c", "exit $LOCAL_RANK") == [1]
+    assert shoal(
+        "lab", "--hosts", "2", "--rate", "none", "--", "sh", "-c", script, "sh", "--rate", "x"
+    ) == [3]
+    assert sorted(capfd.readouterr().out.splitlines()) == [
+        "[h0] 0 of 2: --rate x",
+        "[h1] 1 of 2: --rate x",
+    ]
+    assert shoal(
+        "lab", "--hosts", "1", "--ranks-per-host", "2", "--", "sh", "-c", "exit $LOCAL_RANK"
+    ) == [1]
 
 
 @pytest.mark.lab
@@ -344,6 +439,8 @@ def test_ranks_of_a_lab_train_as_one_process(
 
 
 def test_options_behind_a_labs_command_are_the_commands() -> None:
-    context = main.commands["lab"].make_context("lab", ["--hosts", "3", "python", "train.py", "--rate", "0.1"])
+    context = main.commands["lab"].make_context(
+        "lab", ["--hosts", "3", "python", "train.py", "--rate", "0.1"]
+    )
     assert (context.params["hosts"], context.params["rate"]) == (3, "1gbit")
     assert context.params["command"] == ("python", "train.py", "--rate", "0.1")

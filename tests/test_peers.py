@@ -1,4 +1,6 @@
-"""The contenders of `shoal bench` train: two processes give the parameters of one on the global batch."""
+"""The contenders of `shoal bench` train: two processes give the parameters of one on the global
+batch.
+"""
 
 import os
 
@@ -10,7 +12,17 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 
 from shoal.core.errors import UsageError
-from shoal.peers import Peer, Workload, ddp, fsdp2, plain, ready, slowest_rank, step_times, tuned_ddp
+from shoal.peers import (
+    Peer,
+    Workload,
+    ddp,
+    fsdp2,
+    plain,
+    ready,
+    slowest_rank,
+    step_times,
+    tuned_ddp,
+)
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(8, 3)
 Y = X.sin().sum(1, keepdim=True)
@@ -46,10 +58,15 @@ def one_of_two(rank: int, folder: str) -> None:
     assert (alone - expected).abs().max() > 1e-3, "plain does not communicate"
     for contender in (ddp, fsdp2):
         peer = contender(workload(mine))
-        torch.testing.assert_close(trained(peer, mine), expected, rtol=1e-10, atol=1e-10, msg=peer.name)
+        torch.testing.assert_close(
+            trained(peer, mine), expected, rtol=1e-10, atol=1e-10, msg=peer.name
+        )
         peer.close()
     fused = Workload(
-        model, nn.MSELoss(), lambda params: torch.optim.SGD(params, lr=0.1, fused=True), (X[mine], Y[mine])
+        model,
+        nn.MSELoss(),
+        lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+        (X[mine], Y[mine]),
     )
     assert ready("fsdp2", fused).name in ("fsdp2, its optimizer not fused", "fsdp2"), (
         "by whether torch has a rule for it"
@@ -62,7 +79,9 @@ def one_of_two(rank: int, folder: str) -> None:
         wrapped.step(*work.batch)
         single.step(*work.batch)
     own = single.model.running_mean
-    torch.testing.assert_close(wrapped.model.module.running_mean, own, msg="buffers stay each rank's own")
+    torch.testing.assert_close(
+        wrapped.model.module.running_mean, own, msg="buffers stay each rank's own"
+    )
     fastest = tuned_ddp(workload(mine), candidates_mb=(1, 4), num_steps=1)
     names: list[str] = ["", ""]
     dist.all_gather_object(names, fastest.name)
@@ -71,7 +90,8 @@ def one_of_two(rank: int, folder: str) -> None:
     assert len(list(step_times(fastest, (X[mine], Y[mine]), num_steps=2))) == 2
     assert slowest_rank([1.0 + rank, 5.0 + rank, 2.0 + rank]) == 3.0
     dist.barrier()
-    os._exit(0)  # all was right; torch's own threads now and then abort a process that ends in the ordinary way
+    # all was right; torch's own threads now and then abort a process that ends in the ordinary way
+    os._exit(0)
 
 
 @pytest.mark.processes

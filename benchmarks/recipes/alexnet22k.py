@@ -20,7 +20,9 @@ def data() -> DataLoader:
     """256 images of noise, by a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(256, 3, 224, 224, generator=generator)
-    return DataLoader(TensorDataset(images, torch.randint(NUM_CLASSES, (256,), generator=generator)), batch_size=8)
+    return DataLoader(
+        TensorDataset(images, torch.randint(NUM_CLASSES, (256,), generator=generator)), batch_size=8
+    )
 
 
 def model() -> nn.Module:

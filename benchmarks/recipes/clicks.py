@@ -1,4 +1,6 @@
-"""A click-through model: 26 fields looked up in one table of 1,000,000 × 64, three layers, 512 rows a rank."""
+"""A click-through model: 26 fields looked up in one table of 1,000,000 × 64, three layers, 512 rows
+a rank.
+"""
 
 from collections.abc import Iterable
 
@@ -17,7 +19,11 @@ class Clicks(nn.Module):
         super().__init__()
         self.table = nn.Embedding(ROWS, WIDTH)
         self.top = nn.Sequential(
-            nn.Linear(FIELDS * WIDTH, 256), nn.ReLU(), nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 1)
+            nn.Linear(FIELDS * WIDTH, 256),
+            nn.ReLU(),
+            nn.Linear(256, 64),
+            nn.ReLU(),
+            nn.Linear(64, 1),
         )
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -28,7 +34,9 @@ def data() -> DataLoader:
     """Ids of equal chances, by a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(ROWS, (1 << 14, FIELDS), generator=generator)
-    return DataLoader(TensorDataset(ids, torch.rand(1 << 14, generator=generator).round()), batch_size=512)
+    return DataLoader(
+        TensorDataset(ids, torch.rand(1 << 14, generator=generator).round()), batch_size=512
+    )
 
 
 def model() -> nn.Module:

@@ -1,4 +1,6 @@
-"""Eight fully connected layers of 4 MB each on little data: next to no compute, so that a step is its exchange."""
+"""Eight fully connected layers of 4 MB each on little data: next to no compute, so that a step is
+its exchange.
+"""
 
 from collections.abc import Iterable
 
@@ -14,7 +16,9 @@ def data() -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(4096, WIDTH, generator=generator)
     return DataLoader(
-        TensorDataset(rows, torch.randint(CLASSES, (len(rows),), generator=generator)), batch_size=8, shuffle=True
+        TensorDataset(rows, torch.randint(CLASSES, (len(rows),), generator=generator)),
+        batch_size=8,
+        shuffle=True,
     )
 
 

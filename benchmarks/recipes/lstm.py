@@ -1,6 +1,8 @@
-"""A language model of two LSTM layers, 11 million parameters, 8 windows of 32 words of 2,000 a rank.
+"""A language model of two LSTM layers, 11 million parameters, 8 windows of 32 words of 2,000 a
+rank.
 
-Source: Zaremba et al., "Recurrent Neural Network Regularization", 2014, the medium model, with fewer words.
+Source: Zaremba et al., "Recurrent Neural Network Regularization", 2014, the medium model, with
+fewer words.
 """
 
 from collections.abc import Iterable
@@ -13,7 +15,9 @@ WORDS, WIDTH, HIDDEN, WINDOW = 2000, 400, 800, 32
 
 
 class LanguageModel(nn.Module):
-    """Words (windows, words) -> a score for each possible next word (windows, words, vocabulary)."""
+    """Words (windows, words) -> a score for each possible next word (windows, words,
+    vocabulary).
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,8 @@
-"""MobileNet at 64 pixels, 16 images a rank: 3 million parameters in many small layers, and much to compute for them.
+"""MobileNet at 64 pixels, 16 images a rank: 3 million parameters in many small layers, and much to
+compute for them.
 
-Source: Howard et al., "MobileNets: Efficient Convolutional Neural Networks for Mobile Vision Applications",
+Source: Howard et al., "MobileNets: Efficient Convolutional Neural Networks for Mobile Vision
+Applications",
 2017, table 1.
 """
 
@@ -25,7 +27,9 @@ LAYERS = (
 )
 
 
-def convolution(channels: int, width: int, size: int, stride: int, groups: int = 1) -> nn.Sequential:
+def convolution(
+    channels: int, width: int, size: int, stride: int, groups: int = 1
+) -> nn.Sequential:
     """One with its normalisation."""
     made = nn.Conv2d(channels, width, size, stride, padding=size // 2, groups=groups, bias=False)
     return nn.Sequential(made, nn.BatchNorm2d(width), nn.ReLU())
@@ -35,7 +39,9 @@ def data() -> DataLoader:
     """Noise for images of 64 × 64 pixels, by a fixed seed."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(1024, 3, 64, 64, generator=draw)
-    return DataLoader(TensorDataset(images, torch.randint(CLASSES, (1024,), generator=draw)), batch_size=16)
+    return DataLoader(
+        TensorDataset(images, torch.randint(CLASSES, (1024,), generator=draw)), batch_size=16
+    )
 
 
 def model() -> nn.Module:
@@ -43,10 +49,15 @@ def model() -> nn.Module:
     body = [
         part
         for channels, width, stride in LAYERS
-        for part in (convolution(channels, channels, 3, stride, channels), convolution(channels, width, 1, 1))
+        for part in (
+            convolution(channels, channels, 3, stride, channels),
+            convolution(channels, width, 1, 1),
+        )
     ]
     first = convolution(3, 32, 3, 2)
-    return nn.Sequential(first, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, CLASSES))
+    return nn.Sequential(
+        first, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, CLASSES)
+    )
 
 
 def loss() -> nn.Module:

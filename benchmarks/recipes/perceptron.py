@@ -1,4 +1,6 @@
-"""A perceptron of 3 million parameters, 256 rows a rank: as many rows as make sending them no gain."""
+"""A perceptron of 3 million parameters, 256 rows a rank: as many rows as make sending them no
+gain.
+"""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -14,13 +16,17 @@ def data() -> DataLoader:
     """Noise, by a fixed seed."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(1 << 13, PIXELS, generator=draw)
-    return DataLoader(TensorDataset(rows, torch.randint(CLASSES, (1 << 13,), generator=draw)), batch_size=256)
+    return DataLoader(
+        TensorDataset(rows, torch.randint(CLASSES, (1 << 13,), generator=draw)), batch_size=256
+    )
 
 
 def layers() -> list[nn.Module]:
     """All of it."""
     widths = (PIXELS, WIDTH, WIDTH, WIDTH)
-    hidden = [part for taken, given in pairwise(widths) for part in (nn.Linear(taken, given), nn.ReLU())]
+    hidden = [
+        part for taken, given in pairwise(widths) for part in (nn.Linear(taken, given), nn.ReLU())
+    ]
     return [*hidden, nn.Linear(WIDTH, CLASSES)]
 
 

@@ -1,6 +1,8 @@
-"""A U-Net of 8 million parameters on 48 × 48 pixels, 4 images a rank: layers that skip, and transposed convolutions.
+"""A U-Net of 8 million parameters on 48 × 48 pixels, 4 images a rank: layers that skip, and
+transposed convolutions.
 
-Source: Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation", MICCAI 2015, figure 1.
+Source: Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation",
+MICCAI 2015, figure 1.
 """
 
 from collections.abc import Iterable
@@ -33,7 +35,9 @@ class UNet(nn.Module):
         steps = list(pairwise(WIDTHS))
         self.first = block(3, WIDTHS[0])
         self.down = nn.ModuleList(block(narrow, wide) for narrow, wide in steps)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(wide, narrow, 2, 2) for narrow, wide in reversed(steps))
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(wide, narrow, 2, 2) for narrow, wide in reversed(steps)
+        )
         self.joined = nn.ModuleList(block(2 * narrow, narrow) for narrow, _ in reversed(steps))
         self.last = nn.Conv2d(WIDTHS[0], 1, 1)
 
@@ -50,7 +54,9 @@ class UNet(nn.Module):
 def data() -> DataLoader:
     """Noise for images and their masks, by a fixed seed."""
     draw = torch.Generator().manual_seed(0)
-    images, masks = (torch.rand(256, channels, PIXELS, PIXELS, generator=draw) for channels in (3, 1))
+    images, masks = (
+        torch.rand(256, channels, PIXELS, PIXELS, generator=draw) for channels in (3, 1)
+    )
     return DataLoader(TensorDataset(images, masks.round()), batch_size=4)
 
 

@@ -1,6 +1,8 @@
-"""VGG-11 at 64 pixels, 8 images a rank: convolutions and linear layers of like size, no normalisation.
+"""VGG-11 at 64 pixels, 8 images a rank: convolutions and linear layers of like size, no
+normalisation.
 
-Source: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR
+Source: Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
+Recognition", ICLR
 2015, table 1.
 """
 
@@ -11,14 +13,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 CLASSES = 100
-STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))  # channels; after each a maximum over 2 × 2
+# channels; after each a maximum over 2 × 2
+STAGES = ((64,), (128,), (256, 256), (512, 512), (512, 512))
 
 
 def data() -> DataLoader:
     """Noise for images of 64 × 64 pixels, by a fixed seed."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(512, 3, 64, 64, generator=draw)
-    return DataLoader(TensorDataset(images, torch.randint(CLASSES, (512,), generator=draw)), batch_size=8)
+    return DataLoader(
+        TensorDataset(images, torch.randint(CLASSES, (512,), generator=draw)), batch_size=8
+    )
 
 
 def layers() -> list[nn.Module]:

@@ -20,7 +20,9 @@ class ViT(nn.Module):
         self.tiles = nn.Conv2d(3, WIDTH, TILE, TILE)
         self.position = nn.Parameter(torch.zeros(1, (PIXELS // TILE) ** 2 + 1, WIDTH))
         self.summary = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        block = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        block = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(block, BLOCKS, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, CLASSES)
@@ -35,7 +37,9 @@ def data() -> DataLoader:
     """Noise for images of PIXELS × PIXELS pixels, by a fixed seed."""
     draw = torch.Generator().manual_seed(0)
     images = torch.randn(1024, 3, PIXELS, PIXELS, generator=draw)
-    return DataLoader(TensorDataset(images, torch.randint(CLASSES, (1024,), generator=draw)), batch_size=16)
+    return DataLoader(
+        TensorDataset(images, torch.randint(CLASSES, (1024,), generator=draw)), batch_size=16
+    )
 
 
 def model() -> nn.Module:

@@ -1,4 +1,6 @@
-"""The layout of examples/gpt.py with 50,257 words, untied: two windows of 64 words a rank, of equal chances."""
+"""The layout of examples/gpt.py with 50,257 words, untied: two windows of 64 words a rank, of equal
+chances.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -18,7 +20,9 @@ optimizer, loss = gpt.optimizer, gpt.loss
 
 def data() -> DataLoader:
     """Two windows a rank, by a fixed seed."""
-    windows = torch.randint(NUM_WORDS, (256, gpt.CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    windows = torch.randint(
+        NUM_WORDS, (256, gpt.CONTEXT + 1), generator=torch.Generator().manual_seed(0)
+    )
     return DataLoader(TensorDataset(windows[:, :-1], windows[:, 1:]), batch_size=2)
 
 

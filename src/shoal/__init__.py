@@ -3,8 +3,8 @@
 >>> import shoal
 >>> world = shoal.init()
 
-Then `loader = shoal.shard(loader)` and `shoal.parallelize(model, loss_fn, optimizer, sample=(x, y))`; the loop stays
-the one it was.
+Then `loader = shoal.shard(loader)` and `shoal.parallelize(model, loss_fn, optimizer, sample=(x,
+y))`; the loop stays the one it was.
 """
 
 from shoal.core.errors import ShoalError, UsageError, WorldError

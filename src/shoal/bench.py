@@ -1,7 +1,8 @@
 """`shoal bench`: Shoal and its peers on one recipe, in turn, in one run.
 
-Machines drift, so contenders alternate (A B A B …) and are compared round by round. A round's figure is the median step
-of the slowest rank; a ratio is the median over rounds of peer ÷ Shoal, its interval a bootstrap over rounds.
+Machines drift, so contenders alternate (A B A B …) and are compared round by round. A round's
+figure is the median step of the slowest rank; a ratio is the median over rounds of peer ÷ Shoal,
+its interval a bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -60,19 +61,27 @@ def bench(
         rounds: turns that each contender takes.
         steps: timed steps in a turn, after one that is not.
         json_path: where rank 0 writes every figure.
-        trace_path: where rank 0 writes a Chrome trace of some more of Shoal's steps, the predicted one beside them.
+        trace_path: where rank 0 writes a Chrome trace of some more of Shoal's steps, the predicted
+            one beside them.
 
     Returns:
-        What is written as JSON: medians, ratios with 95 % intervals, every round's figure, plan and machine.
+        What is written as JSON: medians, ratios with 95 % intervals, every round's figure, plan and
+        machine.
 
     Raises:
         UsageError: an unknown peer, or no other rank to train with.
     """
     unknown = [name for name in against if name not in PEERS]
     if unknown:
-        raise UsageError(f"there is no peer called {unknown[0]!r}", expected=", ".join(PEERS), do="name one of these")
+        raise UsageError(
+            f"there is no peer called {unknown[0]!r}",
+            expected=", ".join(PEERS),
+            do="name one of these",
+        )
     if init().size == 1:
-        raise UsageError("a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`")
+        raise UsageError(
+            "a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`"
+        )
     if current().servers is not None or current().tail is not None:
         do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"
         raise UsageError("peers know no servers, and no tail hosts", do=do)
@@ -112,7 +121,11 @@ def bench(
         "plan": json.loads(attached.plan.to_json()),
     }
     if current().comm.rank == 0:
-        _print(recipe, report, explain(attached.plan, attached.profile, attached.cluster, alternatives=False))
+        _print(
+            recipe,
+            report,
+            explain(attached.plan, attached.profile, attached.cluster, alternatives=False),
+        )
         if json_path:
             json_path.write_text(json.dumps(report, indent=1) + "\n")
     if trace_path:
@@ -121,7 +134,9 @@ def bench(
 
 
 def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]:
-    """The median step of the slowest rank, and how busy the processors of this machine were meanwhile, 1 at most."""
+    """The median step of the slowest rank, and how busy the processors of this machine were
+    meanwhile, 1 at most.
+    """
     start, begin_s = ProcessorTime.now(), time.perf_counter()
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
     cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
@@ -135,7 +150,9 @@ def _tell(what: str) -> None:
 
 
 def _memory(model: torch.nn.Module) -> dict[str, int]:
-    """What Shoal's own model holds, each kind on the rank with the most; the process's peak is the peers' too."""
+    """What Shoal's own model holds, each kind on the rank with the most; the process's peak is the
+    peers' too.
+    """
     ranks = current().comm.gather_objects(_told(replace(memory(model), process_peak=None)))
     return {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
 
@@ -145,7 +162,9 @@ def _told(held: Memory) -> dict[str, int]:
 
 
 def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
-    """Write what every rank and its interfaces did in some steps, and what was expected of one, from backward on."""
+    """Write what every rank and its interfaces did in some steps, and what was expected of one,
+    from backward on.
+    """
     comm = current().comm
     comm.gather_objects(None)  # so that they begin at once
     with attached.engine.recorded() as recorder, watching(recorder):
@@ -157,9 +176,13 @@ def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, 
     predicted = Predictor(attached.profile, attached.cluster).as_is(attached.plan)
     begin_s = next(event.begin_s for event in recorder.events if event.what == "backward")
     expected = [
-        replace(each, begin_s=begin_s + each.begin_s, end_s=begin_s + each.end_s) for each in predicted.events()
+        replace(each, begin_s=begin_s + each.begin_s, end_s=begin_s + each.end_s)
+        for each in predicted.events()
     ]
-    rates = [replace(each, at_s=begin_s + each.at_s) for each in predicted.rates(attached.cluster.link.bytes_per_s)]
+    rates = [
+        replace(each, at_s=begin_s + each.at_s)
+        for each in predicted.rates(attached.cluster.link.bytes_per_s)
+    ]
     did = {f"rank {rank}": each.events for rank, each in enumerate(ranks)}
     carried = {f"rank {rank}": each.rates for rank, each in enumerate(ranks)}
     path.write_text(chrome({**did, _EXPECTED: expected}, {**carried, _EXPECTED: rates}))
@@ -200,7 +223,9 @@ def _ratio(peer: Sequence[float], shoal: Sequence[float]) -> dict[str, float]:
     """Median over rounds of peer ÷ shoal, with a bootstrap's 95 % interval."""
     pairs = [a / b for a, b in zip(peer, shoal, strict=True)]
     draw = random.Random(_SEED)
-    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(_BOOTSTRAPS))
+    medians = sorted(
+        statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(_BOOTSTRAPS)
+    )
     low, high = medians[int(0.025 * _BOOTSTRAPS)], medians[int(0.975 * _BOOTSTRAPS)]
     return {"median": statistics.median(pairs), "low": low, "high": high}
 
@@ -214,17 +239,22 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
         rows.append((report["contenders"][name], report["median_s"][name], interval))
     console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
     predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
-    console.print(f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one")
+    console.print(
+        f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one"
+    )
     held = Memory(**report["memory_bytes"], process_peak=None)
     console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
     alone = Memory(**report["memory_of_one_process_bytes"], process_peak=None)
     console.print(f"one process would hold: {alone}")
     floor = report["floor_s"]
     console.print(
-        f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured {measured / floor:.2f} of it"
+        f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured "
+        f"{measured / floor:.2f} of it"
     )
     if any(report["processors_busy"].values()):
-        shares = ", ".join(f"{share:.0%} under {name}" for name, share in report["processors_busy"].items())
+        shares = ", ".join(
+            f"{share:.0%} under {name}" for name, share in report["processors_busy"].items()
+        )
         console.print(f"processors of rank 0's machine were busy {shares}")
 
 
@@ -233,4 +263,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )

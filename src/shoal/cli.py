@@ -1,7 +1,7 @@
 """The command line: parses, calls, prints. `shoal COMMAND --help` says the rest.
 
-A command on a recipe runs on the ranks it finds itself among (torchrun's environment variables, as under `shoal lab`),
-or starts `--workers N` of them on this machine, each running the same command.
+A command on a recipe runs on the ranks it finds itself among (torchrun's environment variables, as
+under `shoal lab`), or starts `--workers N` of them on this machine, each running the same command.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 class _Reporting(click.Group):
-    """Prints errors without Shoal's own frames, tells the other ranks, exits with 1 (2 for what the caller can fix).
+    """Prints errors without Shoal's own frames, tells the other ranks, exits with 1 (2 for what the
+    caller can fix).
 
     An error of the recipe's own comes with its traceback from where Shoal called it.
     """
@@ -69,14 +70,21 @@ def _follows() -> bool:
 
 
 def _foreign(error: Exception) -> str:
-    """An error that is not Shoal's: the frames after Shoal's last one, or all where that one raised it."""
+    """An error that is not Shoal's: the frames after Shoal's last one, or all where that one raised
+    it.
+    """
     trace = last = error.__traceback__
     while trace is not None:
         if Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
             last = trace.tb_next
         trace = trace.tb_next
     what = "the recipe failed" if last is not None else "Shoal failed, which is a bug in it"
-    return f"{what}\n" + "".join(traceback.format_exception(error.with_traceback(last or error.__traceback__))).rstrip()
+    return (
+        f"{what}\n"
+        + "".join(
+            traceback.format_exception(error.with_traceback(last or error.__traceback__))
+        ).rstrip()
+    )
 
 
 @click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,15 +95,20 @@ def main() -> None:
 
 def _in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse, before any work, a file that cannot be written when the work is done."""
-    if path is not None and os.environ.get("RANK", "0") == "0" and not path.parent.is_dir():  # who writes it
+    # who writes it
+    if path is not None and os.environ.get("RANK", "0") == "0" and not path.parent.is_dir():
         raise UsageError(
-            f"there is no folder {path.parent}", got=f"{option.opts[0]} {path}", do="make the folder first"
+            f"there is no folder {path.parent}",
+            got=f"{option.opts[0]} {path}",
+            do="make the folder first",
         )
     return path
 
 
 def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command on a recipe: called on every rank, with the recipe and what is said of its plan before its own."""
+    """A command on a recipe: called on every rank, with the recipe and what is said of its plan
+    before its own.
+    """
 
     @functools.wraps(function)
     def command(
@@ -112,15 +125,26 @@ def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         loaded = load(recipe)
         pins = _pins(pin) or None
-        options = PlanOptions(plan, pins, strategy or None, memory, placement, memory_limit, micro_batches)
+        options = PlanOptions(
+            plan, pins, strategy or None, memory, placement, memory_limit, micro_batches
+        )
         _distributed(workers)
         function(loaded, options, **own)
 
     shared = [
         click.argument("recipe", type=click.Path(path_type=Path)),
-        click.option("--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."),
-        click.option("--pin", multiple=True, metavar="LAYER=STRATEGY", help="Fix a layer's strategy; globs work."),
-        click.option("--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."),
+        click.option(
+            "--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."
+        ),
+        click.option(
+            "--pin",
+            multiple=True,
+            metavar="LAYER=STRATEGY",
+            help="Fix a layer's strategy; globs work.",
+        ),
+        click.option(
+            "--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."
+        ),
         click.option(
             "--placement",
             type=click.Choice(POLICIES),
@@ -155,7 +179,9 @@ def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _distributed(workers: int | None) -> None:
-    """Become a launcher of this very command where ranks are to be started; return where this process is a rank."""
+    """Become a launcher of this very command where ranks are to be started; return where this
+    process is a rank.
+    """
     if "RANK" in os.environ:
         return
     if workers is not None and workers > 1:
@@ -168,7 +194,11 @@ def _pins(texts: tuple[str, ...]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise UsageError("a pin is LAYER=STRATEGY", got=text, do="write for instance --pin 'classifier.*=factor'")
+            raise UsageError(
+                "a pin is LAYER=STRATEGY",
+                got=text,
+                do="write for instance --pin 'classifier.*=factor'",
+            )
         pins[name] = value
     return pins
 
@@ -191,8 +221,14 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
     help='With servers: how far a worker may run ahead; "none" for any number.',
 )
 @click.option("--save-plan", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
-@click.option("--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default.")
-@click.option("--steps", type=click.IntRange(1), help="End after this many steps, however many passes they take.")
+@click.option(
+    "--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="End after this many steps, however many passes they take.",
+)
 def train(
     recipe: Recipe,
     options: PlanOptions,
@@ -202,22 +238,51 @@ def train(
     steps: int | None,
 ) -> None:
     """Train RECIPE, after showing its plan."""
-    worker.train(recipe, replace(options, staleness=staleness), save=save_plan, epochs=epochs, max_steps=steps)
+    worker.train(
+        recipe,
+        replace(options, staleness=staleness),
+        save=save_plan,
+        epochs=epochs,
+        max_steps=steps,
+    )
 
 
 @main.command()
 @_recipe_command
-@click.option("--ranks", type=click.IntRange(1), help="Plan for this many ranks, without a network.")
 @click.option(
-    "--ranks-per-host", default=1, show_default=True, type=click.IntRange(1), help="With --ranks: that share a link."
+    "--ranks", type=click.IntRange(1), help="Plan for this many ranks, without a network."
 )
-@click.option("--servers", default=0, type=click.IntRange(0), help="With --ranks: more such hosts, as servers.")
+@click.option(
+    "--ranks-per-host",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="With --ranks: that share a link.",
+)
+@click.option(
+    "--servers",
+    default=0,
+    type=click.IntRange(0),
+    help="With --ranks: more such hosts, as servers.",
+)
 @click.option("--rate", default="1gbit", show_default=True, help="With --ranks: each link's rate.")
-@click.option("--latency-us", default=100.0, show_default=True, help="With --ranks: a message's latency.")
 @click.option(
-    "--cores-per-rank", default=2.0, show_default=True, help="With --ranks: below 2, lanes take compute time."
+    "--latency-us", default=100.0, show_default=True, help="With --ranks: a message's latency."
 )
-@click.option("--save", "--save-plan", "save", type=_NEW_FILE, callback=_in_a_folder, help="Write the plan there.")
+@click.option(
+    "--cores-per-rank",
+    default=2.0,
+    show_default=True,
+    help="With --ranks: below 2, lanes take compute time.",
+)
+@click.option(
+    "--save",
+    "--save-plan",
+    "save",
+    type=_NEW_FILE,
+    callback=_in_a_folder,
+    help="Write the plan there.",
+)
 def plan(
     recipe: Recipe,
     options: PlanOptions,
@@ -234,7 +299,9 @@ def plan(
     if ranks is not None:
         link = Link(latency_us / 1e6, _bytes_per_s(rate) / min(ranks, ranks_per_host))
         hosts = tuple(f"h{rank // ranks_per_host}" for rank in range(ranks))
-        others = tuple(f"server{number}" for number in range(servers) for _ in range(ranks_per_host))
+        others = tuple(
+            f"server{number}" for number in range(servers) for _ in range(ranks_per_host)
+        )
         cluster = Cluster(Topology(hosts), link, cores_per_rank, servers=others)
     worker.plan(recipe, options, cluster, save=save)
 
@@ -242,25 +309,50 @@ def plan(
 @main.command()
 @_recipe_command
 @_PLAN
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to train.")
-@click.option("--float32", is_flag=True, help="In float32, which shows rounding; the criterion is float64's.")
+@click.option(
+    "--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to train."
+)
+@click.option(
+    "--float32", is_flag=True, help="In float32, which shows rounding; the criterion is float64's."
+)
 def check(recipe: Recipe, options: PlanOptions, steps: int, float32: bool) -> None:
     """Compare RECIPE on all ranks with one process on the global batch."""
-    worst = worker.check(recipe, options, steps=steps, dtype=torch.float32 if float32 else torch.float64)
+    worst = worker.check(
+        recipe, options, steps=steps, dtype=torch.float32 if float32 else torch.float64
+    )
     if not float32 and not worst <= worker.CRITERION:
-        click.echo(f"shoal: not the same as one process: {worst:.1e} is over {worker.CRITERION:.0e}", err=True)
+        click.echo(
+            f"shoal: not the same as one process: {worst:.1e} is over {worker.CRITERION:.0e}",
+            err=True,
+        )
         sys.exit(1)
 
 
 @main.command()
 @_recipe_command
-@click.option("--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain.")
-@_PLAN
-@click.option("--rounds", default=5, show_default=True, type=click.IntRange(2), help="Turns that each contender takes.")
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn.")
-@click.option("--json", "json_path", type=_NEW_FILE, callback=_in_a_folder, help="Write all figures there.")
 @click.option(
-    "--trace", "trace_path", type=_NEW_FILE, callback=_in_a_folder, help="Write a Chrome trace of steps there."
+    "--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain."
+)
+@_PLAN
+@click.option(
+    "--rounds",
+    default=5,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Turns that each contender takes.",
+)
+@click.option(
+    "--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn."
+)
+@click.option(
+    "--json", "json_path", type=_NEW_FILE, callback=_in_a_folder, help="Write all figures there."
+)
+@click.option(
+    "--trace",
+    "trace_path",
+    type=_NEW_FILE,
+    callback=_in_a_folder,
+    help="Write a Chrome trace of steps there.",
 )
 def bench(
     recipe: Recipe,
@@ -273,11 +365,21 @@ def bench(
 ) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
     peers = against.split(",")
-    run_bench(recipe, options, peers, rounds=rounds, steps=steps, json_path=json_path, trace_path=trace_path)
+    run_bench(
+        recipe,
+        options,
+        peers,
+        rounds=rounds,
+        steps=steps,
+        json_path=json_path,
+        trace_path=trace_path,
+    )
 
 
 @main.command()
-@click.option("--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine.")
+@click.option(
+    "--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."
+)
 def probe(workers: int | None) -> None:
     """Measure the links between the ranks."""
     _distributed(workers)
@@ -285,14 +387,44 @@ def probe(workers: int | None) -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--hosts", default=2, show_default=True, type=click.IntRange(1), help="Hosts, a link to each.")
-@click.option("--ranks-per-host", default=1, show_default=True, type=click.IntRange(1), help="Ranks that share a host.")
-@click.option("--servers", default=0, type=click.IntRange(0), help='More hosts, as servers (strategy "server").')
-@click.option("--tail", default=0, type=click.IntRange(0), help='More hosts, for the end of models (strategy "stage").')
-@click.option("--rate", default="1gbit", show_default=True, help='Each link\'s rate, as tc writes it, or "none".')
+@click.option(
+    "--hosts", default=2, show_default=True, type=click.IntRange(1), help="Hosts, a link to each."
+)
+@click.option(
+    "--ranks-per-host",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Ranks that share a host.",
+)
+@click.option(
+    "--servers",
+    default=0,
+    type=click.IntRange(0),
+    help='More hosts, as servers (strategy "server").',
+)
+@click.option(
+    "--tail",
+    default=0,
+    type=click.IntRange(0),
+    help='More hosts, for the end of models (strategy "stage").',
+)
+@click.option(
+    "--rate",
+    default="1gbit",
+    show_default=True,
+    help='Each link\'s rate, as tc writes it, or "none".',
+)
 @click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
-@click.option("--queue", default=QUEUE, show_default=True, help="How long a packet may wait at a link.")
-@click.option("--congestion", default="cubic", show_default=True, help="TCP's congestion control (bbr, reno …).")
+@click.option(
+    "--queue", default=QUEUE, show_default=True, help="How long a packet may wait at a link."
+)
+@click.option(
+    "--congestion",
+    default="cubic",
+    show_default=True,
+    help="TCP's congestion control (bbr, reno …).",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def lab(
     hosts: int,
@@ -307,17 +439,27 @@ def lab(
 ) -> None:
     """Run COMMAND on hosts with shaped links (root, Linux).
 
-    The hosts are network namespaces of this machine; ranks fill one host after the other, and the output of a rank
-    carries its host's name (h1; with several ranks on each, h1.0 is the first on h1).
+    The hosts are network namespaces of this machine; ranks fill one host after the other, and the
+    output of a rank carries its host's name (h1; with several ranks on each, h1.0 is the first on
+    h1).
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
-    built = Lab(hosts + servers + tail, rate, delay, queue=queue, ranks_per_host=ranks_per_host, congestion=congestion)
+    built = Lab(
+        hosts + servers + tail,
+        rate,
+        delay,
+        queue=queue,
+        ranks_per_host=ranks_per_host,
+        congestion=congestion,
+    )
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")
     others = {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}
     serving = {name: str(number * ranks_per_host) for name, number in others.items() if number}
-    sys.exit(built.launch(Job(command, (hosts + servers + tail) * ranks_per_host, serving)).exit_code)
+    sys.exit(
+        built.launch(Job(command, (hosts + servers + tail) * ranks_per_host, serving)).exit_code
+    )
 
 
 def _bytes_per_s(rate: str) -> float:
@@ -325,7 +467,11 @@ def _bytes_per_s(rate: str) -> float:
         number = rate.removesuffix(unit)
         if number != rate and number.replace(".", "", 1).isdigit() and float(number) > 0:
             return float(number) * bits / 8
-    raise UsageError("a rate is a number and kbit, mbit or gbit", got=rate, do="write for instance --rate 200mbit")
+    raise UsageError(
+        "a rate is a number and kbit, mbit or gbit",
+        got=rate,
+        do="write for instance --rate 200mbit",
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What `shoal bench` compares with: one process alone, DDP at its best bucket size, and FSDP2, behind one interface.
+"""What `shoal bench` compares with: one process alone, DDP at its best bucket size, and FSDP2,
+behind one interface.
 
-A speed-up over a baseline that was left untuned is not believed, so DDP gets `gradient_as_bucket_view`, `static_graph`
-and the fastest of several bucket sizes, and FSDP2 a group a block and no second gather in backward. BatchNorm's buffers
-stay each rank's own. The caller has made the default process group, and seeded every rank alike.
+A speed-up over a baseline that was left untuned is not believed, so DDP gets
+`gradient_as_bucket_view`, `static_graph` and the fastest of several bucket sizes, and FSDP2 a group
+a block and no second gather in backward. BatchNorm's buffers stay each rank's own. The caller has
+made the default process group, and seeded every rank alike.
 
 References: Li et al., "PyTorch Distributed" (VLDB 2020); torch.distributed.fsdp.fully_shard.
 """
@@ -32,9 +34,11 @@ DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender trains: builders, so that each starts from a model of its own, and one batch `(x, y)`.
+    """What every contender trains: builders, so that each starts from a model of its own, and one
+    batch `(x, y)`.
 
-    `x` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` None means the model returns its loss.
+    `x` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` None means the
+    model returns its loss.
     """
 
     model: Callable[[], nn.Module]
@@ -85,18 +89,24 @@ def ddp(work: Workload, bucket_cap_mb: float = 25) -> Peer:
     return Peer(f"ddp, {bucket_cap_mb:g} MB buckets", model, work)
 
 
-def tuned_ddp(work: Workload, candidates_mb: Sequence[float] = DDP_CANDIDATES_MB, num_steps: int = 3) -> Peer:
-    """DDP with the fastest of these bucket sizes, timed on the workload's batch; all ranks choose the same.
+def tuned_ddp(
+    work: Workload, candidates_mb: Sequence[float] = DDP_CANDIDATES_MB, num_steps: int = 3
+) -> Peer:
+    """DDP with the fastest of these bucket sizes, timed on the workload's batch; all ranks choose
+    the same.
 
     Args:
         work: what to train.
         candidates_mb: bucket sizes to try, in MB.
-        num_steps: timed steps for each, after two that warm up (DDP orders its buckets after the first).
+        num_steps: timed steps for each, after two that warm up (DDP orders its buckets after the
+            first).
     """
     times = {}
     for bucket_cap_mb in candidates_mb:
         peer = ddp(work, bucket_cap_mb)
-        times[bucket_cap_mb] = slowest_rank(list(step_times(peer, work.batch, num_steps, num_warm_up=2)))
+        times[bucket_cap_mb] = slowest_rank(
+            list(step_times(peer, work.batch, num_steps, num_warm_up=2))
+        )
         peer.close()
     return ddp(work, min(times, key=lambda bucket_cap_mb: times[bucket_cap_mb]))
 
@@ -104,8 +114,8 @@ def tuned_ddp(work: Workload, candidates_mb: Sequence[float] = DDP_CANDIDATES_MB
 def fsdp2(work: Workload) -> Peer:
     """torch's fully_shard: one group for each block, and the root for the rest.
 
-    Parameters stay gathered from forward to backward (`reshard_after_forward=False`): the faster half of what FSDP2
-    offers, which spends the memory that DDP spends anyway.
+    Parameters stay gathered from forward to backward (`reshard_after_forward=False`): the faster
+    half of what FSDP2 offers, which spends the memory that DDP spends anyway.
     """
     _need_group()
     model = work.model()
@@ -129,7 +139,8 @@ def ready(name: str, work: Workload) -> Peer:
         peer = PEERS[name](work)
         try:
             peer.step(*work.batch)
-        except NotImplementedError:  # DTensor has no rule for some fused updates (SGD's in torch 2.13)
+        # DTensor has no rule for some fused updates (SGD's in torch 2.13)
+        except NotImplementedError:
             for group in peer.optimizer.param_groups:
                 group["fused"] = False
             peer.name += ", its optimizer not fused"
@@ -138,15 +149,21 @@ def ready(name: str, work: Workload) -> Peer:
         raise
     except (RuntimeError, ValueError) as error:
         got = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{name} cannot train this recipe", got=got, do=f"leave {name} out of --against") from error
+        raise UsageError(
+            f"{name} cannot train this recipe", got=got, do=f"leave {name} out of --against"
+        ) from error
     return peer
 
 
-def step_times(peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0) -> Iterator[float]:
-    """Seconds of each step on this rank, back to back (on a GPU each to its end); the ranks start together.
+def step_times(
+    peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0
+) -> Iterator[float]:
+    """Seconds of each step on this rank, back to back (on a GPU each to its end); the ranks start
+    together.
 
-    From the end of one step to the end of the next: what a step leaves to be done beside the one after it (parameters
-    on their way) is billed, since the first measured step pays for the last one that warmed up.
+    From the end of one step to the end of the next: what a step leaves to be done beside the one
+    after it (parameters on their way) is billed, since the first measured step pays for the last
+    one that warmed up.
     """
     dist.barrier()
     for _ in range(num_warm_up):
@@ -182,4 +199,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def _need_group() -> None:
     if not dist.is_initialized():
-        raise UsageError("there is no process group to train in", do="call torch.distributed.init_process_group first")
+        raise UsageError(
+            "there is no process group to train in",
+            do="call torch.distributed.init_process_group first",
+        )

@@ -1,4 +1,5 @@
-"""What every rank executes for the command line: train, check, plan and probe a recipe. Bench is in bench.py.
+"""What every rank executes for the command line: train, check, plan and probe a recipe. Bench is in
+bench.py.
 
 Each function is a collective: all ranks call it with the same arguments, and rank 0 prints.
 """
@@ -42,14 +43,17 @@ from shoal.runtime.stage import serve_tail
 
 _UNMEASURED = 5  # first steps of a run, which warm up and are left out of its median step
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
-_CHECK_S = 3600.0  # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
+# the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
+_CHECK_S = 3600.0
 _SEED = 0
 _LOCAL = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line says of the plan: keyword arguments of `parallelize`, under their names there."""
+    """What the command line says of the plan: keyword arguments of `parallelize`, under their names
+    there.
+    """
 
     plan: Plan | str = "auto"
     pins: Mapping[str, str] | None = None
@@ -69,7 +73,8 @@ def train(
     epochs: int | None = None,
     max_steps: int | None = None,
 ) -> None:
-    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times, memory and the test accuracy.
+    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times, memory and the
+    test accuracy.
 
     The plan is written to `save`, where that is given.
     """
@@ -89,18 +94,31 @@ def train(
     )
     first, attached = world().rank == 0, current().attached.get(model)
     if save and attached is None:
-        raise UsageError("one process trains without a plan, so there is none to save", do="add --workers 2")
+        raise UsageError(
+            "one process trains without a plan, so there is none to save", do="add --workers 2"
+        )
     if first and attached is not None:
-        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster), refused=False))
+        console.print(
+            text.explained(
+                explain(attached.plan, attached.profile, attached.cluster), refused=False
+            )
+        )
         if save:
             attached.plan.save(save)
     steps: list[float] = []
     model.train()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     epochs = epochs or (math.ceil(max_steps / len(loader)) if max_steps else recipe.epochs)
     total = min(epochs * len(loader), max_steps or math.inf)
     began = time.perf_counter()
-    with Progress(*columns, console=console, disable=not (first and console.is_terminal)) as progress:
+    with Progress(
+        *columns, console=console, disable=not (first and console.is_terminal)
+    ) as progress:
         bar = progress.add_task("train", total=total)
         for epoch in range(epochs):
             losses: list[float] = []
@@ -113,29 +131,42 @@ def train(
                 losses.append(loss)
                 rows += len(pytree.tree_leaves(x)[0]) * world().size
                 rate = rows / (time.perf_counter() - epoch_began)
-                progress.update(bar, advance=1, description=f"epoch {epoch + 1} loss {loss:.3f} {rate:,.0f} samples/s")
+                progress.update(
+                    bar,
+                    advance=1,
+                    description=f"epoch {epoch + 1} loss {loss:.3f} {rate:,.0f} samples/s",
+                )
             if first and losses:
-                console.print(f"epoch {epoch + 1}: loss {statistics.fmean(losses):.4f}, {rate:,.0f} samples/s")
+                console.print(
+                    f"epoch {epoch + 1}: loss {statistics.fmean(losses):.4f}, {rate:,.0f} samples/s"
+                )
     if first:
         measured = statistics.median(steps[_UNMEASURED:] or steps)
-        console.print(f"{len(steps)} steps in {time.perf_counter() - began:.1f} s, median step {measured * 1e3:.1f} ms")
+        console.print(
+            f"{len(steps)} steps in {time.perf_counter() - began:.1f} s, median step "
+            f"{measured * 1e3:.1f} ms"
+        )
         if attached is not None:
             predicted = attached.plan.predicted_s
             console.print(
-                f"predicted step {predicted * 1e3:.1f} ms: {abs(predicted - measured) / measured:.0%} "
+                f"predicted step {predicted * 1e3:.1f} ms: "
+                f"{abs(predicted - measured) / measured:.0%} "
                 f"{'under' if predicted < measured else 'over'} the measured one"
             )
         console.print(f"memory of this rank: {memory(model)}")
         if attached is not None:
             console.print(f"one process would hold: {of_one_process(attached.profile)}")
-    together = attached is not None and cuts(attached.plan)  # then no rank can run the model by itself
+    # then no rank can run the model by itself
+    together = attached is not None and cuts(attached.plan)
     if test is not None and recipe.accuracy is not None and (first or together):
         accuracy = _accuracy(recipe, model, test)
         if first:
             console.print(f"test accuracy {accuracy:.2%}")
 
 
-def timed_step(model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any) -> tuple[float, float]:
+def timed_step(
+    model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any
+) -> tuple[float, float]:
     """One ordinary training step: its seconds, and its loss over this rank's rows."""
     began = time.perf_counter()
     output = called(model, x)
@@ -149,7 +180,11 @@ def timed_step(model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: 
 
 def pair(batch: Any) -> tuple[Any, Any]:
     """A loader's batch as (x, y); one that is not a pair is all x."""
-    return (batch[0], batch[1]) if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
+    return (
+        (batch[0], batch[1])
+        if isinstance(batch, list | tuple) and len(batch) == 2
+        else (batch, None)
+    )
 
 
 @torch.no_grad()
@@ -162,8 +197,11 @@ def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
     return sum(right for right, _ in counts) / sum(total for _, total in counts)
 
 
-def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.dtype = torch.float64) -> float:
-    """Train a few steps on all ranks, and on one process with the global batch; the largest relative difference.
+def check(
+    recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.dtype = torch.float64
+) -> float:
+    """Train a few steps on all ranks, and on one process with the global batch; the largest
+    relative difference.
 
     By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose (BatchNorm's statistics,
     dropout's random numbers) are set to evaluation in both.
@@ -173,7 +211,8 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
     model, loss_fn = recipe.model(), recipe.loss()
-    options = replace(options, plan=_retyped(options.plan, model, dtype))  # before the optimizer sees its parameters
+    # before the optimizer sees its parameters
+    options = replace(options, plan=_retyped(options.plan, model, dtype))
     local = [module for module in model.modules() if isinstance(module, _LOCAL)]
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, dtype) for batch in _take(loader, steps)]
@@ -189,7 +228,11 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
     if comm.rank == 0 and attached is not None:
-        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster, alternatives=False)))
+        console.print(
+            text.explained(
+                explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
+            )
+        )
     for x, y in batches:
         timed_step(model, loss_fn, optimizer, x, y)
     trained = [parameter.detach() for parameter in model.parameters()]
@@ -208,19 +251,29 @@ def check(recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.
         console.print(text.differences(rows))
         if local:
             names = sorted({type(module).__name__ for module in local})
-            console.print(f"{', '.join(names)}: local to a rank in training, so set to evaluation for this check")
+            console.print(
+                f"{', '.join(names)}: local to a rank in training, so set to evaluation for this "
+                "check"
+            )
         worst = max(difference for _, difference in rows)
         console.print(
-            f"{comm.size} ranks against one process, {steps} steps in {str(dtype).removeprefix('torch.')}: "
+            f"{comm.size} ranks against one process, {steps} steps in "
+            f"{str(dtype).removeprefix('torch.')}: "
             f"largest relative difference {worst:.1e}"
-            + (f" ({'the same' if worst <= CRITERION else 'not the same'})" if dtype == torch.float64 else "")
+            + (
+                f" ({'the same' if worst <= CRITERION else 'not the same'})"
+                if dtype == torch.float64
+                else ""
+            )
         )
     differences: list[float] = comm.gather_objects(worst)
     return max(differences)
 
 
 def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
-    """Convert the model; a saved plan that was made for it as it was is then one for the model as it is."""
+    """Convert the model; a saved plan that was made for it as it was is then one for the model as
+    it is.
+    """
     before = model_digest(model)
     model.to(dtype)
     if plan == "auto":
@@ -229,8 +282,12 @@ def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | s
     return replace(given, model=model_digest(model)) if given.model == before else given
 
 
-def plan(recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save: Path | None = None) -> Plan:
-    """Plan the recipe for a cluster, or for the ranks that call this, and print why; write it to `save`."""
+def plan(
+    recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save: Path | None = None
+) -> Plan:
+    """Plan the recipe for a cluster, or for the ranks that call this, and print why; write it to
+    `save`.
+    """
     init()
     session = current()
     torch.manual_seed(_SEED)
@@ -261,7 +318,9 @@ def probe() -> Cluster:
 
 
 def _stay_behind(session: Session) -> None:
-    """On a tail host, where no model is parallelised: wait until the workers have ended, and end."""
+    """On a tail host, where no model is parallelised: wait until the workers have ended, and
+    end.
+    """
     if session.tail is not None and session.tail.is_one:
         serve_tail(session)
         leave(None)
@@ -279,9 +338,13 @@ def _take(loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:
 
 
 def _as_type(batch: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, batch)
+    return pytree.tree_map(
+        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, batch
+    )
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:
     """The ranks' batches as one."""
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts)
+    return pytree.tree_map(
+        lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts
+    )

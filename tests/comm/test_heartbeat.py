@@ -65,13 +65,20 @@ class MemoryStore:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"_BEAT_S": 0.02, "_DEAD_S": 0.2, "_SILENT_S": 0.6, "_FAREWELL_S": 0.5}.items():
+    for name, seconds in {
+        "_BEAT_S": 0.02,
+        "_DEAD_S": 0.2,
+        "_SILENT_S": 0.6,
+        "_FAREWELL_S": 0.5,
+    }.items():
         monkeypatch.setattr(heartbeat, name, seconds)
 
 
 @pytest.fixture
 def jumped(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """By how much the clock that all ranks read has jumped, as it does for processes that are stopped."""
+    """By how much the clock that all ranks read has jumped, as it does for processes that are
+    stopped.
+    """
     jump = SimpleNamespace(seconds=0.0)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jump.seconds, sleep=time.sleep)
     monkeypatch.setattr(heartbeat, "time", clock)
@@ -89,7 +96,9 @@ class Freed:
 
 
 class Ranks:
-    """Heartbeats of some ranks; `woken` are those who were freed from an exchange. A dead rank beat once."""
+    """Heartbeats of some ranks; `woken` are those who were freed from an exchange. A dead rank beat
+    once.
+    """
 
     def __init__(self, size: int, dead: tuple[int, ...] = (), holder: int | None = None) -> None:
         self.store = MemoryStore()
@@ -97,10 +106,18 @@ class Ranks:
         self.beating: dict[int, Heartbeat] = {}
         for rank in range(size):
             if rank in dead:
-                words = {"count": 1, "at": "forward 3", "host": f"h{rank}", "waiting": False, "state": "beating"}
+                words = {
+                    "count": 1,
+                    "at": "forward 3",
+                    "host": f"h{rank}",
+                    "waiting": False,
+                    "state": "beating",
+                }
                 self.store.values[f"beat/{rank}"] = json.dumps(words)
             else:
-                self.beating[rank] = Heartbeat(cast(Store, self.store), rank, [f"h{r}" for r in range(size)], holder)
+                self.beating[rank] = Heartbeat(
+                    cast(Store, self.store), rank, [f"h{r}" for r in range(size)], holder
+                )
                 self.beating[rank].channels[0] = Freed(partial(self.woken.add, rank))
 
     def told(self, rank: int, within_s: float = 5.0) -> WorldError:
@@ -153,7 +170,9 @@ def test_a_broken_exchange_names_the_rank_that_stopped_beating_and_all_agree(ran
 
 
 @dead_rank_1
-def test_silence_is_noticed_by_the_rank_before_and_told_to_those_who_only_wait(ranks: Ranks) -> None:
+def test_silence_is_noticed_by_the_rank_before_and_told_to_those_who_only_wait(
+    ranks: Ranks,
+) -> None:
     began = time.monotonic()
     errors = [ranks.told(rank) for rank in (0, 2)]
     assert time.monotonic() - began > 0.5
@@ -230,7 +249,10 @@ def test_the_holder_waits_until_the_others_let_go_of_its_store(ranks: Ranks) -> 
     ranks.store.gone = True  # its process ends
     time.sleep(1.0)
     ranks.beating[1].check("evaluation")  # nobody is lost as long as nobody needs it
-    assert "rank 0 (host h0), which held the store, has ended" in ranks.beating[1].judge("Broken pipe", None).what
+    assert (
+        "rank 0 (host h0), which held the store, has ended"
+        in ranks.beating[1].judge("Broken pipe", None).what
+    )
 
 
 def test_leaving_frees_threads_that_are_inside_an_exchange(ranks: Ranks) -> None:

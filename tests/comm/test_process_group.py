@@ -78,7 +78,8 @@ assert dist.group.WORLD is group
 dist.destroy_process_group()
 """
 
-# What torch.distributed's own threads still hold when the interpreter ends aborts the process, now and then.
+# What torch.distributed's own threads still hold when the interpreter ends aborts the process, now
+# and then.
 THREADS = """
 import os, threading
 import torch
@@ -128,7 +129,9 @@ def test_variables_that_do_not_fit_are_named(
         join(1, 1, "here")
 
 
-@pytest.mark.parametrize(("variables", "expected"), [({}, True), ({"WORLD_SIZE": "1", "RANK": "0"}, True)])
+@pytest.mark.parametrize(
+    ("variables", "expected"), [({}, True), ({"WORLD_SIZE": "1", "RANK": "0"}, True)]
+)
 def test_a_process_without_others_is_alone(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: bool
 ) -> None:
@@ -143,7 +146,9 @@ def test_missing_ranks_are_named_within_the_time_and_a_late_one_hears_it_at_once
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(MissingRank, match=r"2 of 3 ranks did not start within 0\.4 s: rank 1, rank 2") as error:
+    with pytest.raises(
+        MissingRank, match=r"2 of 3 ranks did not start within 0\.4 s: rank 1, rank 2"
+    ) as error:
         join(60, 0.4, "here")
     assert 0.3 < time.monotonic() - began < 2
     assert error.value.rank == 1
@@ -157,11 +162,18 @@ def test_missing_ranks_are_named_within_the_time_and_a_late_one_hears_it_at_once
 def test_a_missing_rank_0_is_named_within_the_time(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    free = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port  # it has ended by now
-    for name, value in {"RANK": "1", "MASTER_PORT": str(free), "TORCHELASTIC_USE_AGENT_STORE": "False"}.items():
+    # it has ended by now
+    free = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port
+    for name, value in {
+        "RANK": "1",
+        "MASTER_PORT": str(free),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }.items():
         monkeypatch.setenv(name, value)
     began = time.monotonic()
-    with pytest.raises(MissingRank, match=f"rank 0 .* did not start within 0.5 s: no answer from 127.0.0.1:{free}"):
+    with pytest.raises(
+        MissingRank, match=f"rank 0 .* did not start within 0.5 s: no answer from 127.0.0.1:{free}"
+    ):
         join(60, 0.5, "here")
     assert time.monotonic() - began < 2
     assert capfd.readouterr().err == ""
@@ -175,19 +187,34 @@ def test_a_port_that_is_taken_is_said(store: TCPStore, monkeypatch: pytest.Monke
 
 def test_two_processes_with_one_rank_are_told(store: TCPStore) -> None:
     with ThreadPoolExecutor(2) as threads:
-        errors = {type(each.exception()) for each in [threads.submit(join, 60, 0.5, "here") for _ in range(2)]}
-    assert errors == {UsageError, MissingRank}  # the second one, and the first, which goes on waiting for the others
+        errors = {
+            type(each.exception())
+            for each in [threads.submit(join, 60, 0.5, "here") for _ in range(2)]
+        }
+    # the second one, and the first, which goes on waiting for the others
+    assert errors == {UsageError, MissingRank}
 
 
 @pytest.mark.parametrize(
     ("variable", "differs"),
-    [("WORLD_SIZE", {"WORLD_SIZE": 4}), ("SHOAL_SERVERS", {"SHOAL_SERVERS": 1}), ("SHOAL_TAIL", {"SHOAL_TAIL": 1})],
+    [
+        ("WORLD_SIZE", {"WORLD_SIZE": 4}),
+        ("SHOAL_SERVERS", {"SHOAL_SERVERS": 1}),
+        ("SHOAL_TAIL", {"SHOAL_TAIL": 1}),
+    ],
 )
-def test_a_rank_started_otherwise_is_told(store: TCPStore, variable: str, differs: dict[str, int]) -> None:
-    meeting, alike = PrefixStore("shoal/0", store), {"WORLD_SIZE": 3, "SHOAL_SERVERS": 0, "SHOAL_TAIL": 0}
+def test_a_rank_started_otherwise_is_told(
+    store: TCPStore, variable: str, differs: dict[str, int]
+) -> None:
+    meeting, alike = (
+        PrefixStore("shoal/0", store),
+        {"WORLD_SIZE": 3, "SHOAL_SERVERS": 0, "SHOAL_TAIL": 0},
+    )
     for rank, others in [(1, {}), (2, differs)]:
         meeting.set(f"here/{rank}", json.dumps({"host": f"h{rank}", **alike, **others}))
-    with pytest.raises(RanksDiffer, match=rf"rank 2 \(host h2\) was started with another {variable}"):
+    with pytest.raises(
+        RanksDiffer, match=rf"rank 2 \(host h2\) was started with another {variable}"
+    ):
         join(60, 5, "here")
 
 
@@ -199,7 +226,9 @@ def test_a_tail_that_cannot_be_is_refused(store: TCPStore, servers: int, tail: i
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("script", "ranks"), list(SCRIPTS.values()), ids=list(SCRIPTS))
-def test_ranks_exchange_and_end_in_silence(script: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_exchange_and_end_in_silence(
+    script: str, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     result = Local().launch(Job((sys.executable, "-c", script), ranks))
     printed = capfd.readouterr()
     assert (printed.out, printed.err) == ("", "")

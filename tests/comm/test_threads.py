@@ -84,7 +84,9 @@ def test_collectives(ranks: int) -> None:
     for summed, outputs, broadcast in run(ranks, work):
         base = torch.arange(7, dtype=torch.float64)
         assert torch.equal(summed, ranks * base + sum(range(ranks)))
-        assert [output.tolist() for output in outputs] == [[float(r)] * (r + 1) for r in range(ranks)]
+        assert [output.tolist() for output in outputs] == [
+            [float(r)] * (r + 1) for r in range(ranks)
+        ]
         assert torch.equal(broadcast, base + ranks - 1)
 
 

@@ -27,10 +27,12 @@ from shoal.exchange.tree import Tree
 RANKS = [1, 2, 3, 4, 5, 8]
 SIZES = [0, 1, 7, 1000]
 EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]
-EVERY += [Ring(chunk_bytes=200), Tree(chunk_bytes=200)]  # the default chunk is larger than what is sent here
+# the default chunk is larger than what is sent here
+EVERY += [Ring(chunk_bytes=200), Tree(chunk_bytes=200)]
 EXACT = [exchange for exchange in EVERY if exchange.exact]
 SPLITTING = [exchange for exchange in EVERY if isinstance(exchange, SplitExchange)]
-SHARED = ["aabb", "aaab", "abab", "abc", "aaaa", "abbacab", "aaaabbbbcccc"]  # a letter is the host of a rank
+# a letter is the host of a rank
+SHARED = ["aabb", "aaab", "abab", "abc", "aaaa", "abbacab", "aaaabbbbcccc"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Outcome:
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What a rank brings: values of several magnitudes, so that a sum in another order has other bits."""
+    """What a rank brings: values of several magnitudes, so that a sum in another order has other
+    bits.
+    """
     random = torch.Generator().manual_seed(1000 * numel + rank)
     values = torch.randn(numel, generator=random, dtype=torch.float64)
     return (values * 10.0 ** torch.randint(-3, 4, (numel,), generator=random)).to(dtype)
@@ -65,7 +69,8 @@ def perform(
     faults: Sequence[Fault] = (),
     hosts: str | None = None,
 ) -> list[Outcome]:
-    """Reduce and gather on every rank, counted; every rank on a host of its own, or on the one that a letter names.
+    """Reduce and gather on every rank, counted; every rank on a host of its own, or on the one that
+    a letter names.
 
     What it gives is not to be changed: several tests look at one run.
     """
@@ -75,7 +80,12 @@ def perform(
 
 
 def performed(
-    exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, faults: Sequence[Fault], hosts: str | None
+    exchange: Exchange,
+    ranks: int,
+    numel: int,
+    dtype: torch.dtype,
+    faults: Sequence[Fault],
+    hosts: str | None,
 ) -> list[Outcome]:
     def work(comm: ThreadComm) -> Outcome:
         traced = TracedComm(FaultyComm(comm, faults) if faults else comm)
@@ -89,32 +99,49 @@ def performed(
 
 
 @cache
-def undisturbed(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, hosts: str | None) -> list[Outcome]:
+def undisturbed(
+    exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, hosts: str | None
+) -> list[Outcome]:
     return performed(exchange, ranks, numel, dtype, (), hosts)
 
 
 class WatchfulComm(Comm):
-    """Holds an exchange to what a real network asks, where a ThreadComm, which copies, would let it pass.
+    """Holds an exchange to what a real network asks, where a ThreadComm, which copies, would let it
+    pass.
 
-    What is being sent must not change, what is being received into must not be touched, and all must be waited for.
+    What is being sent must not change, what is being received into must not be touched, and all
+    must be waited for.
     """
 
     def __init__(self, inner: Comm) -> None:
-        self.inner, self.rank, self.size, self.topology = inner, inner.rank, inner.size, inner.topology
+        self.inner, self.rank, self.size, self.topology = (
+            inner,
+            inner.rank,
+            inner.size,
+            inner.topology,
+        )
         self.sending: list[Watched] = []
         self.receiving: list[Watched] = []
         self.most_sending = 0
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        assert not any(overlap(tensor, other.tensor) for other in self.receiving), "sent before it has landed"
-        self.sending.append(Watched(self.inner.send(tensor, to), tensor, tensor.clone(), self.sending))
+        assert not any(overlap(tensor, other.tensor) for other in self.receiving), (
+            "sent before it has landed"
+        )
+        self.sending.append(
+            Watched(self.inner.send(tensor, to), tensor, tensor.clone(), self.sending)
+        )
         self.most_sending = max(self.most_sending, len(self.sending))
         return self.sending[-1]
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
-        assert not any(overlap(tensor, o.tensor) for o in self.receiving + self.sending), "received into what is in use"
+        assert not any(overlap(tensor, o.tensor) for o in self.receiving + self.sending), (
+            "received into what is in use"
+        )
         tensor.fill_(torch.nan)  # seen if it is read too early
-        self.receiving.append(Watched(self.inner.receive(tensor, source), tensor, tensor.clone(), self.receiving))
+        self.receiving.append(
+            Watched(self.inner.receive(tensor, source), tensor, tensor.clone(), self.receiving)
+        )
         return self.receiving[-1]
 
     def channel(self, name: str, *, idle: bool = False) -> Comm:
@@ -166,13 +193,17 @@ def distinct(ranks: int) -> Topology:
 
 
 def test_registry_finds_the_exchanges() -> None:
-    assert {"allreduce", "direct", "hierarchical", "nothing", "ring", "tree"} <= {exchange.name for exchange in EVERY}
+    assert {"allreduce", "direct", "hierarchical", "nothing", "ring", "tree"} <= {
+        exchange.name for exchange in EVERY
+    }
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("exchange", EXACT, ids=repr)
-def test_gives_the_sum_with_the_same_bits_on_every_rank(exchange: Exchange, ranks: int, numel: int) -> None:
+def test_gives_the_sum_with_the_same_bits_on_every_rank(
+    exchange: Exchange, ranks: int, numel: int
+) -> None:
     outcomes = perform(exchange, ranks, numel)
     scale = sum(contribution(rank, numel, torch.float64).abs() for rank in range(ranks))
     for outcome in outcomes:
@@ -183,7 +214,9 @@ def test_gives_the_sum_with_the_same_bits_on_every_rank(exchange: Exchange, rank
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("exchange", EXACT, ids=repr)
-def test_after_reduce_each_rank_holds_its_own_slice_summed(exchange: Exchange, ranks: int, numel: int) -> None:
+def test_after_reduce_each_rank_holds_its_own_slice_summed(
+    exchange: Exchange, ranks: int, numel: int
+) -> None:
     for rank, outcome in enumerate(perform(exchange, ranks, numel)):
         own, final = cut(outcome.after_reduce, ranks)[rank], cut(outcome.after_gather, ranks)[rank]
         assert same_bits(own, final)
@@ -211,14 +244,18 @@ def test_where_ranks_share_hosts_the_sum_and_the_stated_bytes_are_right(
     outcomes = perform(exchange, ranks, numel, hosts=hosts)
     assert stated.sent == tuple(outcome.counts.bytes_sent for outcome in outcomes)
     assert stated.received == tuple(outcome.counts.bytes_received for outcome in outcomes)
-    assert (stated.leaving or stated.sent) == tuple(outcome.counts.bytes_leaving for outcome in outcomes)
+    assert (stated.leaving or stated.sent) == tuple(
+        outcome.counts.bytes_leaving for outcome in outcomes
+    )
     assert (stated.rounds > 0) == any(outcome.counts.messages_sent for outcome in outcomes)
     if exchange.exact:
         scale = sum(contribution(rank, numel, torch.float64).abs() for rank in range(ranks))
         for rank, outcome in enumerate(outcomes):
             assert ((outcome.after_gather - total(ranks, numel)).abs() <= 1e-12 * scale).all()
             assert same_bits(outcome.after_gather, outcomes[0].after_gather)
-            assert same_bits(cut(outcome.after_reduce, ranks)[rank], cut(outcome.after_gather, ranks)[rank])
+            assert same_bits(
+                cut(outcome.after_reduce, ranks)[rank], cut(outcome.after_gather, ranks)[rank]
+            )
 
 
 @pytest.mark.parametrize("exchange", EXACT, ids=repr)
@@ -226,14 +263,18 @@ def test_delays_do_not_change_a_bit(exchange: Exchange) -> None:
     for hosts in ("abcd", "abaa"):
         undisturbed = perform(exchange, 4, 1000, torch.float32, hosts=hosts)[0].after_gather
         for seed in range(3):
-            for outcome in perform(exchange, 4, 1000, torch.float32, [RandomDelay(0.003, seed)], hosts):
+            for outcome in perform(
+                exchange, 4, 1000, torch.float32, [RandomDelay(0.003, seed)], hosts
+            ):
                 assert same_bits(outcome.after_gather, undisturbed)
 
 
 @pytest.mark.parametrize("numel", [3, 1000])
 @pytest.mark.parametrize("hosts", ["abcdefgh"[:ranks] for ranks in RANKS] + SHARED)
 @pytest.mark.parametrize("exchange", EVERY, ids=repr)
-def test_leaves_tensors_in_flight_alone_and_waits_for_all(exchange: Exchange, hosts: str, numel: int) -> None:
+def test_leaves_tensors_in_flight_alone_and_waits_for_all(
+    exchange: Exchange, hosts: str, numel: int
+) -> None:
     def work(comm: ThreadComm) -> None:
         watchful, flat = WatchfulComm(comm), contribution(comm.rank, numel, torch.float64)
         for half in (exchange.reduce, exchange.gather):
@@ -259,8 +300,12 @@ def test_direct_adds_in_the_order_of_the_ranks(ranks: int) -> None:
         assert same_bits(outcome.after_gather, expected)
 
 
-@pytest.mark.parametrize(("workers", "servers", "most"), [(3, 0, 2), (6, 0, 3), (4, 4, 7), (4, 2, 5)])
-def test_direct_sends_to_few_at_a_time_but_where_there_are_servers(workers: int, servers: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "servers", "most"), [(3, 0, 2), (6, 0, 3), (4, 4, 7), (4, 2, 5)]
+)
+def test_direct_sends_to_few_at_a_time_but_where_there_are_servers(
+    workers: int, servers: int, most: int
+) -> None:
     """What many senders at once send overruns a receiver's queue; but no server is left without."""
 
     def work(comm: ThreadComm) -> int:
@@ -274,29 +319,42 @@ def test_direct_sends_to_few_at_a_time_but_where_there_are_servers(workers: int,
 
 @pytest.mark.parametrize("numel", [1, 1000])
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (4, 2), (5, 2)])
-def test_hierarchical_is_direct_where_no_host_is_shared(ranks: int, rounds: int, numel: int) -> None:
+def test_hierarchical_is_direct_where_no_host_is_shared(
+    ranks: int, rounds: int, numel: int
+) -> None:
     topology, bucket = distinct(ranks), Bucket(numel, 4)
     stated = Hierarchical().traffic(bucket, topology)
     assert stated == Direct().traffic(bucket, topology)
     assert stated.rounds == rounds
-    for one, other in zip(perform(Hierarchical(), ranks, numel), perform(Direct(), ranks, numel), strict=True):
+    for one, other in zip(
+        perform(Hierarchical(), ranks, numel), perform(Direct(), ranks, numel), strict=True
+    ):
         assert same_bits(one.after_gather, other.after_gather)
         assert one.counts == other.counts
 
 
-@pytest.mark.parametrize(("hosts", "count"), [("aabb", 2), ("abab", 2), ("aaaabbbbcccc", 3), ("aaaa", 1)])
+@pytest.mark.parametrize(
+    ("hosts", "count"), [("aabb", 2), ("abab", 2), ("aaaabbbbcccc", 3), ("aaaa", 1)]
+)
 def test_hierarchical_sends_nothing_twice_over_a_hosts_link(hosts: str, count: int) -> None:
     numel = 120
-    leaving = [outcome.counts.bytes_leaving for outcome in perform(Hierarchical(), len(hosts), numel, hosts=hosts)]
+    leaving = [
+        outcome.counts.bytes_leaving
+        for outcome in perform(Hierarchical(), len(hosts), numel, hosts=hosts)
+    ]
     for host in set(hosts):
         own = sum(nbytes for nbytes, where in zip(leaving, hosts, strict=True) if where == host)
         assert own == 2 * numel * 8 * (count - 1) // count
-    assert Hierarchical().traffic(Bucket(numel, 8), Topology(tuple(hosts))).rounds == (4 if count > 1 else 2)
+    assert Hierarchical().traffic(Bucket(numel, 8), Topology(tuple(hosts))).rounds == (
+        4 if count > 1 else 2
+    )
 
 
 @pytest.mark.parametrize("hosts", ["abaab", "aabb", "abbc"])
 def test_hierarchical_adds_each_hosts_ranks_in_order_then_the_hosts_in_order(hosts: str) -> None:
-    """So that the bits of a gradient do not depend on its place in a bucket, nor on who is quick."""
+    """So that the bits of a gradient do not depend on its place in a bucket, nor on who is
+    quick.
+    """
     sums: dict[str, Tensor] = {}
     for rank, host in enumerate(hosts):
         own = contribution(rank, 1000, torch.float32)
@@ -345,7 +403,10 @@ def test_slices_may_have_any_sizes(exchange: SplitExchange, sizes: tuple[int, ..
     stated = exchange.traffic(Bucket(sum(sizes), 8, sizes), distinct(ranks))
     for rank, (result, counts) in enumerate(run(ranks, work, timeout_s=20)):
         torch.testing.assert_close(result, 0.5 * total(ranks, sum(sizes)), rtol=1e-10, atol=1e-10)
-        assert (counts.bytes_sent, counts.bytes_received) == (stated.sent[rank], stated.received[rank])
+        assert (counts.bytes_sent, counts.bytes_received) == (
+            stated.sent[rank],
+            stated.received[rank],
+        )
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 8, 8), (3, 3, 10), (5, 0, 12), (2, 2, 2, 2, 9, 9)])
@@ -364,24 +425,36 @@ def test_servers_sum_what_workers_bring_and_are_brought_nothing(
         exchange.all_gather(slices, traced)
         return (own, *slices), traced.counts
 
-    bucket, topology = Bucket(sum(sizes), 8, sizes), Topology(tuple(map(str, range(ranks))), servers)
+    bucket, topology = (
+        Bucket(sum(sizes), 8, sizes),
+        Topology(tuple(map(str, range(ranks))), servers),
+    )
     stated = exchange.traffic(bucket, topology)
     expected = total(workers, sum(sizes)).split(list(sizes))
-    for rank, ((own, *slices), counts) in enumerate(run(ranks, work, timeout_s=20, servers=servers)):
+    for rank, ((own, *slices), counts) in enumerate(
+        run(ranks, work, timeout_s=20, servers=servers)
+    ):
         assert same_bits(own, expected[rank])
         if rank < workers:
             assert all(map(same_bits, slices, expected))
-        assert (counts.bytes_sent, counts.bytes_received) == (stated.sent[rank], stated.received[rank])
+        assert (counts.bytes_sent, counts.bytes_received) == (
+            stated.sent[rank],
+            stated.received[rank],
+        )
 
 
 @pytest.mark.parametrize("exchange", SPLITTING, ids=repr)
 def test_empty_slices_are_not_sent(exchange: Exchange) -> None:
-    """One element among five ranks has one owner: it gets four contributions or partial sums and sends the sum on."""
+    """One element among five ranks has one owner: it gets four contributions or partial sums and
+    sends the sum on.
+    """
     messages = [outcome.counts.messages_sent for outcome in perform(exchange, 5, 1)]
     assert sum(messages) == 8
 
 
-@pytest.mark.parametrize(("ranks", "busiest"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "busiest"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)]
+)
 def test_the_busiest_rank_of_a_tree(ranks: int, busiest: int) -> None:
     assert Tree().traffic(Bucket(1000, 4), distinct(ranks)).worst == busiest * 4000
 
@@ -399,7 +472,9 @@ def test_rounds_of_a_ring_are_its_steps_and_its_further_chunks(ranks: int, round
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", [Ring, Tree])
 def test_the_size_of_a_chunk_does_not_change_a_bit(kind: type[Ring | Tree], ranks: int) -> None:
-    whole, chunked = (perform(kind(chunk_bytes=size), ranks, 1000, torch.float32) for size in (1 << 20, 100))
+    whole, chunked = (
+        perform(kind(chunk_bytes=size), ranks, 1000, torch.float32) for size in (1 << 20, 100)
+    )
     assert same_bits(whole[0].after_gather, chunked[0].after_gather)
     assert ranks == 1 or chunked[0].counts.messages_sent > whole[0].counts.messages_sent
 

@@ -1,4 +1,6 @@
-"""Every strategy states the bytes it moves: what a real step sends, counted on every rank, is what `estimate` says."""
+"""Every strategy states the bytes it moves: what a real step sends, counted on every rank, is what
+`estimate` says.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Net(nn.Module):
 
 
 def pins() -> list[str]:
-    """Every strategy, with every exact exchange that it takes; of "stage" see equivalence/test_stage.py."""
+    """Every strategy, with every exact exchange that it takes; of "stage" see
+    equivalence/test_stage.py.
+    """
     kinds = {name: kind for name, kind in found(strategies, Strategy).items() if not kind.staged}
     carried = [
         f"{name}:{exchange}"
@@ -69,13 +73,17 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
 @pytest.mark.parametrize("pin", ["column", "row", "column_pair", "head"])
-def test_chunks_send_what_is_stated_without(pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_send_what_is_stated_without(
+    pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shoal.planner.sharing.CHUNKS", (2,))
     assert_stated(pin, hosts)
 
 
 @pytest.mark.parametrize("placement", ["round-robin", {"table": 1, "head.weight": 2}], ids=str)
-@pytest.mark.parametrize("pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns])
+@pytest.mark.parametrize(
+    "pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns]
+)
 def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
     pin: str, placement: str | dict[str, int]
 ) -> None:
@@ -83,7 +91,9 @@ def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
 
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
-@pytest.mark.parametrize("pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns])
+@pytest.mark.parametrize(
+    "pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns]
+)
 def test_a_step_sends_the_bytes_that_are_stated_where_layers_are_cut(
     pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +123,9 @@ def test_a_head_states_what_its_losses_send(loss: str, hosts: str) -> None:
 def test_column_states_what_a_convolution_sends(first: bool, hosts: str) -> None:
     before = [] if first else [nn.Conv2d(3, 3, 1)]
     conv = nn.Conv2d(3, 5, 3, stride=2, padding=1)
-    body = nn.Sequential(*before, conv, nn.Tanh(), nn.Conv2d(5, 4, 2, bias=False), nn.Flatten(), nn.Linear(24, 5))
+    body = nn.Sequential(
+        *before, conv, nn.Tanh(), nn.Conv2d(5, 4, 2, bias=False), nn.Flatten(), nn.Linear(24, 5)
+    )
     assert_stated("column", hosts, model=body, inputs=torch.rand(2 * len(hosts), 3, 7, 5))
 
 
@@ -125,7 +137,9 @@ def assert_stated(
     model: nn.Module | None = None,
     inputs: torch.Tensor | None = None,
 ) -> None:
-    """A step's bytes on every rank are those stated; of `Net` and ids, or of another model and its inputs."""
+    """A step's bytes on every rank are those stated; of `Net` and ids, or of another model and its
+    inputs.
+    """
     torch.manual_seed(0)
     model, ranks, servers = (
         model or Net(),
@@ -133,10 +147,16 @@ def assert_stated(
         "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served],
     )
     kind = found(strategies, Strategy)[pin.partition(":")[0]]
-    chosen = kind.cuts or (kind.served and not kind.bucketed)  # serves some layers, which are then looked at otherwise
+    # serves some layers, which are then looked at otherwise
+    chosen = kind.cuts or (kind.served and not kind.bucketed)
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
-    every_id = torch.cat([torch.arange(19), torch.tensor([0])])  # of a table of 19 rows, one of them twice
-    ids = inputs if inputs is not None else torch.cat([every_id.roll(rank).view(2, 10) for rank in range(ranks)])
+    # of a table of 19 rows, one of them twice
+    every_id = torch.cat([torch.arange(19), torch.tensor([0])])
+    ids = (
+        inputs
+        if inputs is not None
+        else torch.cat([every_id.roll(rank).view(2, 10) for rank in range(ranks)])
+    )
     labels = torch.arange(2 * ranks) % 5
     cut = served_by(pin, model, loss_fn, (ids[:2], labels[:2]), cluster) if chosen else {"*": pin}
 
@@ -150,7 +170,9 @@ def assert_stated(
             optimizer = torch.optim.SGD(mine.parameters(), 0.1)
             sample = ids[rows], labels[rows]
             pins = {"*": "replicate"} | cut
-            _, weighed, _ = shoal.parallelize(mine, loss_fn, optimizer, sample=sample, pins=pins, placement=placement)
+            _, weighed, _ = shoal.parallelize(
+                mine, loss_fn, optimizer, sample=sample, pins=pins, placement=placement
+            )
             attached = session.attached[mine]
             if session.servers is not None and session.servers._lane is not None:
                 session.servers._lane.drain()  # orders of the start are no part of a step
@@ -160,7 +182,9 @@ def assert_stated(
             optimizer.zero_grad()  # sends nothing
             if not chosen:
                 mine.state_dict()  # waits for parameters that are on their way
-            counted = [after - earlier for after, earlier in zip(moved(traced.counts), before, strict=True)]
+            counted = [
+                after - earlier for after, earlier in zip(moved(traced.counts), before, strict=True)
+            ]
         predictor = Predictor(attached.profile, attached.cluster)
         layers = {layer.name: layer for layer in trainable_layers(mine)}
         costs = [predictor.cost(site).traffic for site in sites(attached.plan, layers)]
@@ -175,6 +199,7 @@ def assert_stated(
     results = run(ranks + len(servers), work, hosts=hosts + servers, servers=len(servers))
     for rank, (counted, stated) in enumerate(results):
         if servers and rank == 0:  # who also gives the servers their orders
-            assert 0 < counted[0] - stated[0] <= 2 * len(servers) * 4096  # backward and step, a message each
+            # backward and step, a message each
+            assert 0 < counted[0] - stated[0] <= 2 * len(servers) * 4096
             counted[0], counted[2] = stated[0], stated[2]
         assert counted == stated

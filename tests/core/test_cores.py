@@ -11,9 +11,12 @@ from shoal.core.cores import bound_cores, quota_cores
 
 
 @pytest.mark.parametrize(
-    ("quota", "cores"), [("50000 100000\n", 0.5), ("max 100000\n", math.inf), ("", math.inf), (None, math.inf)]
+    ("quota", "cores"),
+    [("50000 100000\n", 0.5), ("max 100000\n", math.inf), ("", math.inf), (None, math.inf)],
 )
-def test_the_quota_counts(quota: str | None, cores: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quota_counts(
+    quota: str | None, cores: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "cpu.max"
     if quota is not None:
         path.write_text(quota)

@@ -14,11 +14,23 @@ BUCKETED = frozenset({"replicate"})
 
 
 def plan(*choices: tuple[str, str, str], bucket_bytes: int = 100) -> Plan:
-    return Plan(2, "digest", tuple(Choice(*choice) for choice in choices), bucket_bytes, lanes=2, predicted_s=0.5)
+    return Plan(
+        2,
+        "digest",
+        tuple(Choice(*choice) for choice in choices),
+        bucket_bytes,
+        lanes=2,
+        predicted_s=0.5,
+    )
 
 
 def test_a_layer_that_owners_update_is_cut_into_parts_of_about_a_bucket() -> None:
-    made = plan(("a", "sliced", "direct"), ("b", "replicate", "ring"), ("c", "sliced", "direct"), bucket_bytes=2 << 20)
+    made = plan(
+        ("a", "sliced", "direct"),
+        ("b", "replicate", "ring"),
+        ("c", "sliced", "direct"),
+        bucket_bytes=2 << 20,
+    )
     sizes = {"a": 7 << 20, "b": 7 << 20, "c": 5 << 19}
     whole = Site(("b",), "replicate", "ring"), Site(("c",), "sliced", "direct")
     in_parts = [Site(("a",), "sliced", "direct", part, 4) for part in range(4)]
@@ -31,7 +43,8 @@ def test_printed_it_says_what_serves_each_layer() -> None:
     made = plan(("head", "factor", ""), ("body.conv", "sliced", "direct"), bucket_bytes=3 << 19)
     head, *rows = str(replace(made, placement="hash", staleness=3)).splitlines()
     assert head == (
-        "plan for 2 ranks, buckets of 1.5 MiB, 2 in flight, a predicted step of 500.0 ms, placement hash, staleness 3"
+        "plan for 2 ranks, buckets of 1.5 MiB, 2 in flight, a predicted step of 500.0 ms, "
+        "placement hash, staleness 3"
     )
     assert rows == ["  head       factor", "  body.conv  sliced direct"]
     assert "placement" not in str(made) and "staleness" not in str(made)
@@ -51,7 +64,9 @@ def test_a_saved_plan_loads_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", ["round-robin", {"b.*": 1, "b.weight": 0}])
-def test_a_placement_is_saved_and_balanced_where_a_file_has_none(placement: str | dict[str, int]) -> None:
+def test_a_placement_is_saved_and_balanced_where_a_file_has_none(
+    placement: str | dict[str, int],
+) -> None:
     made = replace(plan(("b", "sliced", "ring")), placement=placement)
     read = Plan.from_json(made.to_json())
     assert read == made
@@ -81,8 +96,16 @@ def test_a_choice_is_edited_by_changing_one_line() -> None:
         ('"ranks": 2,', "", "lacks a field"),
         ('"placement": "balanced"', '"placement": 1', "placement is of the wrong type"),
         ('"late": 0', '"late": -1', "late is a number of sites"),
-        ('"placement": "balanced"', '"placement": "robin"', "one of balanced, round-robin, hash, or ranks"),
-        ('"placement": "balanced"', '"placement": {"b": "1"}', "neither a policy nor ranks by name"),
+        (
+            '"placement": "balanced"',
+            '"placement": "robin"',
+            "one of balanced, round-robin, hash, or ranks",
+        ),
+        (
+            '"placement": "balanced"',
+            '"placement": {"b": "1"}',
+            "neither a policy nor ranks by name",
+        ),
         ('"layer": "b"', '"lair": "b"', "choice 0 has unknown fields"),
         ("{", "", "not JSON"),
     ],
@@ -111,7 +134,12 @@ def test_layers_join_until_the_bucket_is_full() -> None:
 
 
 def test_only_equal_choices_share_a_bucket_and_others_stand_alone() -> None:
-    made = plan(("a", "replicate", "ring"), ("b", "factor", ""), ("c", "replicate", "tree"), ("d", "replicate", "ring"))
+    made = plan(
+        ("a", "replicate", "ring"),
+        ("b", "factor", ""),
+        ("c", "replicate", "tree"),
+        ("d", "replicate", "ring"),
+    )
     assert list(made.sites(dict.fromkeys("abcd", 10), BUCKETED)) == [
         Site(("b",), "factor", ""),
         Site(("a", "d"), "replicate", "ring"),

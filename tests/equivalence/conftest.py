@@ -1,4 +1,6 @@
-"""One measured step instead of 25: what these tests compare does not depend on how exactly times are known."""
+"""One measured step instead of 25: what these tests compare does not depend on how exactly times
+are known.
+"""
 
 import pytest
 

@@ -1,10 +1,12 @@
-"""Trains the same model twice, in one process on whole batches and on ranks on their rows of them, and compares.
+"""Trains the same model twice, in one process on whole batches and on ranks on their rows of them,
+and compares.
 
     whole batch ──▶ a copy, ordinary torch, no shoal                      ──▶ state ─┐
        └─ cut ─┬──▶ a copy on rank 0, parallelised ──▶ state ── same bits? ─┐        ├─ how far?
                └──▶ a copy on rank 1, parallelised ──▶ state ───────────────┴────────┘
 
-Ranks are threads, which share torch's random numbers: models are built beforehand and must draw none in training.
+Ranks are threads, which share torch's random numbers: models are built beforehand and must draw
+none in training.
 """
 
 from __future__ import annotations
@@ -43,13 +45,21 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
-HERE = {name: kind for name, kind in found(strategies, Strategy).items() if not kind.staged}  # without hosts of its own
+# without hosts of its own
+HERE = {name: kind for name, kind in found(strategies, Strategy).items() if not kind.staged}
 ALL_CUTS = [name for name, kind in HERE.items() if kind.cuts and name != "row_pair"]
-CUTS = [name for name in ALL_CUTS if name in ("column", "row")]  # those that serve linear layers anywhere
-OTHERS = [name for name, kind in found(strategies, Strategy).items() if not (kind.bucketed or kind.cuts or kind.served)]
+# those that serve linear layers anywhere
+CUTS = [name for name in ALL_CUTS if name in ("column", "row")]
+OTHERS = [
+    name
+    for name, kind in found(strategies, Strategy).items()
+    if not (kind.bucketed or kind.cuts or kind.served)
+]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
-EVERY_RANK = [*WAYS, *CUTS]  # for circumstances in which every rank calls every layer as often as the others
-AMONG_WORKERS = [way for way in WAYS if way != "server"]  # for circumstances that no owner can tell apart
+# for circumstances in which every rank calls every layer as often as the others
+EVERY_RANK = [*WAYS, *CUTS]
+# for circumstances that no owner can tell apart
+AMONG_WORKERS = [way for way in WAYS if way != "server"]
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -63,14 +73,19 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def call(model: nn.Module, x: Any) -> Any:
-    """Call the model as a sample's x says: a tensor, a tuple of positional or a dict of keyword arguments."""
+    """Call the model as a sample's x says: a tensor, a tuple of positional or a dict of keyword
+    arguments.
+    """
     if isinstance(x, tuple):
         return model(*x)
     return model(**x) if isinstance(x, Mapping) else model(x)
 
 
 def plain(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], optimizer: Optimizer, batches: Iterable[Batch]
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    optimizer: Optimizer,
+    batches: Iterable[Batch],
 ) -> None:
     """The ordinary loop."""
     for x, y in batches:
@@ -82,7 +97,9 @@ def plain(
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training script: a model (only copies of it are trained), whole batches, and how they are used."""
+    """A training script: a model (only copies of it are trained), whole batches, and how they are
+    used.
+    """
 
     model: nn.Module
     batches: Sequence[Batch]
@@ -100,7 +117,9 @@ class Training:
         return state(model)
 
     def on_ranks(self, ranks: int, way: str = BUCKETED[0], *, uneven: bool = False) -> list[State]:
-        """Each rank's state after training together; `way` is as `pins_of` takes it, or with ", low" behind it."""
+        """Each rank's state after training together; `way` is as `pins_of` takes it, or with ",
+        low" behind it.
+        """
         copies = [copy.deepcopy(self.model) for _ in range(ranks)]
         way, memory = with_memory(way)
         pins, servers = self.pins_of(way, ranks), servers_of(way, ranks)
@@ -125,16 +144,24 @@ class Training:
         return on_threads(ranks, work, servers)
 
     def pins_of(self, way: str, ranks: int) -> dict[str, str]:
-        """Pins for "replicate", for "replicate:ring", or for "factor:ring": factor where it serves, ring elsewhere."""
+        """Pins for "replicate", for "replicate:ring", or for "factor:ring": factor where it serves,
+        ring elsewhere.
+        """
         strategy, _, exchange = way.partition(":")
         if strategy in BUCKETED:
             return {"*": way}
         rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
-        return {"*": rest} | served_by(strategy, self.model, self.loss_fn, self.batches[0], cluster_of(ranks))
+        return {"*": rest} | served_by(
+            strategy, self.model, self.loss_fn, self.batches[0], cluster_of(ranks)
+        )
 
 
-def served_by(strategy: str, model: nn.Module, loss_fn: Any, sample: Batch, cluster: Cluster) -> dict[str, str]:
-    """Pins of the layers that a strategy serves, of which there must be one, and of those that it needs beside them."""
+def served_by(
+    strategy: str, model: nn.Module, loss_fn: Any, sample: Batch, cluster: Cluster
+) -> dict[str, str]:
+    """Pins of the layers that a strategy serves, of which there must be one, and of those that it
+    needs beside them.
+    """
     kind = found(strategies, Strategy)[strategy]()
     profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm())
     served: dict[str, str] = {}
@@ -147,7 +174,9 @@ def served_by(strategy: str, model: nn.Module, loss_fn: Any, sample: Batch, clus
 
 
 def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have planners take buckets of a hundred bytes, so that every layer that owners update is cut into several."""
+    """Have planners take buckets of a hundred bytes, so that every layer that owners update is cut
+    into several.
+    """
     monkeypatch.setattr("shoal.core.plan._LEAST_PART_BYTES", 1)
     monkeypatch.setattr("shoal.planner.search._START_BYTES", 100)
     monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (100,))
@@ -171,15 +200,23 @@ def on_threads(ranks: int, work: Callable[[ThreadComm], T], servers: int = 0) ->
 
 
 def servers_of(way: str, ranks: int) -> int:
-    """How many servers a way needs: fewer than there are workers where it can, so that these own something too."""
+    """How many servers a way needs: fewer than there are workers where it can, so that these own
+    something too.
+    """
     strategy = way.partition(", ")[0].partition(":")[0]
     return (ranks + 1) // 2 if found(strategies, Strategy)[strategy].served else 0
 
 
 def cluster_of(ranks: int, servers: int = 0) -> Cluster:
-    """Two ranks on every host (where their number is odd, one on the last), and links that nobody need measure."""
+    """Two ranks on every host (where their number is odd, one on the last), and links that nobody
+    need measure.
+    """
     hosts = Topology(tuple(f"host{rank // 2}" for rank in range(ranks)))
-    return Cluster(hosts, Link(latency_s=1e-4, bytes_per_s=1e9), servers=tuple(f"server{s}" for s in range(servers)))
+    return Cluster(
+        hosts,
+        Link(latency_s=1e-4, bytes_per_s=1e9),
+        servers=tuple(f"server{s}" for s in range(servers)),
+    )
 
 
 def state(model: nn.Module) -> State:
@@ -214,7 +251,9 @@ def assert_same_bits(states: Sequence[State]) -> None:
     """Every rank has the same bits."""
     for rank, other in enumerate(states):
         for name, tensor in states[0].items():
-            assert torch.equal(tensor, other[name]), f"{name} differs between rank 0 and rank {rank}"
+            assert torch.equal(tensor, other[name]), (
+                f"{name} differs between rank 0 and rank {rank}"
+            )
 
 
 def assert_same(
@@ -226,20 +265,25 @@ def assert_same(
     within: float = 1e-10,
     expected: State | None = None,
 ) -> None:
-    """Ranks get what one process gets, and every rank the same bits; and training did change something.
+    """Ranks get what one process gets, and every rank the same bits; and training did change
+    something.
 
     `expected` is what one process gets, where that is known already.
     """
     expected, got = expected or training.alone(), training.on_ranks(ranks, way, uneven=uneven)
     assert_same_bits(got)
-    assert difference(state(training.model), expected) > 1e-3, "training changed nothing, so nothing was compared"
+    assert difference(state(training.model), expected) > 1e-3, (
+        "training changed nothing, so nothing was compared"
+    )
     error = difference(expected, got[0])
     assert error <= within, f"{error:.1e} from one process, more than {within:g}"
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normal random numbers that depend on the seed alone."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def integers(high: int, *shape: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from one_process import Training, adamw, assert_same, built, cluster_of, cut_small, features, rows_of, sgd
+from one_process import (
+    Training,
+    adamw,
+    assert_same,
+    built,
+    cluster_of,
+    cut_small,
+    features,
+    rows_of,
+    sgd,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,7 +58,9 @@ class Seeing(nn.Module):
         """Note the sums of some tensors."""
         for offset, value in enumerate(values):
             self.seen[place + offset] += (
-                1e3 if value is None else (value * torch.arange(1, value.numel() + 1).view_as(value)).sum()
+                1e3
+                if value is None
+                else (value * torch.arange(1, value.numel() + 1).view_as(value)).sum()
             )
 
 
@@ -57,10 +69,16 @@ def gradients(model: Seeing) -> list[Tensor | None]:
 
 
 def assert_seen_alike(loop, optimizer=sgd, ranks=3):
-    assert_same(Training(model=built(Seeing), batches=features(7, 3), optimizer=optimizer, loop=loop), ranks, WAY)
+    assert_same(
+        Training(model=built(Seeing), batches=features(7, 3), optimizer=optimizer, loop=loop),
+        ranks,
+        WAY,
+    )
 
 
-@pytest.mark.parametrize("clear", ["first", "before backward", "after step", "the model's", "to zeros", "one by one"])
+@pytest.mark.parametrize(
+    "clear", ["first", "before backward", "after step", "the model's", "to zeros", "one by one"]
+)
 def test_gradients_are_seen_before_and_after_the_step_and_cleared_anywhere(clear):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
@@ -175,7 +193,9 @@ def test_parameters_may_be_changed_between_steps():
                 with torch.no_grad():
                     model.last.bias += 0.5
             elif step == 3:
-                model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+                model.load_state_dict(
+                    {name: value * 0.5 for name, value in model.state_dict().items()}
+                )
 
     assert_seen_alike(loop)
 
@@ -215,7 +235,8 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it
+# Dynamo looks, and hides it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_blocks_that_are_compiled_as_one_graph():
     graphs = []
 
@@ -231,21 +252,32 @@ def test_blocks_that_are_compiled_as_one_graph():
             stepped(model, loss_fn, optimizer, batch)
 
     assert_same(
-        Training(model=built(lambda: nn.Sequential(Block(), Block())), batches=features(7, 7), loop=loop), 2, WAY
+        Training(
+            model=built(lambda: nn.Sequential(Block(), Block())), batches=features(7, 7), loop=loop
+        ),
+        2,
+        WAY,
     )
     assert graphs, "nothing was compiled, so nothing was shown"
 
 
 def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at(monkeypatch):
-    """The bias is in a transfer with the last part of a weight, whose other parts are still on their way."""
+    """The bias is in a transfer with the last part of a weight, whose other parts are still on
+    their way.
+    """
     cut_small(monkeypatch)
-    model, batches = built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))), features(7, 3, steps=20)
+    model, batches = (
+        built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))),
+        features(7, 3, steps=20),
+    )
 
     def trained(comm: Comm) -> list[Tensor]:
         mine, rows = copy.deepcopy(model), [rows_of(batch, comm.rank, 2) for batch in batches]
         with using(comm, cluster_of(2)):
             optimizer = sgd(mine.parameters())
-            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=rows[0], pins={"*": "sliced:direct"})
+            shoal.parallelize(
+                mine, F.cross_entropy, optimizer, sample=rows[0], pins={"*": "sliced:direct"}
+            )
             for x, y in rows:
                 optimizer.zero_grad()
                 F.cross_entropy(mine(x), y).backward()
@@ -254,7 +286,9 @@ def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at(monke
             return [parameter.detach() for parameter in mine.parameters()]
 
     calm = run(2, trained)[0]
-    for late in run(2, lambda comm: trained(FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]))):
+    for late in run(
+        2, lambda comm: trained(FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]))
+    ):
         assert all(torch.equal(one, other) for one, other in zip(calm, late, strict=True))
 
 
@@ -262,12 +296,24 @@ def test_a_module_waits_for_its_own_parameters_and_for_no_others(monkeypatch):
     """`step()` returns, and the first layer runs, while the last one's parameters are held back."""
     if WAY == "server":
         pytest.skip("what comes back first from servers is the plan's to say")
-    model, (x, y) = built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))), features(7, 3)[0]
+    model, (x, y) = (
+        built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))),
+        features(7, 3)[0],
+    )
     may_come, everybody, later = threading.Event(), threading.Barrier(2), Engine.later
 
-    def held_back(engine: Engine, transfer: OwnedTransfer, work: Callable[[Comm], None], what: str) -> None:
-        held = what == "update and return" and any(each.numel() == 27 for each in transfer.parameters)
-        later(engine, transfer, (lambda comm: may_come.wait(20) and work(comm)) if held else work, what)
+    def held_back(
+        engine: Engine, transfer: OwnedTransfer, work: Callable[[Comm], None], what: str
+    ) -> None:
+        held = what == "update and return" and any(
+            each.numel() == 27 for each in transfer.parameters
+        )
+        later(
+            engine,
+            transfer,
+            (lambda comm: may_come.wait(20) and work(comm)) if held else work,
+            what,
+        )
 
     def trained(comm: Comm) -> None:
         mine, (own, its) = copy.deepcopy(model), rows_of((x, y), comm.rank, 2)
@@ -320,7 +366,9 @@ def acted(model: nn.Sequential, optimizer: torch.optim.Optimizer, act: int, firs
 
 
 def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit():
-    """2,000 steps (500 with low memory); in each, something else happens between, and messages take their time."""
+    """2,000 steps (500 with low memory); in each, something else happens between, and messages take
+    their time.
+    """
     torch.manual_seed(0)
     if WAY == "server":
         pytest.skip("it has the test below")
@@ -338,7 +386,10 @@ def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit(
             pins = {"*": "sliced:direct", "2": "replicate:direct", "4": "sliced:ring"}
             sample = rows[comm.rank, 0], rows[comm.rank, 0]
             shoal.parallelize(mine, F.mse_loss, optimizer, sample=sample, pins=pins, memory=memory)
-            assert {c.strategy for c in session.attached[mine].plan.choices} == {"sliced", "replicate"}
+            assert {c.strategy for c in session.attached[mine].plan.choices} == {
+                "sliced",
+                "replicate",
+            }
             for step, act in enumerate(acts):
                 x = rows[comm.rank, step % 20]
                 F.mse_loss(mine(x), x).backward()
@@ -346,7 +397,9 @@ def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit(
             return [p.detach().clone() for p in mine.parameters()]
 
     def delayed(comm: ThreadComm) -> list[Tensor]:
-        return trained(FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]), "low" if low else "fast")
+        return trained(
+            FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]), "low" if low else "fast"
+        )
 
     quiet = run(ranks, lambda comm: trained(comm, "fast"))
     late = run(ranks, delayed, timeout_s=120)
@@ -360,7 +413,9 @@ def test_every_scheme_under_delays_and_random_acts_is_as_one_process():
     torch.manual_seed(0)
     served = int(WAY == "server")
     ranks, hosts = 3, ("a", "a", "b", "c")[: 3 + served]
-    model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(9, 9), nn.Tanh()))).double()
+    model = nn.Sequential(
+        *(layer for _ in range(5) for layer in (nn.Linear(9, 9), nn.Tanh()))
+    ).double()
     rows = torch.randn(ranks, 20, 4, 9, dtype=torch.float64)
     acts = torch.randint(12, (150 if WAY == "sliced" else 30,)).tolist()
     others = {"2": "replicate:tree", "4": "sliced:ring"}
@@ -375,7 +430,10 @@ def test_every_scheme_under_delays_and_random_acts_is_as_one_process():
         mine = copy.deepcopy(model)
         own, options = rows.transpose(0, 1).flatten(1, 2), {}
         if comm.size > 1:
-            own, options = rows[comm.rank], {"pins": pins, "memory": "low" if WAY.endswith("low") else "fast"}
+            own, options = (
+                rows[comm.rank],
+                {"pins": pins, "memory": "low" if WAY.endswith("low") else "fast"},
+            )
         with using(comm, cluster):
             optimizer = torch.optim.SGD(mine.parameters(), 0.01, momentum=0.9)
             shoal.parallelize(mine, F.mse_loss, optimizer, sample=(own[0], own[0]), **options)
@@ -388,7 +446,10 @@ def test_every_scheme_under_delays_and_random_acts_is_as_one_process():
     def delayed(comm: ThreadComm) -> list[Tensor]:
         return trained(FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]))
 
-    quiet, late = (run(ranks + served, work, hosts=hosts, servers=served)[:ranks] for work in (trained, delayed))
+    quiet, late = (
+        run(ranks + served, work, hosts=hosts, servers=served)[:ranks]
+        for work in (trained, delayed)
+    )
     for each in (*quiet[1:], *late):
         assert all(torch.equal(one, other) for one, other in zip(quiet[0], each, strict=True))
     for one, other in zip(quiet[0], trained(ThreadComm()), strict=True):

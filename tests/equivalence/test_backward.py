@@ -1,4 +1,6 @@
-"""Backward in every manner: accumulated, clipped, several times, checkpointed, differentiated again."""
+"""Backward in every manner: accumulated, clipped, several times, checkpointed, differentiated
+again.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from one_process import CUTS, EVERY_RANK, WAYS, Training, adamw, assert_same, built, features, integers, numbers
+from one_process import (
+    CUTS,
+    EVERY_RANK,
+    WAYS,
+    Training,
+    adamw,
+    assert_same,
+    built,
+    features,
+    integers,
+    numbers,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +37,8 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # zeroed where it was seen, in a part of its rows
+# zeroed where it was seen, in a part of its rows
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @UNEVEN
 @WAY
@@ -36,12 +50,18 @@ def test_accumulation(way, uneven, set_to_none):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
 
-    training = Training(model=built(mlp), batches=features(7, 3, steps=9), optimizer=adamw, loop=loop)
+    training = Training(
+        model=built(mlp), batches=features(7, 3, steps=9), optimizer=adamw, loop=loop
+    )
     assert_same(training, 3, way, uneven=uneven)
 
 
-def accumulated(model, loss_fn, optimizer, batches, between=lambda model, optimizer: None, reuse=False):
-    """Two batches a step, the first of which is kept on its rank, where there is an `accumulate`."""
+def accumulated(
+    model, loss_fn, optimizer, batches, between=lambda model, optimizer: None, reuse=False
+):
+    """Two batches a step, the first of which is kept on its rank, where there is an
+    `accumulate`.
+    """
     held = torch.empty_like(batches[0][0])
     for (x, y), (other_x, other_y) in pairwise(batches):
         optimizer.zero_grad()
@@ -58,11 +78,15 @@ def test_an_input_that_is_filled_anew_while_gradients_are_kept(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # zeroed where it was seen, in a part of its rows
+# zeroed where it was seen, in a part of its rows
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("way", ["replicate", "factor", *CUTS])  # owners refuse a look at what is kept
+# owners refuse a look at what is kept
+@pytest.mark.parametrize("way", ["replicate", "factor", *CUTS])
 def test_kept_gradients_that_are_dropped(way, set_to_none):
-    loop = partial(accumulated, between=lambda model, optimizer: optimizer.zero_grad(set_to_none=set_to_none))
+    loop = partial(
+        accumulated, between=lambda model, optimizer: optimizer.zero_grad(set_to_none=set_to_none)
+    )
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
 
 
@@ -81,7 +105,11 @@ class Phases(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.turn, self.last = nn.Linear(7, 5), nn.Linear(5, 5, dtype=torch.complex128), nn.Linear(5, 3)
+        self.first, self.turn, self.last = (
+            nn.Linear(7, 5),
+            nn.Linear(5, 5, dtype=torch.complex128),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, x):
         return self.last(self.turn(torch.polar(self.first(x).exp(), self.first(x))).abs())
@@ -150,7 +178,9 @@ def test_a_forward_that_no_backward_follows(way):
 
 
 def checkpointed(block, x, use_reentrant):
-    """Without the random state: threads that save torch's at once can lock each other out for good."""
+    """Without the random state: threads that save torch's at once can lock each other out for
+    good.
+    """
     return checkpoint(block, x, use_reentrant=use_reentrant, preserve_rng_state=False)
 
 
@@ -159,7 +189,10 @@ class Checkpointed(nn.Module):
 
     def __init__(self, use_reentrant: bool, whole: bool = False) -> None:
         super().__init__()
-        self.first, self.second = nn.Sequential(nn.Linear(7, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(7, 5), nn.Tanh()),
+            nn.Sequential(nn.Linear(5, 5), nn.Tanh()),
+        )
         self.head = nn.Linear(5, 3)
         self.use_reentrant, self.whole = use_reentrant, whole
 
@@ -189,7 +222,9 @@ def test_the_whole_model_checkpointed_from_outside(way, use_reentrant, uneven):
             loss_fn(checkpointed(model, x.requires_grad_(), use_reentrant), y).backward()
             optimizer.step()
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=uneven)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way, uneven=uneven
+    )
 
 
 class Repeating(nn.Module):
@@ -224,7 +259,9 @@ def test_a_layer_in_two_reentrant_blocks_is_refused(way):
 
 
 def penalised(model, loss_fn, optimizer, batches):
-    """WGAN-GP's penalty: the norm of the gradient with respect to the input, differentiated again."""
+    """WGAN-GP's penalty: the norm of the gradient with respect to the input, differentiated
+    again.
+    """
     for x, y in batches:
         optimizer.zero_grad()
         x.requires_grad_()
@@ -290,7 +327,9 @@ def decayed(model, loss_fn, optimizer, batches):
 
 @pytest.mark.parametrize("way", ["replicate", *CUTS])
 def test_penalty_on_parameters(way):
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=decayed), 3, way, uneven=True)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), loop=decayed), 3, way, uneven=True
+    )
 
 
 def test_penalty_on_parameters_is_refused_under_factor():
@@ -323,7 +362,9 @@ def test_in_place(way):
             loss_fn(out, y).backward()
             optimizer.step()
 
-    assert_same(Training(model=built(model), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+    assert_same(
+        Training(model=built(model), batches=features(7, 3), loop=loop), 3, way, uneven=True
+    )
 
 
 class Recursive(nn.Module):
@@ -378,7 +419,9 @@ def broken(gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("way", ["replicate", "sliced"])
 def test_a_backward_behind_one_that_broke_is_refused_however_it_comes(way):
-    """The first ends before any gradient has landed; the next does not come by way of the model's output."""
+    """The first ends before any gradient has landed; the next does not come by way of the model's
+    output.
+    """
 
     def loop(model, loss_fn, optimizer, batches):
         (x, y), (z, w) = batches[:2]
@@ -397,7 +440,9 @@ def test_a_backward_behind_one_that_broke_is_refused_however_it_comes(way):
 
 @pytest.mark.parametrize("way", ["replicate", "sliced", "factor"])
 def test_a_loss_of_one_layer_behind_a_backward_that_broke_half_way_is_refused(way):
-    """The first leaves gradients of the last layer, the next brings those of the first: neither makes all there is."""
+    """The first leaves gradients of the last layer, the next brings those of the first: neither
+    makes all there is.
+    """
 
     def loop(model, loss_fn, optimizer, batches):
         (x, y), (z, _) = batches[:2]
@@ -408,7 +453,11 @@ def test_a_loss_of_one_layer_behind_a_backward_that_broke_half_way_is_refused(wa
         with pytest.raises(WorldError, match="the backward before this one"):
             model[0](z).square().mean().backward()
 
-    deep = built(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)))
+    deep = built(
+        lambda: nn.Sequential(
+            nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)
+        )
+    )
     Training(model=deep, batches=features(7, 3), loop=loop).on_ranks(2, way)
 
 

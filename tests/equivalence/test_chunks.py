@@ -1,4 +1,6 @@
-"""Rows that come to cut layers in chunks: the same training, and each product under the next transfer."""
+"""Rows that come to cut layers in chunks: the same training, and each product under the next
+transfer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """So many, whatever is predicted; and where there are ranks, rows do come so."""
     monkeypatch.setattr("shoal.planner.sharing.CHUNKS", (request.param,))
     asked, chunked = set(), Rows.chunks
-    monkeypatch.setattr(Rows, "chunks", lambda rows, number: asked.add(number) or chunked(rows, number))
+    monkeypatch.setattr(
+        Rows, "chunks", lambda rows, number: asked.add(number) or chunked(rows, number)
+    )
     yield request.param
     assert asked <= {request.param} and (asked or request.node.callspec.params.get("ranks") == 1)
 
@@ -40,13 +44,20 @@ def pair() -> nn.Module:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("way", ENTERED)
 def test_the_same_as_one_process(way: str, ranks: int, uneven: bool, chunks: int) -> None:
-    assert_same(Training(model=built(pair), batches=features(7, 4), optimizer=adamw), ranks, way, uneven=uneven)
+    assert_same(
+        Training(model=built(pair), batches=features(7, 4), optimizer=adamw),
+        ranks,
+        way,
+        uneven=uneven,
+    )
 
 
 @pytest.mark.parametrize("way", ["column", "row", "column_pair"])
 def test_more_leading_dimensions(way: str, chunks: int) -> None:
     batches = [(numbers(12, 2, 3, 7, seed=s), numbers(12, 2, 3, 4, seed=s + 9)) for s in range(5)]
-    assert_same(Training(model=built(pair), batches=batches, loss_fn=F.mse_loss), 3, way, uneven=True)
+    assert_same(
+        Training(model=built(pair), batches=batches, loss_fn=F.mse_loss), 3, way, uneven=True
+    )
 
 
 def with_bfloat16(model, loss_fn, optimizer, batches):
@@ -61,7 +72,12 @@ def with_bfloat16(model, loss_fn, optimizer, batches):
 @pytest.mark.parametrize("way", ENTERED)
 def test_under_autocast(way: str, chunks: int) -> None:
     batches = [(x.float(), y) for x, y in features(7, 4)]
-    assert_same(Training(model=built(pair, torch.float32), batches=batches, loop=with_bfloat16), 3, way, within=2e-2)
+    assert_same(
+        Training(model=built(pair, torch.float32), batches=batches, loop=with_bfloat16),
+        3,
+        way,
+        within=2e-2,
+    )
 
 
 class Checkpointed(nn.Module):
@@ -95,7 +111,9 @@ def test_another_bias_is_used() -> None:
         model = copies[comm.rank]
         with using(comm, cluster_of(2)):
             optimizer = adamw(model.parameters())
-            shoal.parallelize(model, F.cross_entropy, optimizer, sample=(x, y), pins={"*": "column"})
+            shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=(x, y), pins={"*": "column"}
+            )
             with torch.no_grad():
                 got = functional_call(model, {"0.bias": torch.ones(9, dtype=x.dtype)}, x)
         torch.testing.assert_close(got, expected)
@@ -104,18 +122,26 @@ def test_another_bias_is_used() -> None:
 
 
 @pytest.mark.parametrize("imaginary", [0.0, 1.0], ids=["real", "complex"])
-@pytest.mark.parametrize(("weight", "bias", "inside"), [(False, True, True), (True, False, True), (True, True, False)])
+@pytest.mark.parametrize(
+    ("weight", "bias", "inside"), [(False, True, True), (True, False, True), (True, True, False)]
+)
 def test_what_takes_no_gradient_gets_none(
     weight: bool, bias: bool, inside: bool, imaginary: float, chunks: int
 ) -> None:
     def work(comm: ThreadComm) -> None:
         dtype = torch.complex128 if imaginary else torch.float64
-        turn = torch.polar(torch.ones(1), torch.tensor([imaginary])).to(torch.complex128) if imaginary else 1.0
+        turn = (
+            torch.polar(torch.ones(1), torch.tensor([imaginary])).to(torch.complex128)
+            if imaginary
+            else 1.0
+        )
         x, w, b = (numbers(*shape, seed=1, dtype=dtype) * turn for shape in ((8, 7), (3, 7), (3,)))
         mine, rows = x[4 * comm.rank : 4 * comm.rank + 4].clone(), Rows(comm, (4, 4))
         for leaf, needed in ((mine, inside), (w, weight), (b, bias)):
             leaf.requires_grad_(needed)
-        got = boundary.linear(mine, w, b, rows.chunks(chunks), lambda each: each.gathered(scale=1.0))
+        got = boundary.linear(
+            mine, w, b, rows.chunks(chunks), lambda each: each.gathered(scale=1.0)
+        )
         torch.testing.assert_close(got, F.linear(x, w, b))
         slope = numbers(8, 3, seed=2, dtype=dtype)
         got.backward(slope)
@@ -130,7 +156,9 @@ def test_what_takes_no_gradient_gets_none(
     run(2, work, timeout_s=10)
 
 
-def test_each_product_is_made_while_others_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_product_is_made_while_others_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events: list[str] = []
 
     def moving(way: str, number: int):
@@ -145,17 +173,34 @@ def test_each_product_is_made_while_others_are_on_their_way(monkeypatch: pytest.
         return Move(moving("row", number), moving("gradient", number), 1.0)
 
     linear = F.linear
-    monkeypatch.setattr(boundary.F, "linear", lambda *args: events.append("product") or linear(*args))
+    monkeypatch.setattr(
+        boundary.F, "linear", lambda *args: events.append("product") or linear(*args)
+    )
     chunks = [Rows(ThreadComm(), (2,)), Rows(ThreadComm(), (3,))]
     x, weight = numbers(5, 7, seed=1).requires_grad_(), numbers(4, 7, seed=2).requires_grad_()
     out = boundary.linear(x, weight, None, chunks, enter)
-    order = ["row 0 starts", "row 1 starts", "row 0 is there", "product", "row 1 is there", "product"]
+    order = [
+        "row 0 starts",
+        "row 1 starts",
+        "row 0 is there",
+        "product",
+        "row 1 is there",
+        "product",
+    ]
     assert events == order
     events.clear()
     weighed = boundary._weight_gradient
-    monkeypatch.setattr(boundary, "_weight_gradient", lambda *args: events.append("weight") or weighed(*args))
+    monkeypatch.setattr(
+        boundary, "_weight_gradient", lambda *args: events.append("weight") or weighed(*args)
+    )
     out.sum().backward()
-    order = ["gradient 0 starts", "gradient 1 starts", "weight", "gradient 0 is there", "gradient 1 is there"]
+    order = [
+        "gradient 0 starts",
+        "gradient 1 starts",
+        "weight",
+        "gradient 0 is there",
+        "gradient 1 is there",
+    ]
     assert events == order
     torch.testing.assert_close(weight.grad, torch.ones(4, 5, dtype=x.dtype) @ x.detach())
 

@@ -1,4 +1,6 @@
-"""Layers cut over the ranks: their parameters look whole, take a part of the memory, and train as in one process."""
+"""Layers cut over the ranks: their parameters look whole, take a part of the memory, and train as
+in one process.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ CHANGES = {
     "clamp_": lambda p: p.clamp_(-0.2, 0.2),
     "mul_": lambda p: p.mul_(0.9),
     "*=": lambda p: p.__imul__(0.9),
-    "a tensor of its shape": lambda p: p.add_(torch.linspace(0, 1, p.numel(), dtype=p.dtype).view(p.shape)),
+    "a tensor of its shape": lambda p: p.add_(
+        torch.linspace(0, 1, p.numel(), dtype=p.dtype).view(p.shape)
+    ),
     "a row of it": lambda p: p.sub_(torch.linspace(0, 1, p.shape[-1], dtype=p.dtype)),
     "itself": lambda p: p.copy_(p / 2),
     "lerp_": lambda p: p.lerp_(torch.ones_like(p), 0.1),
@@ -80,7 +84,9 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @CUT
 def test_element_wise_changes_in_place(way, change):
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=in_place(CHANGES[change])), 3, way)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), loop=in_place(CHANGES[change])), 3, way
+    )
 
 
 REFUSED = {
@@ -97,7 +103,9 @@ REFUSED = {
 @CUT
 def test_what_would_reach_one_part_only_is_refused(way, change):
     with pytest.raises(UsageError, match="of which this rank has a part") as refused:
-        Training(model=built(mlp), batches=features(7, 3), loop=in_place(REFUSED[change])).on_ranks(2, way)
+        Training(model=built(mlp), batches=features(7, 3), loop=in_place(REFUSED[change])).on_ranks(
+            2, way
+        )
     assert change in str(refused.value)
     assert "pin the layer to replicate" in str(refused.value)
 
@@ -107,14 +115,20 @@ def test_a_parameter_looks_whole_and_takes_a_part_of_the_memory(way):
     def loop(model, loss_fn, optimizer, batches):
         stepped(model, loss_fn, optimizer, batches)
         weight = model[0].weight
-        assert (weight.shape, weight.numel(), len(weight), weight.stride()) == ((8, 12), 96, 8, (12, 1))
+        assert (weight.shape, weight.numel(), len(weight), weight.stride()) == (
+            (8, 12),
+            96,
+            8,
+            (12, 1),
+        )
         assert weight.grad.shape == weight.shape
         assert torch.equal(weight.sum(), model.state_dict()["0.weight"].sum())
         if hasattr(optimizer, "accumulate"):
             assert part_of(weight).numel() == 96 / 4
             held = shoal.memory(model)
             assert held.parameters == (96 + 8) / 4 * 8
-            assert held.optimizer_state == 2 * held.parameters + 2 * 4  # Adam's two moments, and two steps
+            # Adam's two moments, and two steps
+            assert held.optimizer_state == 2 * held.parameters + 2 * 4
 
     model = built(lambda: nn.Sequential(nn.Linear(12, 8)))
     assert_same(Training(model=model, batches=features(12, 8), loop=loop, optimizer=adam), 4, way)
@@ -127,7 +141,9 @@ def adam(parameters):
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
 @CUT
 def test_state_in_one_process_form_goes_both_ways(way, make):
-    """Saved by ranks and taken by one process, and saved by one process and taken by ranks, before or after."""
+    """Saved by ranks and taken by one process, and saved by one process and taken by ranks, before
+    or after.
+    """
     batches, model = features(7, 3), built(mlp)
     first, then = batches[:2], batches[2:]
     alone = copy.deepcopy(model)
@@ -198,7 +214,9 @@ def test_gradients_that_are_read_in_inference_mode_stay_usable(way):
             optimizer.step()
             optimizer.zero_grad()
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=sgd, loop=loop), 3, way)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=sgd, loop=loop), 3, way
+    )
 
 
 @CUT
@@ -227,7 +245,9 @@ def test_more_leading_dimensions_and_parts_of_several_sizes(way):
 def test_a_layer_with_fewer_columns_than_ranks_is_refused(way):
     with pytest.raises(PlanError, match=r"[23] (outputs|inputs) cannot be cut over 4 ranks"):
         model, (x, y) = nn.Linear(3, 2), features(3, 2)[0]
-        profile = profile_model(model.double(), F.cross_entropy, [sgd(model.parameters())], (x, y), ThreadComm())
+        profile = profile_model(
+            model.double(), F.cross_entropy, [sgd(model.parameters())], (x, y), ThreadComm()
+        )
         search(profile, cluster_of(4), pins={"*": way})
 
 
@@ -237,7 +257,9 @@ def test_a_rank_that_does_not_call_a_cut_layer_is_named(way):
         x, y = rows_of(features(7, 3)[0], comm.rank, 2)
         model = mlp().double()
         with using(comm, cluster_of(2)):
-            shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=(x, y), pins={"*": way})
+            shoal.parallelize(
+                model, F.cross_entropy, sgd(model.parameters()), sample=(x, y), pins={"*": way}
+            )
             if comm.rank == 0:
                 with torch.no_grad():
                     model(x)
@@ -289,7 +311,9 @@ def fields(high: int = 11) -> list[tuple[Tensor, Tensor]]:
 def test_rows_of_a_table_are_given_out(padding, make, uneven, high):
     """Some twice, some never: their momentum and weight decay go on, as in one process."""
     model = built(lambda: Fields(padding))
-    assert_same(Training(model=model, batches=fields(high), optimizer=make), 4, "embedding", uneven=uneven)
+    assert_same(
+        Training(model=model, batches=fields(high), optimizer=make), 4, "embedding", uneven=uneven
+    )
 
 
 def test_ids_of_32_bits_and_none_at_all():
@@ -365,16 +389,25 @@ def test_the_planner_cuts_what_is_worth_it(classes, cut):
     assert plan.choice("body").strategy == "replicate"
 
 
-LIMITS = {0.75: {"sliced", "cut"}, 0.5: {"sliced", "cut"}, 0.3: {"cut"}}  # what keeps to it; times decide which
+# what keeps to it; times decide which
+LIMITS = {0.75: {"sliced", "cut"}, 0.5: {"sliced", "cut"}, 0.3: {"cut"}}
 
 
 @pytest.mark.parametrize("share", LIMITS)
 def test_a_limit_of_memory_is_kept(share):
-    """Of what one rank would hold by itself: 4 bytes of every parameter, its gradient, and Adam's two moments."""
+    """Of what one rank would hold by itself: 4 bytes of every parameter, its gradient, and Adam's
+    two moments.
+    """
     width, ranks = 512, 4
 
     def big() -> nn.Module:
-        return nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 64))
+        return nn.Sequential(
+            nn.Linear(64, width),
+            nn.Tanh(),
+            nn.Linear(width, width),
+            nn.Tanh(),
+            nn.Linear(width, 64),
+        )
 
     model = built(big, torch.float32)
     whole = 4 * 4 * sum(p.numel() for p in model.parameters())
@@ -387,12 +420,16 @@ def test_a_limit_of_memory_is_kept(share):
         fast = Cluster(Topology(tuple("abcd")), Link(1e-4, 1e9))
         with using(comm, fast) as session:
             optimizer = adam(own.parameters())
-            shoal.parallelize(own, F.cross_entropy, optimizer, sample=mine[0], memory_limit=share * whole)
+            shoal.parallelize(
+                own, F.cross_entropy, optimizer, sample=mine[0], memory_limit=share * whole
+            )
             stepped(own, F.cross_entropy, optimizer, mine)
             memory = shoal.memory(own)
             held.append(memory.parameters + memory.gradients + memory.optimizer_state)
             chosen = {choice.strategy for choice in session.attached[own].plan.choices}
-            kinds.update("cut" if named(strategies, Strategy, name).cuts else name for name in chosen)
+            kinds.update(
+                "cut" if named(strategies, Strategy, name).cuts else name for name in chosen
+            )
             return state(own)
 
     assert_same_bits(run(ranks, work, timeout_s=20))
@@ -402,6 +439,10 @@ def test_a_limit_of_memory_is_kept(share):
 
 def test_a_limit_that_no_plan_keeps_is_refused():
     model, (x, y) = nn.Sequential(nn.Linear(64, 64)), features(64, 64)[0]
-    profile = profile_model(model.double(), F.cross_entropy, [adamw(model.parameters())], (x, y), ThreadComm())
-    with pytest.raises(PlanError, match=r"no plan was found that keeps the limit of memory(.|\n)*more ranks"):
+    profile = profile_model(
+        model.double(), F.cross_entropy, [adamw(model.parameters())], (x, y), ThreadComm()
+    )
+    with pytest.raises(
+        PlanError, match=r"no plan was found that keeps the limit of memory(.|\n)*more ranks"
+    ):
         search(profile, cluster_of(4), memory_limit=10_000)

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import AMONG_WORKERS, CUTS, Training, assert_same, built, call, features, integers, numbers
+from one_process import (
+    AMONG_WORKERS,
+    CUTS,
+    Training,
+    assert_same,
+    built,
+    call,
+    features,
+    integers,
+    numbers,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -108,9 +118,15 @@ class Inner(nn.Module):
 @UNEVEN
 def test_an_output_that_another_is_made_of(uneven):
     def loss_fn(output, y):
-        return F.cross_entropy(output["logits"], y) + output["hidden"].square().mean() + output["again"].mean()
+        return (
+            F.cross_entropy(output["logits"], y)
+            + output["hidden"].square().mean()
+            + output["again"].mean()
+        )
 
-    assert_same(Training(model=built(Inner), batches=features(7, 3), loss_fn=loss_fn), uneven=uneven)
+    assert_same(
+        Training(model=built(Inner), batches=features(7, 3), loss_fn=loss_fn), uneven=uneven
+    )
 
 
 class OwnLoss(nn.Module):
@@ -150,7 +166,9 @@ def train_on_own_loss(model, loss_fn, optimizer, batches):
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_a_model_that_returns_its_own_loss(way, form, uneven):
     batches = [({"features": x, "labels": y}, None) for x, y in features(7, 3)]
-    training = Training(model=built(lambda: OwnLoss(form)), batches=batches, loss_fn=None, loop=train_on_own_loss)
+    training = Training(
+        model=built(lambda: OwnLoss(form)), batches=batches, loss_fn=None, loop=train_on_own_loss
+    )
     assert_same(training, 3, way, uneven=uneven)
 
 

@@ -1,4 +1,6 @@
-"""Heads whose logits stay cut: every use of them that needs no gathering, and every other one, as in one process."""
+"""Heads whose logits stay cut: every use of them that needs no gathering, and every other one, as
+in one process.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def spoken() -> list[tuple[Tensor, Tensor]]:
 
 
 def with_margin(out: Tensor, y: Tensor) -> Tensor:
-    """Large-margin cosine loss (Wang et al., "CosFace", 2018, equation 4), of logits instead of cosines."""
+    """Large-margin cosine loss (Wang et al., "CosFace", 2018, equation 4), of logits instead of
+    cosines.
+    """
     target, log_sum = out.gather(1, y.unsqueeze(1)).squeeze(1), torch.logsumexp(out, 1)
     others = log_sum + torch.log1p(-torch.exp(target - log_sum))
     return (torch.logaddexp(others, target - 0.35) - (target - 0.35)).mean()
@@ -80,10 +84,16 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "capped": lambda out, y: F.cross_entropy(torch.tanh(out / 3) * 3, y),
     "cast": lambda out, y: F.cross_entropy(out.float().to(torch.float64), y),
     "log_softmax": lambda out, y: F.nll_loss(F.log_softmax(out, -1), y),
-    "modules of log_softmax": lambda out, y: nn.NLLLoss(WEIGHTS, reduction="none")(nn.LogSoftmax(1)(out), y).mean(),
-    "a penalty beside": lambda out, y: F.cross_entropy(out, y) + 1e-2 * torch.logsumexp(out, -1).square().mean(),
+    "modules of log_softmax": lambda out, y: nn.NLLLoss(WEIGHTS, reduction="none")(
+        nn.LogSoftmax(1)(out), y
+    ).mean(),
+    "a penalty beside": lambda out, y: (
+        F.cross_entropy(out, y) + 1e-2 * torch.logsumexp(out, -1).square().mean()
+    ),
     "a margin": lambda out, y: with_margin(out, y),
-    "twice": lambda out, y: F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out * 2, (y + 1) % CLASSES),
+    "twice": lambda out, y: (
+        F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out * 2, (y + 1) % CLASSES)
+    ),
 }
 GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "entropy": lambda out, y: (F.softmax(out, -1) * F.log_softmax(out, -1)).sum(-1).mean(),
@@ -105,7 +115,9 @@ def test_losses(loss, uneven):
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks(ranks, optimizer):
-    assert_same(Training(model=built(mlp), batches=features(7, CLASSES), optimizer=optimizer), ranks, "head")
+    assert_same(
+        Training(model=built(mlp), batches=features(7, CLASSES), optimizer=optimizer), ranks, "head"
+    )
 
 
 @pytest.mark.parametrize("loss", GATHERED)
@@ -118,7 +130,9 @@ def test_what_the_sample_does_not_show_is_gathered(loss):
             GATHERED[loss](model(x), y).backward()
             optimizer.step()
 
-    assert_same(Training(model=built(mlp), batches=features(7, CLASSES), loop=loop), 3, "head", uneven=True)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, CLASSES), loop=loop), 3, "head", uneven=True
+    )
 
 
 class Tempered(nn.Module):
@@ -142,10 +156,14 @@ def test_a_learned_temperature_gets_the_gradient_of_every_class():
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-    training = Training(model=built(lambda: Tempered(on=False)), batches=features(7, CLASSES), loop=loop)
+    training = Training(
+        model=built(lambda: Tempered(on=False)), batches=features(7, CLASSES), loop=loop
+    )
     assert_same(training, 3, "head")
     with pytest.raises(AssertionError, match="serves no layer"):
-        Training(model=built(lambda: Tempered(on=True)), batches=features(7, CLASSES)).pins_of("head", 3)
+        Training(model=built(lambda: Tempered(on=True)), batches=features(7, CLASSES)).pins_of(
+            "head", 3
+        )
 
 
 @pytest.mark.parametrize("loss", [*GATHERED, "mse"])
@@ -156,9 +174,13 @@ def test_a_sample_that_needs_the_logits_is_refused(loss):
         model = mlp().double()
         sample = rows_of(features(7, CLASSES)[0], comm.rank, 2)
         with using(comm, cluster_of(2)):
-            shoal.parallelize(model, losses[loss], sgd(model.parameters()), sample=sample, pins={"2": "head"})
+            shoal.parallelize(
+                model, losses[loss], sgd(model.parameters()), sample=sample, pins={"2": "head"}
+            )
 
-    with pytest.raises(PlanError, match="head cannot serve layer 2: its output does not go into a cross entropy"):
+    with pytest.raises(
+        PlanError, match="head cannot serve layer 2: its output does not go into a cross entropy"
+    ):
         on_threads(2, work)
 
 
@@ -167,10 +189,14 @@ SHIFTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shifted": lambda out, y: F.cross_entropy(
         out[:, :-1, :].contiguous().view(-1, CLASSES), y[:, 1:].contiguous().view(-1)
     ),
-    "reshaped": lambda out, y: F.cross_entropy(out[..., :-1, :].reshape(-1, out.size(-1)), y[..., 1:].reshape(-1)),
+    "reshaped": lambda out, y: F.cross_entropy(
+        out[..., :-1, :].reshape(-1, out.size(-1)), y[..., 1:].reshape(-1)
+    ),
     "masked": lambda out, y: F.cross_entropy(out[y >= 0], y[y >= 0]),
     "last token": lambda out, y: F.cross_entropy(out[:, -1], y[:, -1].clamp(min=0)),
-    "transposed": lambda out, y: F.cross_entropy(out.transpose(0, 1).reshape(-1, CLASSES), y.t().reshape(-1)),
+    "transposed": lambda out, y: F.cross_entropy(
+        out.transpose(0, 1).reshape(-1, CLASSES), y.t().reshape(-1)
+    ),
 }
 
 
@@ -178,7 +204,11 @@ SHIFTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("loss", SHIFTS)
 def test_tokens(loss, uneven):
     def count(output: Any, target: Tensor) -> Tensor:
-        kept = {"shifted": target[:, 1:], "reshaped": target[:, 1:], "last token": target[:, -1].clamp(min=0)}
+        kept = {
+            "shifted": target[:, 1:],
+            "reshaped": target[:, 1:],
+            "last token": target[:, -1].clamp(min=0),
+        }
         return (kept.get(loss, target) != -100).sum()
 
     training = Training(model=built(Speaking), batches=spoken(), loss_fn=SHIFTS[loss], count=count)
@@ -194,7 +224,9 @@ class Own(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.inner(ids).float()
-        loss = F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, CLASSES), labels[..., 1:].reshape(-1))
+        loss = F.cross_entropy(
+            logits[..., :-1, :].contiguous().view(-1, CLASSES), labels[..., 1:].reshape(-1)
+        )
         return {"loss": loss, "logits": logits}
 
 
@@ -226,7 +258,12 @@ def logits_on(ranks: int, work: Callable[[CutOutput, Tensor], Any]) -> list[Any]
         mine = whole[2 * comm.rank : 2 * comm.rank + 2]
         rows = Rows(comm, (6,) * ranks)
         widths = [part.shape[-1] for part in parts]
-        cut = CutOutput.of(parts[comm.rank].reshape(-1, widths[comm.rank]), rows, widths, torch.arange(6).view(2, 3))
+        cut = CutOutput.of(
+            parts[comm.rank].reshape(-1, widths[comm.rank]),
+            rows,
+            widths,
+            torch.arange(6).view(2, 3),
+        )
         return work(cut, mine)
 
     return run(ranks, on_rank, timeout_s=10)
@@ -235,11 +272,17 @@ def logits_on(ranks: int, work: Callable[[CutOutput, Tensor], Any]) -> list[Any]
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda out: F.cross_entropy(out.flatten(0, 1), torch.arange(6)),
     "some": lambda out: F.cross_entropy(out[:, 1], torch.arange(2)),
-    "out of order": lambda out: F.cross_entropy(out.permute(1, 0, 2).reshape(6, -1), torch.arange(6)),
+    "out of order": lambda out: F.cross_entropy(
+        out.permute(1, 0, 2).reshape(6, -1), torch.arange(6)
+    ),
     "twice": lambda out: F.cross_entropy(out[0][torch.tensor([0, 2, 2])], torch.tensor([1, 2, 3])),
-    "ignored": lambda out: F.cross_entropy(out[1], torch.tensor([1, -7, 3]), WEIGHTS, ignore_index=-7),
+    "ignored": lambda out: F.cross_entropy(
+        out[1], torch.tensor([1, -7, 3]), WEIGHTS, ignore_index=-7
+    ),
     "one": lambda out: F.cross_entropy(out[1, 2], torch.tensor(4)),
-    "smoothed": lambda out: F.cross_entropy(out[1], torch.tensor([1, -100, 3]), WEIGHTS, label_smoothing=0.3),
+    "smoothed": lambda out: F.cross_entropy(
+        out[1], torch.tensor([1, -100, 3]), WEIGHTS, label_smoothing=0.3
+    ),
 }
 
 
@@ -262,34 +305,51 @@ def test_the_best_classes_are_found_without_gathering():
     def work(cut: CutOutput, whole: Tensor) -> None:
         cut._tell = lambda rows: pytest.fail("gathered")
         assert torch.equal(cut.argmax(-1), whole.argmax(-1))
-        assert torch.equal(cut[:, 1:].argmax(dim=-1, keepdim=True), whole[:, 1:].argmax(dim=-1, keepdim=True))
+        assert torch.equal(
+            cut[:, 1:].argmax(dim=-1, keepdim=True), whole[:, 1:].argmax(dim=-1, keepdim=True)
+        )
         values, classes = cut.topk(5)
         assert torch.equal(values, whole.topk(5).values)
         assert torch.equal(classes, whole.topk(5).indices)
         assert torch.equal(torch.topk(cut, 2, dim=-1)[1], whole.topk(2).indices)
-        assert torch.equal(torch.argmax(input=torch.mul(input=cut, other=-1), dim=2), whole.argmin(-1))
+        assert torch.equal(
+            torch.argmax(input=torch.mul(input=cut, other=-1), dim=2), whole.argmin(-1)
+        )
 
     logits_on(3, work)
 
 
 def test_softmax_and_sums_of_exponentials_stay_cut():
     def work(cut: CutOutput, whole: Tensor) -> None:
-        for made in (lambda x: x.softmax(-1), lambda x: F.log_softmax(x, 2), lambda x: torch.softmax(x, dim=2)):
+        for made in (
+            lambda x: x.softmax(-1),
+            lambda x: F.log_softmax(x, 2),
+            lambda x: torch.softmax(x, dim=2),
+        ):
             assert isinstance(made(cut), CutOutput)
             assert torch.allclose(made(cut) + 0 * whole, made(whole), rtol=1e-12)
         assert F.softmax(cut, -1, dtype=torch.float32).dtype == torch.float32
         for keepdim in (False, True):
-            assert torch.allclose(torch.logsumexp(cut, -1, keepdim), torch.logsumexp(whole, -1, keepdim), rtol=1e-12)
+            assert torch.allclose(
+                torch.logsumexp(cut, -1, keepdim), torch.logsumexp(whole, -1, keepdim), rtol=1e-12
+            )
         index = torch.full((*whole.shape[:-1], 1), 3)
         assert torch.equal(torch.gather(cut, 2, index), torch.gather(whole, 2, index))
-        assert torch.equal(cut.gather(2, index.expand(whole.shape)), whole.gather(2, index.expand(whole.shape)))
+        assert torch.equal(
+            cut.gather(2, index.expand(whole.shape)), whole.gather(2, index.expand(whole.shape))
+        )
 
     logits_on(3, work)
 
 
 def test_everything_else_gathers():
     def work(cut: CutOutput, whole: Tensor) -> None:
-        assert (cut.shape, cut.dtype, cut.device, len(cut)) == (whole.shape, whole.dtype, whole.device, 2)
+        assert (cut.shape, cut.dtype, cut.device, len(cut)) == (
+            whole.shape,
+            whole.dtype,
+            whole.device,
+            2,
+        )
         assert torch.equal(cut.sum(-1), whole.sum(-1))
         assert torch.equal(torch.softmax(cut, 0), whole.softmax(0))
         assert torch.equal(cut[..., 2], whole[..., 2])
@@ -305,7 +365,11 @@ def test_everything_else_gathers():
 
 def test_changes_in_place_are_refused():
     def work(cut: CutOutput, whole: Tensor) -> None:
-        for change in (lambda: cut.mul_(2), lambda: cut.__itruediv__(2), lambda: cut.__setitem__(0, 1.0)):
+        for change in (
+            lambda: cut.mul_(2),
+            lambda: cut.__itruediv__(2),
+            lambda: cut.__setitem__(0, 1.0),
+        ):
             with pytest.raises(UsageError, match="out of place"):
                 change()
 
@@ -336,7 +400,9 @@ def test_a_second_derivative_is_refused():
         loss_fn(model(batches[0][0]), batches[0][1]).backward(create_graph=True)
 
     training = Training(
-        model=built(lambda: nn.Sequential(nn.Linear(7, CLASSES))), batches=features(7, CLASSES), loop=loop
+        model=built(lambda: nn.Sequential(nn.Linear(7, CLASSES))),
+        batches=features(7, CLASSES),
+        loop=loop,
     )
     with pytest.raises(UsageError, match="cannot be differentiated twice"):
         training.on_ranks(2, "head")
@@ -353,4 +419,9 @@ def test_bfloat16():
             optimizer.step()
 
     batches = [(x.float(), y) for x, y in features(7, CLASSES)]
-    assert_same(Training(model=built(mlp, torch.float32), batches=batches, loop=loop), 3, "head", within=2e-2)
+    assert_same(
+        Training(model=built(mlp, torch.float32), batches=batches, loop=loop),
+        3,
+        "head",
+        within=2e-2,
+    )

@@ -1,4 +1,6 @@
-"""What else a loop does: several models and optimizers, evaluation on one rank, saving, copying, compiling."""
+"""What else a loop does: several models and optimizers, evaluation on one rank, saving, copying,
+compiling.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ class Convolved(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(2, 5, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(5)
+        self.conv, self.norm = (
+            nn.Conv2d(2, 5, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(5),
+        )
         self.head = nn.Linear(5, 3)
 
     def train(self, mode: bool = True) -> nn.Module:
@@ -88,7 +93,8 @@ class Convolved(nn.Module):
 def test_convolution_and_batch_norm(way, layout):
     model = built(Convolved).train().to(memory_format=layout)
     batches = [
-        (numbers(12, 2, 7, 7, seed=s).contiguous(memory_format=layout), integers(3, 12, seed=s)) for s in range(5)
+        (numbers(12, 2, 7, 7, seed=s).contiguous(memory_format=layout), integers(3, 12, seed=s))
+        for s in range(5)
     ]
     assert_same(Training(model=model, batches=batches), 3, way, uneven=True)
 
@@ -149,7 +155,14 @@ def test_two_models_side_by_side(way, uneven, freeze):
     batches = [(numbers(12, 4, seed=s), numbers(12, 7, seed=s + 30)) for s in range(5)]
     copies = [copy.deepcopy(gan) for _ in range(ranks)]
     alone = copy.deepcopy(gan)
-    versus(alone.make, alone.judge, adamw(alone.make.parameters()), sgd(alone.judge.parameters()), batches, freeze)
+    versus(
+        alone.make,
+        alone.judge,
+        adamw(alone.make.parameters()),
+        sgd(alone.judge.parameters()),
+        batches,
+        freeze,
+    )
 
     def work(comm: ThreadComm) -> dict[str, Tensor]:
         mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
@@ -183,7 +196,9 @@ def test_a_list_of_optimizers(way):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=optimizers, loop=loop), 3, way)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=optimizers, loop=loop), 3, way
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -203,7 +218,8 @@ def test_what_rank_0_alone_does_between_steps(way):
                     model(x[:1])
                 model.train()
                 torch.save(model.state_dict(), io.BytesIO())
-                if not way.startswith(("sliced", "server")):  # what ranks own, all of them bring together
+                # what ranks own, all of them bring together
+                if not way.startswith(("sliced", "server")):
                     torch.save(optimizer.state_dict(), io.BytesIO())
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
@@ -249,7 +265,9 @@ def test_autocast_bfloat16(way):
             optimizer.step()
 
     batches = [(x.float(), y) for x, y in features(7, 3)]
-    assert_same(Training(model=built(mlp, torch.float32), batches=batches, loop=loop), 3, way, within=2e-2)
+    assert_same(
+        Training(model=built(mlp, torch.float32), batches=batches, loop=loop), 3, way, within=2e-2
+    )
 
 
 @pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
@@ -261,7 +279,8 @@ def test_a_grad_scaler(way, monkeypatch):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
         for step, (x, y) in enumerate(batches):
             optimizer.zero_grad()
-            loss = loss_fn(model(x), y) * (float("inf") if step == 1 else 1.0)  # a step that is skipped
+            # a step that is skipped
+            loss = loss_fn(model(x), y) * (float("inf") if step == 1 else 1.0)
             scaler.scale(loss).backward()
             if step % 2:
                 scaler.unscale_(optimizer)
@@ -278,7 +297,9 @@ def test_the_optimizers_own_clipping(way):
         for step, (x, y) in enumerate(batches):
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
-            clip = getattr(optimizer, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters()))
+            clip = getattr(
+                optimizer, "clip_grad_norm_", partial(nn.utils.clip_grad_norm_, model.parameters())
+            )
             clip(*[(0.1,), (0.05, float("inf")), (0.2, 1.0)][step % 3])
             optimizer.step()
 
@@ -311,7 +332,11 @@ class Looking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(11, 6), nn.Linear(6, 5, bias=False), nn.Linear(5, 3)
+        self.embed, self.body, self.head = (
+            nn.Embedding(11, 6),
+            nn.Linear(6, 5, bias=False),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(torch.tanh(self.body(self.embed(ids)))).mean(1)
@@ -329,7 +354,9 @@ def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
 @pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
 @WAY
 def test_a_copy_is_an_ordinary_model(way, copied):
-    """It runs on one rank alone, has torch's own layers, leaves the original alone, and can be parallelised anew."""
+    """It runs on one rank alone, has torch's own layers, leaves the original alone, and can be
+    parallelised anew.
+    """
 
     def loop(model, loss_fn, optimizer, batches):
         (x, y), *rest = batches
@@ -344,7 +371,12 @@ def test_a_copy_is_an_ordinary_model(way, copied):
             twin = torch.load(file, weights_only=False)
         trained = model.state_dict()
         if shoal.world().rank == 0:
-            assert [type(m) for m in twin.modules()] == [Looking, nn.Embedding, nn.Linear, nn.Linear]
+            assert [type(m) for m in twin.modules()] == [
+                Looking,
+                nn.Embedding,
+                nn.Linear,
+                nn.Linear,
+            ]
             ordinary = Looking().double()
             ordinary.load_state_dict(trained)
             for each in (twin, ordinary):
@@ -371,7 +403,8 @@ def test_a_copy_parallelised_anew(way):
     assert_same(Training(model=copies[0], batches=looked_up()), 2, way)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it
+# Dynamo looks, and hides it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @WAY
 def test_blocks_compiled_afterwards(way, backend):
@@ -385,10 +418,14 @@ def test_blocks_compiled_afterwards(way, backend):
             optimizer.step()
 
     def model() -> nn.Module:
-        return nn.Sequential(Block(mlp()), Block(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3))))
+        return nn.Sequential(
+            Block(mlp()), Block(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3)))
+        )
 
     assert_same(Training(model=built(model), batches=features(7, 3), loop=loop), 2, way)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled, so nothing was shown"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], (
+        "nothing was compiled, so nothing was shown"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -405,13 +442,23 @@ def test_a_rank_compiles_anew_by_itself_while_gradients_are_kept(way):
             loss.backward()
             optimizer.step()
 
-    batches = [*features(7, 3), (numbers(11, 7, seed=50), integers(3, 11, seed=50)), *features(7, 3)]
-    assert_same(Training(model=built(lambda: nn.Sequential(Block(mlp()))), batches=batches, loop=loop), 2, way)
+    batches = [
+        *features(7, 3),
+        (numbers(11, 7, seed=50), integers(3, 11, seed=50)),
+        *features(7, 3),
+    ]
+    assert_same(
+        Training(model=built(lambda: nn.Sequential(Block(mlp()))), batches=batches, loop=loop),
+        2,
+        way,
+    )
 
 
 @pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
-def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(way, make, monkeypatch):
+def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(
+    way, make, monkeypatch
+):
     if way.endswith("low"):
         cut_small(monkeypatch)
 
@@ -422,10 +469,14 @@ def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(
         saved = copy.deepcopy(saved)
         plain(model, loss_fn, optimizer, batches[3:])
         optimizer.zero_grad()
-        set_state_dict(model, optimizer, model_state_dict=model.state_dict(), optim_state_dict=saved)
+        set_state_dict(
+            model, optimizer, model_state_dict=model.state_dict(), optim_state_dict=saved
+        )
         plain(model, loss_fn, optimizer, batches[3:])
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, way)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, way
+    )
 
 
 @WAY
@@ -440,7 +491,8 @@ def test_gradients_clipped_one_by_one(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")  # a part of what is shown
+# a part of what is shown
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @WAY
 def test_gradients_detached_and_cleared_by_hand(way):
     def loop(model, loss_fn, optimizer, batches):
@@ -469,7 +521,9 @@ def test_compiled_before_is_refused(compiled):
     def work(comm: ThreadComm) -> None:
         model = compiled(mlp())
         with using(comm):
-            shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=features(7, 3)[0])
+            shoal.parallelize(
+                model, F.cross_entropy, sgd(model.parameters()), sample=features(7, 3)[0]
+            )
 
     with pytest.raises(UsageError, match="parallelise first, then compile block by block"):
         run(2, work, timeout_s=20)
@@ -477,13 +531,17 @@ def test_compiled_before_is_refused(compiled):
 
 @WAY
 def test_a_functional_call_trains_the_parameters_it_is_given(way):
-    """As averaged or meta-learned weights are run: nothing of it goes to the model's own parameters."""
+    """As averaged or meta-learned weights are run: nothing of it goes to the model's own
+    parameters.
+    """
 
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
-            others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            others = {
+                name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()
+            }
             loss_fn(torch.func.functional_call(model, others, (x,)), y).backward()
             assert all(other.grad is not None for other in others.values())
             optimizer.step()
@@ -510,7 +568,9 @@ def test_hooks_of_the_users_own(way):
     """On modules."""
 
     def loop(model, loss_fn, optimizer, batches):
-        model[2].register_full_backward_hook(lambda module, before, after: tuple(g * 2 for g in before))
+        model[2].register_full_backward_hook(
+            lambda module, before, after: tuple(g * 2 for g in before)
+        )
         model[0].register_forward_hook(lambda module, args, output: output * 3)
         for x, y in batches:
             optimizer.zero_grad()
@@ -544,7 +604,10 @@ def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
         kept = []
         with using(comm, cluster_of(2)) as session:
             for fold in range(4):
-                model, mine = models[comm.rank].pop(), [rows_of(batch, comm.rank, 2) for batch in features(7, 3)]
+                model, mine = (
+                    models[comm.rank].pop(),
+                    [rows_of(batch, comm.rank, 2) for batch in features(7, 3)],
+                )
                 optimizer = sgd(model.parameters())
                 pins = {"*": "sliced", "2": "column"}
                 shoal.parallelize(model, F.cross_entropy, optimizer, sample=mine[0], pins=pins)
@@ -601,7 +664,13 @@ def test_a_model_changed_after_parallelize_is_refused(change, says, strategy) ->
         with using(comm, cluster_of(2)):
             batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            shoal.parallelize(model, nn.MSELoss(), optimizer, sample=(batch, torch.zeros(4, 5)), pins={"*": strategy})
+            shoal.parallelize(
+                model,
+                nn.MSELoss(),
+                optimizer,
+                sample=(batch, torch.zeros(4, 5)),
+                pins={"*": strategy},
+            )
             model(batch).sum().backward()
             optimizer.step()
             change(model)
@@ -631,10 +700,15 @@ def test_the_plan_in_use_can_be_read() -> None:
             model = nn.Linear(3, 2)
             with pytest.raises(UsageError, match="not parallelised"):
                 shoal.plan_of(model)
-            optimizer, sample = torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(4, 3), torch.ones(4, 2))
+            optimizer, sample = (
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                (torch.ones(4, 3), torch.ones(4, 2)),
+            )
             shoal.parallelize(model, nn.MSELoss(), optimizer, sample=sample, pins={"*": "factor"})
             plan = shoal.plan_of(model)
-            assert ([each.strategy for each in plan.choices] if plan else []) == ["factor"] * (comm.size > 1)
+            assert ([each.strategy for each in plan.choices] if plan else []) == ["factor"] * (
+                comm.size > 1
+            )
 
     run(1, work)
     run(2, work)
@@ -645,7 +719,12 @@ def test_alone_a_sample_is_looked_at_too() -> None:
 
     def work(comm: ThreadComm) -> None:
         with using(comm), pytest.raises(UsageError, match="sample is not a pair"):
-            shoal.parallelize(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), sample=torch.ones(4, 3))
+            shoal.parallelize(
+                model,
+                nn.MSELoss(),
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                sample=torch.ones(4, 3),
+            )
 
     run(1, work)
 
@@ -659,7 +738,11 @@ def test_a_frozen_layer_may_be_taken_out() -> None:
             batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             shoal.parallelize(
-                model, nn.MSELoss(), optimizer, sample=(batch, torch.zeros(4, 5)), pins={"*": "replicate"}
+                model,
+                nn.MSELoss(),
+                optimizer,
+                sample=(batch, torch.zeros(4, 5)),
+                pins={"*": "replicate"},
             )
             model[1].requires_grad_(False)
             model[1] = nn.Identity()
@@ -685,7 +768,9 @@ def test_a_sparse_buffer_and_a_sparse_input_are_trained_with() -> None:
             model = copy.deepcopy(first)
             x = torch.full((4, 4), 1.0 + comm.rank), torch.eye(4).to_sparse()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model, loss_fn, optimizer = shoal.parallelize(model, nn.MSELoss(), optimizer, sample=(x, torch.ones(4, 3)))
+            model, loss_fn, optimizer = shoal.parallelize(
+                model, nn.MSELoss(), optimizer, sample=(x, torch.ones(4, 3))
+            )
             plain(model, loss_fn, optimizer, [(x, torch.ones(4, 3))] * 2)
             return model.lin.weight.detach().clone()
 
@@ -725,7 +810,9 @@ def test_a_gradient_that_comes_transposed(way):
             (model(x).t() * weights).sum(0).mean().backward()
             optimizer.step()
 
-    assert_same(Training(model=built(lambda: nn.Linear(7, 5)), batches=features(7, 3), loop=loop), 3, way)
+    assert_same(
+        Training(model=built(lambda: nn.Linear(7, 5)), batches=features(7, 3), loop=loop), 3, way
+    )
 
 
 @WAY
@@ -742,8 +829,12 @@ def test_all_but_a_norm_join_the_optimizer_later(way):
         optimizer.zero_grad()
         plain(model, loss_fn, optimizer, batches[2:])
 
-    model = built(lambda: nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
-    assert_same(Training(model=model, batches=features(7, 3), optimizer=optimizer, loop=loop), 3, way)
+    model = built(
+        lambda: nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    )
+    assert_same(
+        Training(model=model, batches=features(7, 3), optimizer=optimizer, loop=loop), 3, way
+    )
 
 
 @pytest.mark.parametrize("way", BUCKETED[:1])
@@ -789,14 +880,19 @@ def test_another_thread_evaluates_while_the_model_is_called(way):
 
             model.between = between
             optimizer.zero_grad()
-            (loss_fn(model(x), y) + loss_fn(model(2 * x), y)).backward()  # of two calls each is weighed by itself
+            # of two calls each is weighed by itself
+            (loss_fn(model(x), y) + loss_fn(model(2 * x), y)).backward()
             optimizer.step()
 
-    assert_same(Training(model=built(Calls), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+    assert_same(
+        Training(model=built(Calls), batches=features(7, 3), loop=loop), 3, way, uneven=True
+    )
 
 
 class Gated(nn.Module):
-    """A layer that only some batches use, early in backward, before one that all ranks evaluate together."""
+    """A layer that only some batches use, early in backward, before one that all ranks evaluate
+    together.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -807,7 +903,9 @@ class Gated(nn.Module):
         return (self.extra(hidden) if x[0, 0] > 0 else hidden).square().mean()
 
 
-def test_with_low_memory_nobody_waits_for_what_another_rank_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_low_memory_nobody_waits_for_what_another_rank_does_not_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cut_small(monkeypatch)
     rows = numbers(2 * 2 * 4, 7).abs().view(2, 2, 4, 7)  # steps, ranks
     rows[1, 1] *= -1  # rank 1 does not use it in the second

@@ -1,4 +1,6 @@
-"""What training code of all ages does behind autograd's back: the same as in one process, or an error."""
+"""What training code of all ages does behind autograd's back: the same as in one process, or an
+error.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ def mlp() -> nn.Module:
 
 
 def doing(
-    act: Callable[[nn.Module], None], before_step: bool, model: nn.Module, loss_fn: Any, optimizer: Any, batches: Any
+    act: Callable[[nn.Module], None],
+    before_step: bool,
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: Any,
+    batches: Any,
 ) -> None:
-    """A loop that does something to the model in its second step, with gradients or, behind the step, without."""
+    """A loop that does something to the model in its second step, with gradients or, behind the
+    step, without.
+    """
     for number, (x, y) in enumerate(batches):
         loss_fn(model(x), y).backward()
         if number == 1 and before_step:
@@ -57,7 +66,10 @@ def test_a_model_that_is_converted_there_and_back_trains_on(way: str, before_ste
 
 @pytest.mark.parametrize("way", WHOLE)
 def test_gradients_whose_data_is_set_count_once_and_no_longer(way: str) -> None:
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=partial(doing, set_data, True)), way=way)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), loop=partial(doing, set_data, True)),
+        way=way,
+    )
 
 
 class Calls(optim.SGD):
@@ -117,9 +129,21 @@ def test_parameters_that_share_memory_have_no_owners() -> None:
     for strategy in ("sliced", "server", "column"):
         with pytest.raises(PlanError, match="shares memory with another one"):
             shoal.plan(
-                model, F.cross_entropy, sgd(model.parameters()), sample=(x, y), cluster=where, pins={"1": strategy}
+                model,
+                F.cross_entropy,
+                sgd(model.parameters()),
+                sample=(x, y),
+                cluster=where,
+                pins={"1": strategy},
             )
-    shoal.plan(model, F.cross_entropy, sgd(model.parameters()), sample=(x, y), cluster=where, pins={"2": "sliced"})
+    shoal.plan(
+        model,
+        F.cross_entropy,
+        sgd(model.parameters()),
+        sample=(x, y),
+        cluster=where,
+        pins={"2": "sliced"},
+    )
 
 
 def test_an_optimizer_s_parameter_that_is_no_model_s_is_refused() -> None:
@@ -147,7 +171,9 @@ def test_a_model_that_is_laid_otherwise_in_memory_is_refused(way: str) -> None:
 
     loop = partial(doing, lambda model: model.to(memory_format=torch.channels_last), False)
     with pytest.raises(ShoalError, match="was converted after parallelize"):
-        Training(model=convolving(), batches=[batch(i) for i in range(4)], loop=loop).on_ranks(2, way)
+        Training(model=convolving(), batches=[batch(i) for i in range(4)], loop=loop).on_ranks(
+            2, way
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

@@ -1,4 +1,6 @@
-"""Updates at the owners: any element-wise optimizer, its state divided and put together again, clipping, schedules."""
+"""Updates at the owners: any element-wise optimizer, its state divided and put together again,
+clipping, schedules.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ WAY = "sliced"
 
 @pytest.fixture(autouse=True, params=["sliced", "sliced, low"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers whole and buckets kept; and layers cut into parts whose buckets take memory on their way only."""
+    """Layers whole and buckets kept; and layers cut into parts whose buckets take memory on their
+    way only.
+    """
     monkeypatch.setitem(globals(), "WAY", request.param)
     if request.param == "sliced, low":
         cut_small(monkeypatch)
@@ -70,7 +74,9 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "foreach sgd": partial(optim.SGD, lr=0.05, momentum=0.9, foreach=True),
     "adam": partial(optim.Adam, lr=0.05, amsgrad=True),
     "fused adamw": partial(optim.AdamW, lr=0.05, fused=True),
-    "adam with a tensor for its rate": partial(optim.Adam, lr=torch.tensor(0.05, dtype=torch.float64)),
+    "adam with a tensor for its rate": partial(
+        optim.Adam, lr=torch.tensor(0.05, dtype=torch.float64)
+    ),
     "rmsprop": partial(optim.RMSprop, lr=0.05, momentum=0.5, centered=True),
     "adagrad": partial(optim.Adagrad, lr=0.05, initial_accumulator_value=0.3),
     "adadelta": partial(optim.Adadelta, lr=0.5),
@@ -84,7 +90,9 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_element_wise_optimizer(name):
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=OPTIMIZERS[name]), 3, WAY)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=OPTIMIZERS[name]), 3, WAY
+    )
 
 
 class Normed(optim.Optimizer):
@@ -95,7 +103,9 @@ class Normed(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for parameter in (
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ):
             parameter -= 0.1 * parameter.norm() / (1e-9 + parameter.grad.norm()) * parameter.grad
 
 
@@ -117,7 +127,9 @@ def test_an_optimizer_that_looks_at_whole_tensors_is_left_to_replicate(name):
 def groups(parameters):
     """Two groups with settings of their own."""
     first, *rest = parameters
-    return optim.AdamW([{"params": [first], "lr": 0.01, "weight_decay": 0.3}, {"params": rest}], lr=0.05)
+    return optim.AdamW(
+        [{"params": [first], "lr": 0.01, "weight_decay": 0.3}, {"params": rest}], lr=0.05
+    )
 
 
 def test_groups_and_schedulers_that_edit_them():
@@ -131,14 +143,21 @@ def test_groups_and_schedulers_that_edit_them():
             schedule.step()
             optimizer.zero_grad()
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=groups, loop=loop), 3, WAY)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=groups, loop=loop), 3, WAY
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "name"),
     [
         (lambda p: optim.SGD(p, lr=torch.tensor(0.05)), "lr"),
-        (lambda p: optim.AdamW(p, lr=0.05, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False), "betas"),
+        (
+            lambda p: optim.AdamW(
+                p, lr=0.05, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False
+            ),
+            "betas",
+        ),
     ],
     ids=["a rate", "a pair"],
 )
@@ -151,7 +170,9 @@ def test_settings_that_are_tensors_may_be_edited_in_place(make, name):
             value = optimizer.param_groups[0][name]
             (value if isinstance(value, Tensor) else value[0]).mul_(0.5)  # too late for this step
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 2, WAY)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 2, WAY
+    )
 
 
 def test_hooks_on_all_optimizers_see_the_users_own_only():
@@ -164,7 +185,9 @@ def test_hooks_on_all_optimizers_see_the_users_own_only():
             optimizer.step()
         model.state_dict()  # all updates are made
 
-    handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(optimizer))
+    handle = register_optimizer_step_post_hook(
+        lambda optimizer, args, kwargs: seen.append(optimizer)
+    )
     try:
         batches = features(7, 3)
         Training(model=built(mlp), batches=batches, loop=loop).on_ranks(2, WAY)
@@ -190,7 +213,9 @@ def test_a_scheduler_made_before_parallelize_and_step_hooks():
             optimizer.schedule.step()
         assert optimizer.calls == ["before", "after"] * len(batches)
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=scheduled, loop=loop), 3, WAY)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=scheduled, loop=loop), 3, WAY
+    )
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["the optimizer's", "torch's"])
@@ -249,7 +274,9 @@ def assert_same_state(expected: dict[str, Any], got: dict[str, Any]) -> None:
                 assert value == other
 
 
-@pytest.mark.parametrize("make", [sgd, adamw, groups, OPTIMIZERS["adagrad"]], ids=["sgd", "adamw", "groups", "adagrad"])
+@pytest.mark.parametrize(
+    "make", [sgd, adamw, groups, OPTIMIZERS["adagrad"]], ids=["sgd", "adamw", "groups", "adagrad"]
+)
 def test_the_state_is_saved_in_the_form_of_one_process_and_loaded_again(make):
     states: dict[bool, dict[str, Any]] = {}
 
@@ -259,12 +286,15 @@ def test_the_state_is_saved_in_the_form_of_one_process_and_loaded_again(make):
         torch.save(optimizer.state_dict(), file)
         file.seek(0)
         saved = torch.load(file)
-        states[shoal.world().size == 1] = copy.deepcopy(saved)  # loading may take the tensors themselves
+        # loading may take the tensors themselves
+        states[shoal.world().size == 1] = copy.deepcopy(saved)
         stepped(model, loss_fn, optimizer, batches[3:])  # on from here, then back, and on once more
         optimizer.load_state_dict(saved)
         stepped(model, loss_fn, optimizer, batches[3:])
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, WAY)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=make, loop=loop), 3, WAY
+    )
     assert_same_state(states[True], states[False])
 
 
@@ -303,8 +333,12 @@ def test_each_rank_holds_its_share_of_the_state(monkeypatch):
     held = run(ranks, work)
     whole = 8 * sum(p.numel() for p in model.parameters())
     assert {each.parameters for each in held} == {whole}
-    assert whole / ranks <= max(each.gradients for each in held) <= 1.02 * whole / ranks  # and flags
-    assert 2 * whole / ranks <= max(each.optimizer_state for each in held) <= 1.02 * 2 * whole / ranks  # and counters
+    # and flags
+    assert whole / ranks <= max(each.gradients for each in held) <= 1.02 * whole / ranks
+    # and counters
+    assert (
+        2 * whole / ranks <= max(each.optimizer_state for each in held) <= 1.02 * 2 * whole / ranks
+    )
 
 
 def test_a_group_added_later():
@@ -319,7 +353,9 @@ def test_a_group_added_later():
         optimizer.add_param_group({"params": optimizer.rest, "lr": 0.2})
         stepped(model, loss_fn, optimizer, batches[2:])
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=first_only, loop=loop), 3, WAY)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=first_only, loop=loop), 3, WAY
+    )
 
 
 @pytest.mark.parametrize("way", EVERY_RANK)
@@ -338,7 +374,11 @@ def test_accumulate_sends_once_for_several_backwards(make, way):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3, steps=6), optimizer=make, loop=loop), 3, way)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3, steps=6), optimizer=make, loop=loop),
+        3,
+        way,
+    )
 
 
 @pytest.mark.parametrize("way", EVERY_RANK)
@@ -402,7 +442,9 @@ def test_hooks_of_the_step_may_clip_and_edit_groups_and_see_new_parameters():
 
 
 def warming_up(parameters):
-    """Adafactor at the beginning of a warm-up: at a rate of 0 every update of halves is the same as of the whole."""
+    """Adafactor at the beginning of a warm-up: at a rate of 0 every update of halves is the same as
+    of the whole.
+    """
     optimizer = optim.Adafactor(parameters, lr=0.05)
     optimizer.param_groups[0]["lr"] = 0.0
     return optimizer
@@ -438,7 +480,9 @@ class Outside(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for parameter in (
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ):
             momentum = self.momenta.setdefault(parameter, torch.zeros_like(parameter))
             momentum.mul_(0.9).add_(parameter.grad)
             parameter -= 0.1 * momentum
@@ -491,11 +535,15 @@ def test_an_optimizer_that_looks_at_convolutions_is_given_no_pieces():
     model = built(lambda: nn.Sequential(nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(18, 3)))
     batches = [(numbers(12, 1, 4, 3, seed=s), integers(3, 12, seed=s)) for s in range(2)]
     with pytest.raises(PlanError, match="updates a tensor otherwise than its parts"):
-        Training(model=model, batches=batches, optimizer=partial(Centering, lr=0.1)).on_ranks(2, WAY)
+        Training(model=model, batches=batches, optimizer=partial(Centering, lr=0.1)).on_ranks(
+            2, WAY
+        )
 
 
 class Projecting(optim.SGD):
-    """Shrinks a parameter to whose rows its gradient is nearly at right angles, as AdamP does something else there."""
+    """Shrinks a parameter to whose rows its gradient is nearly at right angles, as AdamP does
+    something else there.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -508,7 +556,9 @@ class Projecting(optim.SGD):
 
 def test_an_optimizer_that_looks_at_angles_is_given_no_pieces():
     with pytest.raises(PlanError, match="updates a tensor otherwise than its parts"):
-        Training(model=built(mlp), batches=features(7, 3), optimizer=partial(Projecting, lr=0.1)).on_ranks(2, WAY)
+        Training(
+            model=built(mlp), batches=features(7, 3), optimizer=partial(Projecting, lr=0.1)
+        ).on_ranks(2, WAY)
 
 
 def test_what_others_keep_beside_the_state_stays():
@@ -578,7 +628,9 @@ def test_the_step_of_one_optimizer_leaves_graphs_of_the_others_parameters_valid(
     def first(outputs, y):
         return F.cross_entropy(outputs[0], y) + outputs[1].sum() * 0
 
-    training = Training(model=built(Two), batches=features(7, 3), optimizer=both, loop=loop, loss_fn=first)
+    training = Training(
+        model=built(Two), batches=features(7, 3), optimizer=both, loop=loop, loss_fn=first
+    )
     assert_same(training, 3, WAY)
 
 

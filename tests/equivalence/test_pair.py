@@ -1,4 +1,6 @@
-"""Two linear layers with the width between them cut: whatever stands between, and where they cannot be."""
+"""Two linear layers with the width between them cut: whatever stands between, and where they cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import Training, adamw, assert_same, built, cluster_of, features, numbers, rows_of, sgd
+from one_process import (
+    Training,
+    adamw,
+    assert_same,
+    built,
+    cluster_of,
+    features,
+    numbers,
+    rows_of,
+    sgd,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,7 +42,10 @@ class Net(nn.Module):
     def __init__(self, between: Between, *, bias: bool = True) -> None:
         super().__init__()
         self.enter = nn.Linear(7, 6)
-        self.first, self.second = nn.Linear(6, WIDTH, bias=bias), nn.Linear(WIDTH, CLASSES, bias=bias)
+        self.first, self.second = (
+            nn.Linear(6, WIDTH, bias=bias),
+            nn.Linear(WIDTH, CLASSES, bias=bias),
+        )
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,14 +85,22 @@ def paired(model: nn.Module) -> dict[str, str]:
 def test_what_stands_between(between, uneven):
     model = built(lambda: Net(KEPT[between], bias=between != "gelu"))
     assert paired(model)["first"] == "second"
-    assert_same(Training(model=model, batches=features(7, CLASSES)), 2 if between == "views" else 3, "column_pair")
+    assert_same(
+        Training(model=model, batches=features(7, CLASSES)),
+        2 if between == "views" else 3,
+        "column_pair",
+    )
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks(ranks, optimizer):
     model = built(lambda: Net(torch.relu))
-    assert_same(Training(model=model, batches=features(7, CLASSES), optimizer=optimizer), ranks, "column_pair")
+    assert_same(
+        Training(model=model, batches=features(7, CLASSES), optimizer=optimizer),
+        ranks,
+        "column_pair",
+    )
 
 
 @pytest.mark.parametrize("between", ["softmax", "norm", "residual", "part"])
@@ -111,7 +134,9 @@ def test_what_the_sample_does_not_show_is_right_all_the_same(between):
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-    training = Training(model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES), loop=loop)
+    training = Training(
+        model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES), loop=loop
+    )
     assert_same(training, 3, "column_pair", uneven=True)
 
 
@@ -123,7 +148,9 @@ def test_rows_in_another_order():
             loss_fn(model(x), y.flip(0)).backward()
             optimizer.step()
 
-    training = Training(model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES), loop=loop)
+    training = Training(
+        model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES), loop=loop
+    )
     assert_same(training, 3, "column_pair", uneven=True)
 
 
@@ -148,13 +175,19 @@ def test_a_learned_number_gets_the_gradient_of_every_column():
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-    training = Training(model=built(lambda: Net(Scaled(on=False))), batches=features(7, CLASSES), loop=loop)
+    training = Training(
+        model=built(lambda: Net(Scaled(on=False))), batches=features(7, CLASSES), loop=loop
+    )
     assert_same(training, 3, "column_pair")
 
 
 def test_the_hidden_width_is_not_gathered(monkeypatch):
     monkeypatch.setattr(CutOutput, "whole", lambda self: pytest.fail("gathered"))
-    assert_same(Training(model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES)), 3, "column_pair")
+    assert_same(
+        Training(model=built(lambda: Net(torch.relu)), batches=features(7, CLASSES)),
+        3,
+        "column_pair",
+    )
 
 
 def refusal(pins: dict[str, str], between: Between = torch.relu) -> str:
@@ -165,7 +198,9 @@ def refusal(pins: dict[str, str], between: Between = torch.relu) -> str:
         sample: Any = rows_of(features(7, CLASSES)[0], comm.rank, 2)
         model = models[comm.rank]
         with using(comm, cluster_of(2)):
-            shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=sample, pins=pins)
+            shoal.parallelize(
+                model, F.cross_entropy, sgd(model.parameters()), sample=sample, pins=pins
+            )
 
     with pytest.raises(PlanError) as caught:
         run(2, work, timeout_s=20)
@@ -178,8 +213,12 @@ def test_half_a_pair_is_refused():
 
 
 def test_layers_that_are_no_pair_are_refused():
-    assert "does not go to one linear layer alone" in refusal({"first": "column_pair"}, lambda h: h.softmax(-1))
-    assert "does not come from one linear layer alone" in refusal({"second": "row_pair"}, lambda h: h.softmax(-1))
+    assert "does not go to one linear layer alone" in refusal(
+        {"first": "column_pair"}, lambda h: h.softmax(-1)
+    )
+    assert "does not come from one linear layer alone" in refusal(
+        {"second": "row_pair"}, lambda h: h.softmax(-1)
+    )
 
 
 def test_one_pin_is_enough_for_both():
@@ -190,18 +229,29 @@ def test_one_pin_is_enough_for_both():
         with using(comm, cluster_of(2)) as session:
             sample: Any = rows_of(features(7, CLASSES)[0], comm.rank, 2)
             shoal.parallelize(
-                model, F.cross_entropy, sgd(model.parameters()), sample=sample, pins={"second": "row_pair"}
+                model,
+                F.cross_entropy,
+                sgd(model.parameters()),
+                sample=sample,
+                pins={"second": "row_pair"},
             )
-            return {choice.layer: choice.strategy for choice in session.attached[model].plan.choices}
+            return {
+                choice.layer: choice.strategy for choice in session.attached[model].plan.choices
+            }
 
-    assert run(2, work, timeout_s=20)[0].items() >= {"first": "column_pair", "second": "row_pair"}.items()
+    assert (
+        run(2, work, timeout_s=20)[0].items()
+        >= {"first": "column_pair", "second": "row_pair"}.items()
+    )
 
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_dropout_keeps_the_mean_and_draws_other_numbers_on_other_ranks(inplace):
     def work(rank: int) -> Tensor:
         part = numbers(400, 50).abs() + 1
-        output = CutOutput.of(part.clone(), Rows(ThreadComm(rank), (400,)), (50,), torch.arange(400))
+        output = CutOutput.of(
+            part.clone(), Rows(ThreadComm(rank), (400,)), (50,), torch.arange(400)
+        )
         torch.manual_seed(0)
         dropped = F.dropout(output, 0.3, inplace=inplace)
         return dropped._part / part

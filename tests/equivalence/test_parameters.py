@@ -1,10 +1,23 @@
-"""Parameters in every circumstance: frozen, unused, tied, used twice, or used without a call of their layer."""
+"""Parameters in every circumstance: frozen, unused, tied, used twice, or used without a call of
+their layer.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from one_process import EVERY_RANK, WAYS, Training, adamw, assert_same, built, features, integers, numbers, sgd
+from one_process import (
+    EVERY_RANK,
+    WAYS,
+    Training,
+    adamw,
+    assert_same,
+    built,
+    features,
+    integers,
+    numbers,
+    sgd,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
@@ -45,7 +58,9 @@ def test_frozen_after_some_steps_and_back_again(way):
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), optimizer=adamw, loop=loop), 3, way)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), optimizer=adamw, loop=loop), 3, way
+    )
 
 
 def test_trainable_only_later_is_refused():
@@ -53,7 +68,9 @@ def test_trainable_only_later_is_refused():
         model.frozen.requires_grad_(True)
         loss_fn(model(batches[0][0]), batches[0][1]).backward()
 
-    with pytest.raises(UsageError, match=r"frozen\.weight was frozen when the model was parallelised"):
+    with pytest.raises(
+        UsageError, match=r"frozen\.weight was frozen when the model was parallelised"
+    ):
         Training(model=built(Frozen), batches=features(7, 3), loop=loop).on_ranks(2)
 
 
@@ -62,7 +79,9 @@ def mlp() -> nn.Module:
 
 
 class Sometimes(nn.Module):
-    """Layers of which only rows with a certain first feature make use, on some ranks and in some steps."""
+    """Layers of which only rows with a certain first feature make use, on some ranks and in some
+    steps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +97,9 @@ class Sometimes(nn.Module):
 
 
 def used_by(*steps: str) -> list[tuple[Tensor, Tensor]]:
-    """Batches in which each row's first feature has the sign given for it; "0" makes use of neither layer."""
+    """Batches in which each row's first feature has the sign given for it; "0" makes use of neither
+    layer.
+    """
     batches = features(7, 3, steps=len(steps), rows=len(steps[0]))
     for (x, _), signs in zip(batches, steps, strict=True):
         x[:, 0] = torch.tensor([{"+": 1.0, "-": -1.0, "0": 0.0}[sign] for sign in signs])
@@ -96,7 +117,9 @@ def test_unused_on_some_ranks_and_in_some_steps(way, optimizer, set_to_none):
             optimizer.step()
 
     batches = used_by("+++---", "+00000", "0000-0", "000000", "-----+", "00000+")
-    assert_same(Training(model=built(Sometimes), batches=batches, optimizer=optimizer, loop=loop), 3, way)
+    assert_same(
+        Training(model=built(Sometimes), batches=batches, optimizer=optimizer, loop=loop), 3, way
+    )
 
 
 @WAY
@@ -116,7 +139,9 @@ def test_unused_while_gradients_accumulate(way):
                 optimizer.zero_grad()
 
     batches = used_by("+00000", "00000-", "000000", "-----+", "00000+", "000000")
-    assert_same(Training(model=built(Sometimes), batches=batches, optimizer=adamw, loop=loop), 3, way)
+    assert_same(
+        Training(model=built(Sometimes), batches=batches, optimizer=adamw, loop=loop), 3, way
+    )
 
 
 class Twice(nn.Module):
@@ -136,7 +161,12 @@ class Twice(nn.Module):
 @OPTIMIZER
 @WAY
 def test_used_three_times_in_a_step(way, optimizer):
-    assert_same(Training(model=built(Twice), batches=features(7, 3), optimizer=optimizer), 3, way, uneven=True)
+    assert_same(
+        Training(model=built(Twice), batches=features(7, 3), optimizer=optimizer),
+        3,
+        way,
+        uneven=True,
+    )
 
 
 class Tied(nn.Module):
@@ -144,7 +174,11 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.body, self.head = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.embed, self.body, self.head = (
+            nn.Embedding(11, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 11, bias=False),
+        )
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -194,9 +228,12 @@ class Borrowing(nn.Module):
 @WAY
 def test_used_without_a_call_of_its_layer(way, model, optimizer):
     batches = [(numbers(12, 5, 6, seed=s), integers(3, 12, seed=s)) for s in range(5)]
-    # The gradient of the keys' bias is nothing but rounding errors, which AdamW divides by their own size.
+    # The gradient of the keys' bias is nothing but rounding errors, which AdamW divides by their
+    # own size.
     within = 1e-8 if optimizer is adamw else 1e-10
-    assert_same(Training(model=built(model), batches=batches, optimizer=optimizer), 3, way, within=within)
+    assert_same(
+        Training(model=built(model), batches=batches, optimizer=optimizer), 3, way, within=within
+    )
 
 
 @pytest.mark.parametrize("norm", [weight_norm, orthogonal])
@@ -220,14 +257,19 @@ class Looking(nn.Module):
 @OPTIMIZER
 @WAY
 def test_embedding_whose_padding_does_not_move(way, optimizer):
-    batches = [(integers(5, 12, 6, seed=s), integers(3, 12, seed=s)) for s in range(5)]  # every id on every rank
-    training = Training(model=built(lambda: Looking(padding_idx=2)), batches=batches, optimizer=optimizer)
+    # every id on every rank
+    batches = [(integers(5, 12, 6, seed=s), integers(3, 12, seed=s)) for s in range(5)]
+    training = Training(
+        model=built(lambda: Looking(padding_idx=2)), batches=batches, optimizer=optimizer
+    )
     assert_same(training, 3, way)
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}], ids=str)
 def test_embedding_that_looks_at_the_whole_batch(options):
-    """One that depends on the whole batch cannot be the same; it must at least not be served by its factors."""
+    """One that depends on the whole batch cannot be the same; it must at least not be served by its
+    factors.
+    """
     batches = [(integers(5, 12, 6, seed=s), integers(3, 12, seed=s)) for s in range(2)]
     training = Training(model=built(lambda: Looking(**options)), batches=batches)
     assert "embed" not in training.pins_of("factor", 2)

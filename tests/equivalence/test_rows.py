@@ -1,4 +1,6 @@
-"""Ranks with different numbers of rows, or of terms in the loss, weigh exactly as in one process."""
+"""Ranks with different numbers of rows, or of terms in the loss, weigh exactly as in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def mlp() -> nn.Module:
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_uneven_rows(way, ranks, optimizer):
     chosen = {"optimizer": optimizer} if optimizer else {}
-    assert_same(Training(model=built(mlp), batches=features(7, 3), **chosen), ranks, way, uneven=True)
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3), **chosen), ranks, way, uneven=True
+    )
 
 
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
@@ -70,7 +74,9 @@ def tokens(*, nothing_in_rows: slice = slice(0)) -> list[tuple[Tensor, Tensor]]:
     """Ids and token classes; a third of the targets, and all of `nothing_in_rows`, are ignored."""
     batches = []
     for step in range(5):
-        targets = integers(4, 12, 5, seed=step).masked_fill(integers(3, 12, 5, seed=step + 20) == 0, -100)
+        targets = integers(4, 12, 5, seed=step).masked_fill(
+            integers(3, 12, 5, seed=step + 20) == 0, -100
+        )
         targets[nothing_in_rows] = -100
         batches.append((integers(11, 12, 5, seed=step + 40), targets))
     return batches
@@ -93,7 +99,12 @@ def counted(output: Any, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss_fn", [token_loss, TokenLoss()], ids=["function", "module"])
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_token_loss_with_ignore_index(way, loss_fn, uneven):
-    assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted), 3, way, uneven=uneven)
+    assert_same(
+        Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted),
+        3,
+        way,
+        uneven=uneven,
+    )
 
 
 def test_token_loss_without_its_count_is_another_mean():
@@ -104,7 +115,9 @@ def test_token_loss_without_its_count_is_another_mean():
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_a_rank_all_of_whose_targets_are_ignored(way):
     batches = tokens(nothing_in_rows=slice(0, 4))  # all that rank 0 of 3 has
-    assert_same(Training(model=built(Tagger), batches=batches, loss_fn=token_loss, count=counted), 3, way)
+    assert_same(
+        Training(model=built(Tagger), batches=batches, loss_fn=token_loss, count=counted), 3, way
+    )
 
 
 @pytest.mark.parametrize("loss", ["token", "smooth"])
@@ -132,7 +145,9 @@ def test_accumulated_batches_each_of_other_counts(way):
         optimizer.step()
 
     assert_same(
-        Training(model=built(Tagger), batches=tokens(), loss_fn=token_loss, count=counted, loop=loop),
+        Training(
+            model=built(Tagger), batches=tokens(), loss_fn=token_loss, count=counted, loop=loop
+        ),
         3,
         way,
         uneven=True,
@@ -164,7 +179,9 @@ def test_rows_within_objects_are_counted(way):
             loss.backward()
             optimizer.step()
 
-    assert_same(Training(model=built(OfHolders), batches=features(7, 3), loop=loop), 3, way, uneven=True)
+    assert_same(
+        Training(model=built(OfHolders), batches=features(7, 3), loop=loop), 3, way, uneven=True
+    )
 
 
 @pytest.mark.parametrize("loss_fn", [token_loss, TokenLoss()], ids=["function", "module"])
@@ -176,7 +193,9 @@ def test_a_loss_called_by_names_is_counted_as_it_is(loss_fn):
             loss.backward()
             optimizer.step()
 
-    training = Training(model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted, loop=loop)
+    training = Training(
+        model=built(Tagger), batches=tokens(), loss_fn=loss_fn, count=counted, loop=loop
+    )
     assert_same(training, 3, AMONG_WORKERS[0], uneven=True)
 
 
@@ -185,7 +204,9 @@ def test_a_loss_called_by_names_is_counted_as_it_is(loss_fn):
 def test_two_calls_of_other_rows_meet_in_one_backward(way, uneven):
     def loop(model, loss_fn, optimizer, batches):
         for (x, y), (other, its) in zip(batches, reversed(batches), strict=True):
-            loss = loss_fn(model(x), y) + loss_fn(model(other[: len(other) // 2]), its[: len(its) // 2])
+            loss = loss_fn(model(x), y) + loss_fn(
+                model(other[: len(other) // 2]), its[: len(its) // 2]
+            )
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -196,7 +217,9 @@ def test_two_calls_of_other_rows_meet_in_one_backward(way, uneven):
         [half_of_each_rank(x, 3, uneven) for x, _ in batches],
         [half_of_each_rank(y, 3, uneven) for _, y in batches],
     )
-    alone = Training(model=built(mlp), batches=list(zip(*halves, strict=True)), loop=second_beside(batches))
+    alone = Training(
+        model=built(mlp), batches=list(zip(*halves, strict=True)), loop=second_beside(batches)
+    )
     assert_same(training, 3, way, uneven=uneven, expected=alone.alone())
 
 
@@ -227,7 +250,8 @@ def test_an_earlier_call_joins_in_a_later_backward(way):
         earlier = None
         for x, y in batches:
             mine = loss_fn(model(x), y)
-            mine.backward(retain_graph=True)  # a backward of its own; then once more, with the one before
+            # a backward of its own; then once more, with the one before
+            mine.backward(retain_graph=True)
             optimizer.zero_grad()
             later = loss_fn(model(x.flip(1)), y)
             (later if earlier is None else later + 0.5 * earlier).backward(retain_graph=True)
@@ -256,12 +280,14 @@ def test_rows_in_an_earlier_call_alone_are_refused():
 @pytest.mark.parametrize("rows", ["some", "of one rank none", "none"])
 @pytest.mark.parametrize("way", [way for way in AMONG_WORKERS if way != "factor"])
 def test_a_penalty_beside_few_rows_or_none(way, rows):
-    """What does not come of rows is the mean over ranks, also where the counts of a step are other than usual, or 0."""
+    """What does not come of rows is the mean over ranks, also where the counts of a step are other
+    than usual, or 0.
+    """
 
     def of_terms(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target, ignore_index=-100, reduction="sum") / counted(output, target).clamp(
-            min=1
-        )
+        return F.cross_entropy(output, target, ignore_index=-100, reduction="sum") / counted(
+            output, target
+        ).clamp(min=1)
 
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:
@@ -273,8 +299,14 @@ def test_a_penalty_beside_few_rows_or_none(way, rows):
     ignored = [integers(3, 12, seed=step) == 0 for step in range(5)]
     if rows != "some":
         ignored[2][: 4 if rows == "of one rank none" else 12] = True
-    batches = [(x, y.masked_fill(its, -100)) for (x, y), its in zip(features(7, 3), ignored, strict=True)]
-    assert_same(Training(model=built(mlp), batches=batches, loop=loop, loss_fn=of_terms, count=counted), 3, way)
+    batches = [
+        (x, y.masked_fill(its, -100)) for (x, y), its in zip(features(7, 3), ignored, strict=True)
+    ]
+    assert_same(
+        Training(model=built(mlp), batches=batches, loop=loop, loss_fn=of_terms, count=counted),
+        3,
+        way,
+    )
 
 
 @pytest.mark.parametrize("way", AMONG_WORKERS)
@@ -309,13 +341,21 @@ def test_what_is_added_to_a_counted_loss_is_not_weighed_by_it(way):
             loss.backward()
             optimizer.step()
 
-    assert_same(Training(model=built(Tagger), batches=tokens(), loss_fn=token_loss, count=counted, loop=loop), 3, way)
+    assert_same(
+        Training(
+            model=built(Tagger), batches=tokens(), loss_fn=token_loss, count=counted, loop=loop
+        ),
+        3,
+        way,
+    )
 
 
 @pytest.mark.parametrize("way", [way for way in AMONG_WORKERS if way != "factor"])
 @pytest.mark.parametrize("only", [0, 1])
 def test_a_rank_without_rows_whose_loss_does_not_come_of_the_model(way, only):
-    """One rank has all the rows, and the other a loss that has a gradient of 0, so that its backward does something."""
+    """One rank has all the rows, and the other a loss that has a gradient of 0, so that its
+    backward does something.
+    """
 
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
@@ -330,7 +370,9 @@ def test_a_rank_without_rows_whose_loss_does_not_come_of_the_model(way, only):
     batches = features(7, 3)
     training = Training(model=built(mlp), batches=batches, loop=loop)
     whole = [rows_of(batch, only, 2) if step == 2 else batch for step, batch in enumerate(batches)]
-    assert_same(training, 2, way, expected=Training(model=built(mlp), batches=whole, loop=loop).alone())
+    assert_same(
+        training, 2, way, expected=Training(model=built(mlp), batches=whole, loop=loop).alone()
+    )
 
 
 class OneOfTwo(nn.Module):
@@ -357,12 +399,16 @@ def test_a_penalty_on_a_layer_that_this_rank_does_not_use(way, monkeypatch):
             loss.backward()
             optimizer.step()
 
-    states = Training(model=built(OneOfTwo), batches=features(7, 3), loop=loop).on_ranks(2, way, uneven=True)
+    states = Training(model=built(OneOfTwo), batches=features(7, 3), loop=loop).on_ranks(
+        2, way, uneven=True
+    )
     assert_same_bits(states)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shares", [(1, 1, 1), (0.004, 0, 0), (0.5, 0.5, 0.5), (0, 0, 0), (1, 0.25, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shares", [(1, 1, 1), (0.004, 0, 0), (0.5, 0.5, 0.5), (0, 0, 0), (1, 0.25, 64)], ids=str
+)
 def test_sums_are_divided_by_the_mean_of_the_shares_in_any_type(shares, dtype):
     total, going = torch.zeros(2, dtype=dtype), torch.zeros(num_shares(dtype.itemsize), dtype=dtype)
     for share in shares:
@@ -370,12 +416,16 @@ def test_sums_are_divided_by_the_mean_of_the_shares_in_any_type(shares, dtype):
         weigh([mine], its, share, len(shares))
         total, going = total + mine, going + its
     divide([total], going, len(shares))
-    assert total.tolist() == pytest.approx([9.0, 9.0], rel=2e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert total.tolist() == pytest.approx(
+        [9.0, 9.0], rel=2e-2 if dtype == torch.bfloat16 else 1e-6
+    )
 
 
 @pytest.mark.parametrize("ranks", [16, 64, 256])
 def test_a_mean_of_many_ranks_shares_is_not_rounded(ranks):
-    """By bfloat16, in which 1 % is lost of a sum of 16 shares: all ranks have 29 of 32 rows, so nothing changes."""
+    """By bfloat16, in which 1 % is lost of a sum of 16 shares: all ranks have 29 of 32 rows, so
+    nothing changes.
+    """
     going = torch.zeros(num_shares(2), dtype=torch.bfloat16)
     for _ in range(ranks):
         its = torch.empty_like(going)
@@ -390,7 +440,8 @@ def test_more_ranks_than_a_type_can_count_are_refused():
     going = torch.ones(num_shares(2), dtype=torch.bfloat16)
     with pytest.raises(UsageError, match="256 ranks at most"):
         divide([], going, 257)
-    with pytest.raises(UsageError, match="256 ranks at most"):  # where it is not looked at afterwards
+    # where it is not looked at afterwards
+    with pytest.raises(UsageError, match="256 ranks at most"):
         weigh([], going.to("meta"), 29 / 32, 257)
     divide([], torch.zeros_like(going), 257)  # where all have as many rows nothing is counted
 
@@ -419,7 +470,9 @@ def test_rows_are_weighed_after_a_forward_that_was_broken_off(way):
         model.stop = False
         plain(model, loss_fn, optimizer, batches)
 
-    assert_same(Training(model=built(Stopping), batches=features(7, 3), loop=loop), 2, way, uneven=True)
+    assert_same(
+        Training(model=built(Stopping), batches=features(7, 3), loop=loop), 2, way, uneven=True
+    )
 
 
 @pytest.mark.parametrize(

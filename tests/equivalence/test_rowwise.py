@@ -1,4 +1,6 @@
-"""Layers cut by outputs that are not plain linear ones: convolutions, and classes with a forward of their own."""
+"""Layers cut by outputs that are not plain linear ones: convolutions, and classes with a forward of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_process import Batch, Training, adamw, assert_same, built, cluster_of, features, integers, numbers, sgd
+from one_process import (
+    Batch,
+    Training,
+    adamw,
+    assert_same,
+    built,
+    cluster_of,
+    features,
+    integers,
+    numbers,
+    sgd,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,13 +60,17 @@ def arcface(cosines: Tensor, y: Tensor) -> Tensor:
 
 
 def pictures() -> list[Batch]:
-    return [(numbers(ROWS, 3, SIDE, SIDE, seed=s), integers(CLASSES, ROWS, seed=s)) for s in range(5)]
+    return [
+        (numbers(ROWS, 3, SIDE, SIDE, seed=s), integers(CLASSES, ROWS, seed=s)) for s in range(5)
+    ]
 
 
 CONVOLUTIONS: dict[str, Callable[[], nn.Conv2d]] = {
     "plain": lambda: nn.Conv2d(3, CHANNELS, 3),
     "no bias": lambda: nn.Conv2d(3, CHANNELS, 3, bias=False),
-    "stride and padding": lambda: nn.Conv2d(3, CHANNELS, (3, 2), stride=2, padding=1, padding_mode="reflect"),
+    "stride and padding": lambda: nn.Conv2d(
+        3, CHANNELS, (3, 2), stride=2, padding=1, padding_mode="reflect"
+    ),
     "one pixel": lambda: nn.Conv2d(3, CHANNELS, 1),
 }
 
@@ -104,7 +121,9 @@ def cosine(kind: type[nn.Linear] = Cosine, *, bias: bool = False) -> nn.Module:
 @OPTIMIZER
 @pytest.mark.parametrize("way", ["column", "head"])
 def test_a_head_of_cosines_with_a_margin(way, ranks, optimizer):
-    training = Training(model=cosine(), batches=features(6, CLASSES), loss_fn=arcface, optimizer=optimizer)
+    training = Training(
+        model=cosine(), batches=features(6, CLASSES), loss_fn=arcface, optimizer=optimizer
+    )
     assert_same(training, ranks, way)
 
 
@@ -181,14 +200,28 @@ def test_what_is_cut_by_outputs_is_found_by_trying():
         assert isinstance(model[2].weight, nn.Parameter)
         assert model[2].weight.requires_grad
     grouped = convolutional(lambda: nn.Conv2d(3, 6, 3, groups=3))
-    assert [layer.rowwise for layer in profile(grouped, pictures()[0]).layers] == [True, False, True]
+    assert [layer.rowwise for layer in profile(grouped, pictures()[0]).layers] == [
+        True,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     ("make", "batch", "pin", "why"),
     [
-        (lambda: cosine(Mixed), features(6, CLASSES)[0], {"2": "column"}, "not exactly a torch.nn.Linear"),
-        (lambda: cosine(), features(6, CLASSES)[0], {"2": "row"}, "it serves nn.Linear, and this is a Cosine"),
+        (
+            lambda: cosine(Mixed),
+            features(6, CLASSES)[0],
+            {"2": "column"},
+            "not exactly a torch.nn.Linear",
+        ),
+        (
+            lambda: cosine(),
+            features(6, CLASSES)[0],
+            {"2": "row"},
+            "it serves nn.Linear, and this is a Cosine",
+        ),
         (lambda: cosine(), features(6, CLASSES)[0], {"2": "factor"}, "and this is a Cosine"),
         (
             lambda: convolutional(lambda: nn.Conv2d(3, 6, 3, groups=3)),
@@ -203,7 +236,13 @@ def test_others_are_refused(make, batch, pin, why):
         with using(comm, cluster_of(2)):
             model = deepcopy(made)
             with pytest.raises(PlanError, match=why):
-                shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=batches[comm.rank], pins=pin)
+                shoal.parallelize(
+                    model,
+                    F.cross_entropy,
+                    sgd(model.parameters()),
+                    sample=batches[comm.rank],
+                    pins=pin,
+                )
 
     made = make()
     batches = [tuple(tensor[rank::2] for tensor in batch) for rank in range(2)]
@@ -215,7 +254,13 @@ def test_copies_and_pickles_are_ordinary_layers():
         with using(comm, cluster_of(2)):
             model = deepcopy(made)
             mine = [(x[comm.rank :: 2], y[comm.rank :: 2]) for x, y in batches]
-            shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=mine[0], pins={"0.1": "column"})
+            shoal.parallelize(
+                model,
+                F.cross_entropy,
+                sgd(model.parameters()),
+                sample=mine[0],
+                pins={"0.1": "column"},
+            )
             assert type(model[0][1]) is not nn.Conv2d
             assert repr(model) == repr(made)
             copy = deepcopy(model)
@@ -241,7 +286,13 @@ def test_pictures_of_different_sizes_are_an_error():
             model = deepcopy(made)
             x, y = numbers(4, 3, SIDE, SIDE), integers(CLASSES, 4)
             pins = {"*": "replicate", "0": "column"}
-            shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=(x + comm.rank, y), pins=pins)
+            shoal.parallelize(
+                model,
+                F.cross_entropy,
+                sgd(model.parameters()),
+                sample=(x + comm.rank, y),
+                pins=pins,
+            )
             with pytest.raises(RanksDiffer, match=r"rows of \(3, 8, 4\)"):
                 model(numbers(2, 3, *(4, 8)[:: 1 - 2 * comm.rank], seed=comm.rank))
 

@@ -1,4 +1,6 @@
-"""Servers: that the strategy really uses them, what they hold, and workers that run ahead of one another."""
+"""Servers: that the strategy really uses them, what they hold, and workers that run ahead of one
+another.
+"""
 
 from __future__ import annotations
 
@@ -96,10 +98,19 @@ def trained(
     return [r[2] for r in results[:workers]], [r[1] for r in results[:workers]], results[workers:]
 
 
-def steps(number: int, pause: Callable[[int, int], float] = lambda rank, step: 0.0) -> Callable[..., list[float]]:
-    """A loop of so many steps, and its losses; `pause` gives the seconds that a rank sleeps in a step."""
+def steps(
+    number: int, pause: Callable[[int, int], float] = lambda rank, step: 0.0
+) -> Callable[..., list[float]]:
+    """A loop of so many steps, and its losses; `pause` gives the seconds that a rank sleeps in a
+    step.
+    """
 
-    def loop(model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batches: list) -> list:
+    def loop(
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        optimizer: torch.optim.Optimizer,
+        batches: list,
+    ) -> list:
         losses = []
         for step, (x, y) in enumerate(endless(batches, number)):
             loss = loss_fn(model(x), y)
@@ -119,7 +130,9 @@ def endless(batches: list, number: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def test_workers_own_no_state_where_servers_suffice() -> None:
-    def loop(model: nn.Module, loss_fn: object, optimizer: torch.optim.Optimizer, batches: object) -> int:
+    def loop(
+        model: nn.Module, loss_fn: object, optimizer: torch.optim.Optimizer, batches: object
+    ) -> int:
         steps(2)(model, loss_fn, optimizer, batches)
         model.state_dict()
         (owned,) = current().attached[model].owned
@@ -128,10 +141,16 @@ def test_workers_own_no_state_where_servers_suffice() -> None:
     assert trained(2, 2, loop, optimizer=adamw, pins={"*": "server"})[1] == [0, 0]
 
 
-@pytest.mark.parametrize(("late", "order"), [(0, "dcba"), (1, "dcba"), (2, "cdba"), (4, "abcd"), (5, "abcd")])
-def test_late_transfers_come_back_first_and_the_others_as_forward_needs_them(late: int, order: str) -> None:
+@pytest.mark.parametrize(
+    ("late", "order"), [(0, "dcba"), (1, "dcba"), (2, "cdba"), (4, "abcd"), (5, "abcd")]
+)
+def test_late_transfers_come_back_first_and_the_others_as_forward_needs_them(
+    late: int, order: str
+) -> None:
     def transfer(label: str) -> OwnedTransfer:
-        return cast(OwnedTransfer, SimpleNamespace(label=label, served=True, parameters=(), owned=()))
+        return cast(
+            OwnedTransfer, SimpleNamespace(label=label, served=True, parameters=(), owned=())
+        )
 
     owners = Owners(cast(Engine, None), [transfer(label) for label in "abcd"], rank=0, late=late)
     assert "".join(each.label for each in owners.returning) == order
@@ -142,7 +161,9 @@ def test_the_plan_says_which_are_late() -> None:
         (owned,) = current().attached[model].owned
         return [transfer.label for transfer in owned._owners.returning]
 
-    _, plans, _ = trained(2, 2, lambda model, *others: current().attached[model].plan, pins={"*": "server"})
+    _, plans, _ = trained(
+        2, 2, lambda model, *others: current().attached[model].plan, pins={"*": "server"}
+    )
     plan = plans[0]
     assert isinstance(plan, Plan)
     orders = [trained(2, 2, loop, plan=replace(plan, late=late))[1][0] for late in (0, 99)]
@@ -150,7 +171,12 @@ def test_the_plan_says_which_are_late() -> None:
 
 
 def test_the_order_in_which_parameters_come_back_changes_no_bit() -> None:
-    def loop(model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batches: list) -> Plan:
+    def loop(
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        optimizer: torch.optim.Optimizer,
+        batches: list,
+    ) -> Plan:
         steps(3)(model, loss_fn, optimizer, batches)
         return current().attached[model].plan
 
@@ -181,7 +207,9 @@ class Adding:
 
 def brought(worker: int, step: int) -> Slice:
     """A gradient of several magnitudes, so that a sum in another order has other bits."""
-    return slice_of(numbers(5, seed=100 * worker + step, dtype=torch.float32) * 10.0 ** (worker - 1))
+    return slice_of(
+        numbers(5, seed=100 * worker + step, dtype=torch.float32) * 10.0 ** (worker - 1)
+    )
 
 
 def slice_of(values: Tensor) -> Slice:
@@ -252,13 +280,17 @@ def test_no_worker_is_ahead_by_more_than_the_bound(optimizer, bound) -> None:
     for (histogram,) in observed:
         assert max(histogram) == bound, "the bound was never reached, so nothing was held"
         assert sum(histogram.values()) >= 3 * number
-    first, last = (sum(sum(own[part]) for own in losses) for part in (slice(batches), slice(-batches, None)))
+    first, last = (
+        sum(sum(own[part]) for own in losses) for part in (slice(batches), slice(-batches, None))
+    )
     assert last < first, "the mean loss of all ranks on the same batches"
 
 
 def test_workers_that_run_ahead_are_answered_by_the_servers_that_own() -> None:
     observed = trained(2, 2, steps(4), staleness=1, placement={"*": 3})[2]
-    assert [sum(histogram.values()) > 0 for (histogram,) in observed] == [False, True], "rank 2 owns nothing"
+    assert [sum(histogram.values()) > 0 for (histogram,) in observed] == [False, True], (
+        "rank 2 owns nothing"
+    )
     with pytest.raises(PlanError, match="rank 1, which runs ahead"):
         trained(2, 1, steps(4), staleness=1, placement={"*": 1})
 
@@ -282,7 +314,12 @@ def test_without_a_bound_nobody_waits_for_the_slow_one(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("staleness", [0, 2, None])
 def test_parameters_come_back_while_gradients_of_the_same_lane_go(staleness: int | None) -> None:
-    def loop(model: nn.Module, loss_fn: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batches: list) -> bool:
+    def loop(
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        optimizer: torch.optim.Optimizer,
+        batches: list,
+    ) -> bool:
         (owned,) = current().attached[model].owned
         owners, engine = owned._owners, owned._owners._engine
         first = owners.transfers[0]
@@ -303,7 +340,9 @@ def test_parameters_come_back_while_gradients_of_the_same_lane_go(staleness: int
         last.run = go
         return last is not first
 
-    plan = trained(2, 2, lambda model, *_: current().attached[model].plan, pins={"*": "server"})[1][0]
+    plan = trained(2, 2, lambda model, *_: current().attached[model].plan, pins={"*": "server"})[1][
+        0
+    ]
     assert isinstance(plan, Plan)
     assert trained(2, 2, loop, plan=replace(plan, staleness=staleness, late=99))[1] == [True, True]
 
@@ -339,7 +378,9 @@ def test_a_shelf_without_a_worker_goes_on_with_the_others() -> None:
 
 
 def test_memory_that_somebody_keeps_may_be_written_at_any_time() -> None:
-    def loop(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    def loop(
+        model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any
+    ) -> None:
         memory = [parameter.data for parameter in model.parameters()]
         for x, y in batches:
             optimizer.zero_grad()
@@ -352,7 +393,9 @@ def test_memory_that_somebody_keeps_may_be_written_at_any_time() -> None:
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, "server")
 
 
-def test_a_step_takes_two_orders_however_many_buckets_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_two_orders_however_many_buckets_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each waits at the links behind gradients, and a server takes one after the other."""
     sent = []
 
@@ -393,7 +436,9 @@ def test_an_order_that_cannot_be_sent_is_an_error_at_once() -> None:
 
 @pytest.mark.parametrize("how", ["in place", "data", "loaded"])
 def test_a_parameter_that_is_changed_is_changed_at_its_servers(how) -> None:
-    def loop(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    def loop(
+        model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any
+    ) -> None:
         loss_fn(model(batches[0][0]), batches[0][1]).backward()
         optimizer.step()
         if how == "in place":
@@ -402,7 +447,9 @@ def test_a_parameter_that_is_changed_is_changed_at_its_servers(how) -> None:
         elif how == "data":
             model[0].weight.data.fill_(0.5)
         else:
-            model.load_state_dict(model.state_dict() | {"0.weight": torch.full((13, 7), 0.5, dtype=torch.float64)})
+            model.load_state_dict(
+                model.state_dict() | {"0.weight": torch.full((13, 7), 0.5, dtype=torch.float64)}
+            )
         optimizer.zero_grad(set_to_none=False)
         optimizer.param_groups[0]["lr"] = 0.0
         loss_fn(model(batches[1][0]), batches[1][1]).backward()
@@ -418,13 +465,18 @@ def test_a_parameter_that_is_changed_is_changed_at_its_servers(how) -> None:
         (lambda model, optimizer: model[0].weight.grad, "a gradient is read"),
         (lambda model, optimizer: (assign(model), optimizer.step()), "assigned or cleared"),
         (lambda model, optimizer: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_"),
-        (lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "a gradient is read"),
+        (
+            lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            "a gradient is read",
+        ),
         (lambda model, optimizer: optimizer.state_dict(), "optimizer.state_dict"),
         (lambda model, optimizer: model(numbers(4, 7)).sum().backward(), "followed by one step"),
     ],
 )
 def test_what_no_worker_that_runs_ahead_can_have_is_refused(act, says) -> None:
-    def loop(model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any) -> None:
+    def loop(
+        model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any
+    ) -> None:
         steps(1)(model, loss_fn, optimizer, batches)
         loss_fn(model(batches[0][0]), batches[0][1]).backward()
         with pytest.raises(UsageError, match=says):

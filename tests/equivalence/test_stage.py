@@ -1,4 +1,6 @@
-"""The end of a model on hosts of its own: what workers get is what one process gets, and every wrong use is named."""
+"""The end of a model on hosts of its own: what workers get is what one process gets, and every
+wrong use is named.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def together(
             with suppress(SystemExit):
                 _, its_loss, _ = shoal.parallelize(mine, its_loss, its, sample=own[0], **how)
                 plan = session.attached[mine].plan
-                assert how["pins"] not in (PINS, None) or any(choice.strategy == "stage" for choice in plan.choices)
+                assert how["pins"] not in (PINS, None) or any(
+                    choice.strategy == "stage" for choice in plan.choices
+                )
                 return loop(mine, its_loss, its, own), state(mine)
         assert comm.rank >= workers
         return None, {}
@@ -134,7 +138,9 @@ def assert_same(model: nn.Module, loop: Loop = plain, within: float = 1e-10, **h
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("workers,tail", [(2, 1), (3, 1), (4, 1)])
-def test_workers_and_a_tail_get_what_one_process_gets(workers: int, tail: int, micro_batches: int) -> None:
+def test_workers_and_a_tail_get_what_one_process_gets(
+    workers: int, tail: int, micro_batches: int
+) -> None:
     assert_same(built(Net), workers=workers, tail=tail, micro_batches=micro_batches)
 
 
@@ -149,7 +155,9 @@ SHARED = {
 
 
 @pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("workers,tail,optimizer", [(2, 2, sgd), (3, 2, adamw), (4, 2, adamw), (3, 3, sgd)])
+@pytest.mark.parametrize(
+    "workers,tail,optimizer", [(2, 2, sgd), (3, 2, adamw), (4, 2, adamw), (3, 3, sgd)]
+)
 def test_tail_hosts_share_the_tail(workers: int, tail: int, shared: str, optimizer: Any) -> None:
     pins = {"body.*": "replicate"} | SHARED[shared]
     assert_same(built(Net), workers=workers, tail=tail, pins=pins, optimizer=optimizer)
@@ -211,7 +219,9 @@ def two_forwards(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> 
 
 
 def changing(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
-    """Settings, groups, gradients and values are changed between steps, and all of it is looked at."""
+    """Settings, groups, gradients and values are changed between steps, and all of it is looked
+    at.
+    """
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for step, (x, y) in enumerate(its):
         optimizer.zero_grad()
@@ -294,13 +304,17 @@ def penalised_afterwards(model: Any, loss_fn: Any, optimizer: Any, its: list[Bat
     for x, y in its:
         optimizer.zero_grad()
         loss = loss_fn(model(x), y)
-        (loss + sum(0.1 * p.pow(2).sum() + 0.1 * p.abs().sum() for p in model.parameters())).backward()
+        (
+            loss + sum(0.1 * p.pow(2).sum() + 0.1 * p.abs().sum() for p in model.parameters())
+        ).backward()
         sum(0.1 * p.pow(2).sum() for p in model.tail.parameters()).backward()
         optimizer.step()
 
 
 def attacked(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
-    """A gradient of inputs changes no parameter's; nor does a backward into some of them change the others'."""
+    """A gradient of inputs changes no parameter's; nor does a backward into some of them change the
+    others'.
+    """
     for x, y in its:
         optimizer.zero_grad()
         x = x.clone().requires_grad_()
@@ -359,7 +373,9 @@ def regrouping(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> No
 
 
 def clip_of(optimizer: Any, most: float) -> None:
-    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], most)
+    torch.nn.utils.clip_grad_norm_(
+        [p for group in optimizer.param_groups for p in group["params"]], most
+    )
 
 
 def setting(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
@@ -399,8 +415,12 @@ def test_what_loops_do(loop: Loop, optimizer: Any, tail: int) -> None:
 
 @pytest.mark.parametrize("workers,tail", [(2, 1), (3, 1), (3, 2), (4, 2)])
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
-def test_a_step_sends_the_bytes_that_are_stated(micro_batches: int, workers: int, tail: int) -> None:
-    """Those of the workers, but for the optimizer's settings, which one of each tail host's workers sends."""
+def test_a_step_sends_the_bytes_that_are_stated(
+    micro_batches: int, workers: int, tail: int
+) -> None:
+    """Those of the workers, but for the optimizer's settings, which one of each tail host's workers
+    sends.
+    """
     cluster = replace(cluster_of(workers), tail=tuple(f"tail{t}" for t in range(tail)))
     copies, (batch, *_) = [built(Net) for _ in range(workers + tail)], features(WIDTH, CLASSES)
 
@@ -411,16 +431,31 @@ def test_a_step_sends_the_bytes_that_are_stated(micro_batches: int, workers: int
             optimizer = sgd(mine.parameters())
             pins = PINS | {"body.*": "replicate:direct"}
             _, loss_fn, _ = shoal.parallelize(
-                mine, F.cross_entropy, optimizer, sample=(x, y), pins=pins, micro_batches=micro_batches
+                mine,
+                F.cross_entropy,
+                optimizer,
+                sample=(x, y),
+                pins=pins,
+                micro_batches=micro_batches,
             )
             attached = session.attached[mine]
-            counts = [traced.counts.bytes_sent, traced.counts.bytes_received, traced.counts.bytes_leaving]
+            counts = [
+                traced.counts.bytes_sent,
+                traced.counts.bytes_received,
+                traced.counts.bytes_leaving,
+            ]
             plain(mine, loss_fn, optimizer, [(x, y)])
-            after = [traced.counts.bytes_sent, traced.counts.bytes_received, traced.counts.bytes_leaving]
+            after = [
+                traced.counts.bytes_sent,
+                traced.counts.bytes_received,
+                traced.counts.bytes_leaving,
+            ]
             predictor = Predictor(attached.profile, attached.cluster)
             layers = {layer.name: layer for layer in trainable_layers(mine)}
             costs = [predictor.cost(site).traffic for site in sites(attached.plan, layers)]
-            apart = workers - attached.cluster.topology.hosts.count(attached.cluster.topology.hosts[comm.rank])
+            apart = workers - attached.cluster.topology.hosts.count(
+                attached.cluster.topology.hosts[comm.rank]
+            )
             stated = [
                 sum(t.sent[comm.rank] for t in costs) + COUNT_BYTES * (workers - 1),
                 sum(t.received[comm.rank] for t in costs) + COUNT_BYTES * (workers - 1),
@@ -469,20 +504,33 @@ def tokens() -> list[Batch]:
 @pytest.mark.parametrize("tail", [1, 2])
 def test_the_end_is_a_module_of_any_kind(tail: int) -> None:
     pins = {"table": "replicate", "ends.*": "stage"}
-    assert_same(built(Tokens), given=tokens(), pins=pins, tail=tail, loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1))
+    assert_same(
+        built(Tokens),
+        given=tokens(),
+        pins=pins,
+        tail=tail,
+        loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1),
+    )
 
 
 @pytest.mark.parametrize("pin", ["2", "4", "1[0-9]"])
 @pytest.mark.parametrize("tail", [1, 2])
 def test_the_end_is_the_last_children_of_a_sequential(tail: int, pin: str) -> None:
     layers = [nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(inplace=True)]
-    more = [nn.Linear(HIDDEN, HIDDEN), *(nn.Tanh() for _ in range(5)), nn.Linear(HIDDEN, CLASSES), nn.Dropout(0.0)]
+    more = [
+        nn.Linear(HIDDEN, HIDDEN),
+        *(nn.Tanh() for _ in range(5)),
+        nn.Linear(HIDDEN, CLASSES),
+        nn.Dropout(0.0),
+    ]
     model = built(lambda: nn.Sequential(*layers, *more))
     assert_same(model, pins={pin: "stage"}, tail=tail, strategies=["replicate", "sliced"])
 
 
 def by_torch(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
-    """Save by torch's checkpoint functions, which make a step where an optimizer seems to have no state."""
+    """Save by torch's checkpoint functions, which make a step where an optimizer seems to have no
+    state.
+    """
     plain(model, loss_fn, optimizer, its[:2])
     optimizer.zero_grad()
     assert get_optimizer_state_dict(model, optimizer)["state"]
@@ -508,7 +556,9 @@ def ignoring(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("tail", [1, 2])
 def test_a_loss_counts_its_own_terms(tail: int) -> None:
-    assert_same(built(Net), loss_fn=ignoring, count=lambda output, target: (target != 0).sum(), tail=tail)
+    assert_same(
+        built(Net), loss_fn=ignoring, count=lambda output, target: (target != 0).sum(), tail=tail
+    )
 
 
 def looking(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> Any:
@@ -522,7 +572,12 @@ def looking(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> Any:
         loss.backward()
         optimizer.step()
         with torch.no_grad():
-            seen += [loss.clone(), loss_fn(model(x), y), model(x[:1]).sum(), output.shape[1] * output.float().mean()]
+            seen += [
+                loss.clone(),
+                loss_fn(model(x), y),
+                model(x[:1]).sum(),
+                output.shape[1] * output.float().mean(),
+            ]
     return torch.stack([each.double() for each in seen])
 
 
@@ -531,7 +586,12 @@ def test_outputs_are_what_they_are_in_one_process() -> None:
     copies = [copy.deepcopy(model) for _ in range(2)]
     _, seen = together(model, looking, workers=2, given=batches)
     for rank in range(2):  # each on its rows, and no gradients exchanged but those of both
-        first = looking(copies[rank], F.cross_entropy, sgd(copies[rank].parameters()), [rows_of(batches[0], rank, 2)])
+        first = looking(
+            copies[rank],
+            F.cross_entropy,
+            sgd(copies[rank].parameters()),
+            [rows_of(batches[0], rank, 2)],
+        )
         assert torch.allclose(seen[rank][0], first[0]) and torch.allclose(seen[rank][1], first[1])
         assert seen[rank].isfinite().all()
 
@@ -552,7 +612,9 @@ def test_gradients_of_inputs_are_this_ranks_own() -> None:
         assert torch.allclose(grads[rank], x.grad)
 
 
-def copied(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> tuple[Tensor, Tensor, str]:
+def copied(
+    model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]
+) -> tuple[Tensor, Tensor, str]:
     plain(model, loss_fn, optimizer, its[:1])
     one = copy.deepcopy(model)
     assert type(one) is Net and type(one.tail) is nn.Sequential
@@ -614,7 +676,9 @@ def test_tails_of_other_kinds(make: Any, tail: int) -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("shared", ["cut", "sliced", "by inputs", "factor"])
-def test_tail_hosts_some_of_which_have_no_rows(shared: str, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tail_hosts_some_of_which_have_no_rows(
+    shared: str, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shoal.planner.sharing._predicted", lambda plan: plan.joined != joined)
     pins = {"body.*": "replicate"} | SHARED[shared]
     assert_same(built(Net), workers=2, tail=2, uneven=True, micro_batches=8, pins=pins)
@@ -630,10 +694,19 @@ def test_sequences_of_other_lengths_on_every_worker() -> None:
         longest = 1 + shoal.world().rank
         plain(model, loss_fn, optimizer, [(ids[:, :longest], y) for ids, y in its])
 
-    _, losses = together(built(Tokens), loop, given=tokens(), pins={"table": "replicate", "ends.*": "stage"})
+    _, losses = together(
+        built(Tokens), loop, given=tokens(), pins={"table": "replicate", "ends.*": "stage"}
+    )
     assert losses == [None] * 3
     with pytest.raises(UsageError, match="of one shape from all workers"):
-        together(built(Tokens), loop, workers=4, tail=2, given=tokens(), pins={"table": "replicate", "ends.*": "stage"})
+        together(
+            built(Tokens),
+            loop,
+            workers=4,
+            tail=2,
+            given=tokens(),
+            pins={"table": "replicate", "ends.*": "stage"},
+        )
 
 
 class Summed(nn.Module):
@@ -660,14 +733,19 @@ class Trimmed(nn.Module):
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_micro_batches_of_several_lengths_keep_their_order(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_of_several_lengths_keep_their_order(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shoal.planner.sharing._predicted", lambda plan: plan.joined != joined)
     batches = []
     for seed in range(5):
         ids = 1 + integers(10, 12, 6, seed=seed)
         lengths = [2, 2, 6, 6, 2, 2, 6, 6, 6, 2, 6, 2] if seed else [6] * 12
         batches.append(
-            (ids.masked_fill(torch.arange(6) >= torch.tensor(lengths)[:, None], 0), integers(5, 12, seed=seed))
+            (
+                ids.masked_fill(torch.arange(6) >= torch.tensor(lengths)[:, None], 0),
+                integers(5, 12, seed=seed),
+            )
         )
     pins = {"table": "replicate", "ends.*": "stage"}
     assert_same(built(Trimmed), workers=2, given=batches, pins=pins, micro_batches=3)
@@ -684,7 +762,9 @@ def each_clipped_by_itself(model: Any, loss_fn: Any, optimizers: Any, its: list[
         model.zero_grad()
         loss_fn(model(x), y).backward()
         for each in optimizers:
-            (each.clip_grad_norm_ if hasattr(each, "clip_grad_norm_") else partial(clip_of, each))(0.05)
+            (each.clip_grad_norm_ if hasattr(each, "clip_grad_norm_") else partial(clip_of, each))(
+                0.05
+            )
             each.step()
 
 
@@ -710,7 +790,9 @@ def test_a_second_model_is_planned_without_tail_hosts() -> None:
         other = built(Net)
         shoal.parallelize(other, loss_fn, sgd(other.parameters()), sample=its[0])
         attached = current().attached
-        return [any(layer.tail for layer in attached[each].profile.layers) for each in (model, other)]
+        return [
+            any(layer.tail for layer in attached[each].profile.layers) for each in (model, other)
+        ]
 
     _, offered = together(built(Net), loop)
     assert offered == [[True, False]] * 3
@@ -747,14 +829,35 @@ def test_a_rank_without_rows_evaluates_beside_the_others() -> None:
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
-    "another loss": (lambda m, loss_fn, o, its: m(its[0][0]).pow(2).mean().backward(), "something else than the loss"),
-    "twice": (lambda m, loss_fn, o, its: twice(loss_fn(m(its[0][0]), its[0][1])), "second backward"),
+    "another loss": (
+        lambda m, loss_fn, o, its: m(its[0][0]).pow(2).mean().backward(),
+        "something else than the loss",
+    ),
+    "twice": (
+        lambda m, loss_fn, o, its: twice(loss_fn(m(its[0][0]), its[0][1])),
+        "second backward",
+    ),
     "by itself": (lambda m, loss_fn, o, its: m.tail(its[0][0]), "called by itself"),
-    "in place": (lambda m, loss_fn, o, its: m(its[0][0]).mul_(2), "mul_ on an output of tail hosts"),
-    "an item": (lambda m, loss_fn, o, its: m(its[0][0]).__setitem__(0, 1.0), "__setitem__ on an output of tail hosts"),
-    "a hook": (lambda m, loss_fn, o, its: m(its[0][0]).register_hook(print), "register_hook on an output"),
-    "a target": (lambda m, loss_fn, o, its: loss_fn(m(its[0][0]), m(its[0][0])), "beside the output that takes a grad"),
-    "hooks": (lambda m, loss_fn, o, its: hooked(m)(its[0][0]), "has a hook, which would not be called"),
+    "in place": (
+        lambda m, loss_fn, o, its: m(its[0][0]).mul_(2),
+        "mul_ on an output of tail hosts",
+    ),
+    "an item": (
+        lambda m, loss_fn, o, its: m(its[0][0]).__setitem__(0, 1.0),
+        "__setitem__ on an output of tail hosts",
+    ),
+    "a hook": (
+        lambda m, loss_fn, o, its: m(its[0][0]).register_hook(print),
+        "register_hook on an output",
+    ),
+    "a target": (
+        lambda m, loss_fn, o, its: loss_fn(m(its[0][0]), m(its[0][0])),
+        "beside the output that takes a grad",
+    ),
+    "hooks": (
+        lambda m, loss_fn, o, its: hooked(m)(its[0][0]),
+        "has a hook, which would not be called",
+    ),
     "data": (lambda m, loss_fn, o, its: m.tail[1].weight.data.zero_(), "would not reach the rest"),
 }
 
@@ -786,7 +889,9 @@ def alone(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
 
 
 def test_a_rank_that_does_something_else_is_named() -> None:
-    with pytest.raises(RanksDiffer, match=r"rank 1 is at .* where rank 0 is at OUTPUT of forward 2"):
+    with pytest.raises(
+        RanksDiffer, match=r"rank 1 is at .* where rank 0 is at OUTPUT of forward 2"
+    ):
         together(built(Net), alone)
 
 
@@ -864,12 +969,24 @@ class Learning(nn.Module):
 
 SCALE = nn.Parameter(torch.ones((), dtype=torch.float64))
 CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "not the end": (Net, {"pins": {"body.*": "stage"}}, "no module that has it puts out what the model returns"),
-    "half of it": (Net, {"pins": {"tail.1": "stage", "tail.3": "replicate"}}, "stage serves layer tail.1 only beside"),
+    "not the end": (
+        Net,
+        {"pins": {"body.*": "stage"}},
+        "no module that has it puts out what the model returns",
+    ),
+    "half of it": (
+        Net,
+        {"pins": {"tail.1": "stage", "tail.3": "replicate"}},
+        "stage serves layer tail.1 only beside",
+    ),
     "something behind it": (Halved, {}, "no module that has it puts out what the model returns"),
     "buffers": (Normed, {}, "has buffers"),
     "tied": (Tied, {}, "tied to"),
-    "a loss that learns": (Net, {"loss_fn": Learning()}, "the loss has a trainable parameter that is not the model's"),
+    "a loss that learns": (
+        Net,
+        {"loss_fn": Learning()},
+        "the loss has a trainable parameter that is not the model's",
+    ),
     "a loss that reads a parameter": (
         Net,
         {"loss_fn": lambda output, target: F.cross_entropy(output * SCALE, target)},
@@ -878,11 +995,19 @@ CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "changed by micro-batches": (Turned, {}, "micro_batches=1 does not cut the batch"),
     "normalised in batches": (NormedBody, {}, "micro_batches=1 does not cut the batch"),
     "hooks": (Hooked, {}, "has hooks"),
-    "all gradients at once": (Net, {"optimizer": lambda own: Normalising(own, 0.1)}, "Normalising updates several"),
+    "all gradients at once": (
+        Net,
+        {"optimizer": lambda own: Normalising(own, 0.1)},
+        "Normalising updates several",
+    ),
     "a second model": (Net, {"loop": second}, "the model that is parallelised first"),
     "its own loss": (Net, {"loss_fn": None}, "loss"),
     "shared by one": (Net, {"pins": {"tail.*": "stage:column"}}, "one tail host shares layer"),
-    "shared by what is no way": (Net, {"pins": {"tail.*": "stage:head"}, "tail": 2}, "cannot share layer"),
+    "shared by what is no way": (
+        Net,
+        {"pins": {"tail.*": "stage:head"}, "tail": 2},
+        "cannot share layer",
+    ),
     "shared by nothing there is": (Net, {"pins": {"tail.*": "stage:coloumn"}, "tail": 2}, "column"),
     "no micro-batch": (Net, {"micro_batches": 0}, "micro_batches is a whole number"),
     "no tail hosts": (Net, {"tail": 0}, "there are no tail hosts"),
@@ -907,7 +1032,9 @@ def faulty(fault: Fault, tail: int = 1) -> None:
         state_of = FaultyComm(comm, [])
         with using(state_of, cluster), suppress(SystemExit):
             optimizer = sgd(model.parameters())
-            _, loss_fn, _ = shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], pins=PINS)
+            _, loss_fn, _ = shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=own[0], pins=PINS
+            )
             plain(model, loss_fn, optimizer, own[:1])
             if comm.rank == fault.rank:
                 hosts = cut_of(model.tail[1].weight).stage.hosts
@@ -918,16 +1045,22 @@ def faulty(fault: Fault, tail: int = 1) -> None:
 
 
 def test_a_micro_batch_that_does_not_come_is_named_by_its_key() -> None:
-    with pytest.raises(DeadlinePassed, match=r"micro-batch [01] of forward 2 has not come from rank 1 within 2 s"):
+    with pytest.raises(
+        DeadlinePassed, match=r"micro-batch [01] of forward 2 has not come from rank 1 within 2 s"
+    ):
         faulty(Drop(rank=1, at=4))
 
 
 def test_a_stage_is_planned_where_it_pays() -> None:
-    """Wide layers behind a narrow body, over slow links: whatever workers do among themselves takes longer."""
+    """Wide layers behind a narrow body, over slow links: whatever workers do among themselves takes
+    longer.
+    """
     wide = 700
 
     def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, wide), nn.ReLU(), nn.Linear(wide, wide))
+        return nn.Sequential(
+            nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, wide), nn.ReLU(), nn.Linear(wide, wide)
+        )
 
     model = built(make, torch.float32)
     batch = numbers(12, WIDTH, dtype=torch.float32), integers(wide, 12)
@@ -960,10 +1093,17 @@ def test_the_plan_says_who_sends_what_to_whom() -> None:
     def keep(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> str:
         attached = current().attached[model]
         console = Console(width=200, file=io.StringIO())
-        console.print(text.explained(explain(attached.plan, attached.profile, attached.cluster, alternatives=False)))
+        console.print(
+            text.explained(
+                explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
+            )
+        )
         return str(console.file.getvalue())  # type: ignore[attr-defined]
 
     _, (said, *_) = together(built(Net), keep, workers=3, tail=2)
     assert "the end of the model, tail.1, tail.3, tail.5: 4 micro-batches a step" in said
     for worker, host in enumerate((3, 4, 3)):
-        assert re.search(rf"rank {worker} \(host\d\) +│ rank {host} \(tail{host - 3}\) +│ +0\.00 MB │ +0\.00 MB", said)
+        assert re.search(
+            rf"rank {worker} \(host\d\) +│ rank {host} \(tail{host - 3}\) +│ +0\.00 MB │ +0\.00 MB",
+            said,
+        )

@@ -1,4 +1,6 @@
-"""Every strategy with every exact exchange, on 1 to 4 ranks: parameters after five steps against one process."""
+"""Every strategy with every exact exchange, on 1 to 4 ranks: parameters after five steps against
+one process.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,16 @@ WAYS += [f"{way}, low" for way in SLICED]
 
 
 def test_every_exchange_is_tried_with_every_strategy_that_takes_it() -> None:
-    assert {f"{strategy}:hierarchical" for strategy in ("replicate", "sliced", "factor")} <= set(WAYS)
+    assert {f"{strategy}:hierarchical" for strategy in ("replicate", "sliced", "factor")} <= set(
+        WAYS
+    )
     assert {f"replicate:{exchange}" for exchange in EXACT} <= set(WAYS)
 
 
 class Odd(nn.Module):
-    """Tokens to classes through one layer of every kind that matters, all sizes odd, some without a bias."""
+    """Tokens to classes through one layer of every kind that matters, all sizes odd, some without a
+    bias.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +109,9 @@ def test_equals_one_process_in_float64(ranks, way, optimizer):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_one_process_in_float32_with_sgd(ranks, way):
-    assert_same(training(torch.float32, sgd), ranks, way, expected=alone(torch.float32, sgd), within=1e-5)
+    assert_same(
+        training(torch.float32, sgd), ranks, way, expected=alone(torch.float32, sgd), within=1e-5
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -129,5 +137,7 @@ def test_every_rank_starts_from_the_parameters_and_buffers_of_rank_0(way):
 @pytest.mark.parametrize("way", SLICED)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_low_memory_gives_the_bits_of_fast(ranks, way):
-    fast, low = (training(torch.float32, adamw).on_ranks(ranks, each)[0] for each in (way, f"{way}, low"))
+    fast, low = (
+        training(torch.float32, adamw).on_ranks(ranks, each)[0] for each in (way, f"{way}, low")
+    )
     assert all(torch.equal(fast[name], low[name]) for name in fast)

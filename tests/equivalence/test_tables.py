@@ -27,7 +27,10 @@ from one_process import (
     state,
 )
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -73,7 +76,10 @@ class Rarely(Words):
 
 def batches(steps: int = 5) -> list[Batch]:
     """Ids of which some come twice and most not at all, and classes."""
-    return [(integers(ROWS, 12, 4, seed=s) // (1 + s % 2), integers(3, 12, seed=s)) for s in range(steps)]
+    return [
+        (integers(ROWS, 12, 4, seed=s) // (1 + s % 2), integers(3, 12, seed=s))
+        for s in range(steps)
+    ]
 
 
 def together(
@@ -94,7 +100,10 @@ def together(
     def work(comm: ThreadComm) -> Any:
         if comm.rank >= workers:
             return serve(comm)
-        mine, own = copies[comm.rank], [rows_of(batch, comm.rank, workers, uneven) for batch in given or batches()]
+        mine, own = (
+            copies[comm.rank],
+            [rows_of(batch, comm.rank, workers, uneven) for batch in given or batches()],
+        )
         with using(comm, cluster) as session:
             its = optimizer(mine.parameters())
             _, loss_fn, _ = shoal.parallelize(mine, F.cross_entropy, its, sample=own[0], **how)
@@ -109,7 +118,10 @@ def together(
 def assert_same(model: nn.Module, loop: Loop = plain, **how: Any) -> None:
     """Workers get what one process gets, with the same bits."""
     expected = Training(
-        model=model, batches=how.get("given") or batches(), optimizer=how.get("optimizer", sgd), loop=loop
+        model=model,
+        batches=how.get("given") or batches(),
+        optimizer=how.get("optimizer", sgd),
+        loop=loop,
     ).alone()
     got, _, _ = together(model, loop, **how)
     assert_same_bits(got)
@@ -120,12 +132,16 @@ def assert_same(model: nn.Module, loop: Loop = plain, **how: Any) -> None:
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_workers_and_servers_get_what_one_process_gets(workers: int, servers: int, optimizer: Any) -> None:
+def test_workers_and_servers_get_what_one_process_gets(
+    workers: int, servers: int, optimizer: Any
+) -> None:
     assert_same(built(Words), workers=workers, servers=servers, optimizer=optimizer)
 
 
 def test_a_fused_optimizer_meets_no_parameter_without_state_beside_others() -> None:
-    assert_same(built(Words), optimizer=lambda own: torch.optim.SGD(own, lr=0.05, momentum=0.9, fused=True))
+    assert_same(
+        built(Words), optimizer=lambda own: torch.optim.SGD(own, lr=0.05, momentum=0.9, fused=True)
+    )
 
 
 def test_uneven_rows_are_weighted() -> None:
@@ -283,10 +299,13 @@ def test_within_accumulate_gradients_add_up() -> None:
     assert difference(expected, got[0]) <= 1e-10
 
 
-@pytest.mark.parametrize("loop", [plain, clearing_to_zero, clipping_what_adds_up, editing_gradients])
+@pytest.mark.parametrize(
+    "loop", [plain, clearing_to_zero, clipping_what_adds_up, editing_gradients]
+)
 def test_a_table_that_no_rank_uses_stays_and_one_that_some_use_moves(loop: Loop) -> None:
     given = batches()
-    for step, even in enumerate([range(12), range(0), range(2), range(10, 12), range(0)]):  # the rows, of 4 a rank
+    # the rows, of 4 a rank
+    for step, even in enumerate([range(12), range(0), range(2), range(10, 12), range(0)]):
         given[step][0][:, 0] = 1
         given[step][0][list(even), 0] = 2
     if loop is editing_gradients:
@@ -295,7 +314,9 @@ def test_a_table_that_no_rank_uses_stays_and_one_that_some_use_moves(loop: Loop)
 
 
 def by_torch(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
-    """Save and load by torch's checkpoint functions, which make a step where an optimizer seems to have no state."""
+    """Save and load by torch's checkpoint functions, which make a step where an optimizer seems to
+    have no state.
+    """
     plain(model, loss_fn, optimizer, its[:2])
     optimizer.zero_grad()
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
@@ -322,7 +343,12 @@ def test_one_optimizer_has_two_models() -> None:
 
     made = [built(Words), built(Twice)]
     expected = copy.deepcopy(made)
-    both(expected, adamw([p for model in expected for p in model.parameters()]), F.cross_entropy, batches())
+    both(
+        expected,
+        adamw([p for model in expected for p in model.parameters()]),
+        F.cross_entropy,
+        batches(),
+    )
     cluster = cluster_of(2, 1)
 
     def work(comm: ThreadComm) -> Any:
@@ -382,13 +408,18 @@ def test_workers_run_ahead_of_one_another(bound: int | None) -> None:
         return losses
 
     learnable = [(x, x[:, 0] % 3) for x, _ in batches()]
-    _, losses, observed = together(built(Words), many, given=learnable, pins={"table": "server_rows"}, staleness=bound)
+    _, losses, observed = together(
+        built(Words), many, given=learnable, pins={"table": "server_rows"}, staleness=bound
+    )
     for each in losses:
         assert sum(each[-5:]) < 0.95 * sum(each[:5])
     for histograms in observed:
         reached = [max(histogram) for histogram in histograms]
-        assert max(reached) == bound if bound else max(reached) > 3, "nobody ran ahead, so nothing was held"
-        assert all(sum(histogram.values()) >= 45 for histogram in histograms)  # one server has few of the ids
+        assert max(reached) == bound if bound else max(reached) > 3, (
+            "nobody ran ahead, so nothing was held"
+        )
+        # one server has few of the ids
+        assert all(sum(histogram.values()) >= 45 for histogram in histograms)
 
 
 def test_what_needs_one_gradient_is_refused_where_workers_run_ahead() -> None:
@@ -422,7 +453,9 @@ def test_a_rank_that_looks_at_gradients_alone_hears_of_it() -> None:
                 _ = model.table.weight.grad
             optimizer.step()
 
-    with pytest.raises(RanksDiffer, match=r"rank 0 asks for 'read gradients' .* rank \d went on without"):
+    with pytest.raises(
+        RanksDiffer, match=r"rank 0 asks for 'read gradients' .* rank \d went on without"
+    ):
         together(built(Words), alone)
 
 

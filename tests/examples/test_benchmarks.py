@@ -1,4 +1,6 @@
-"""Every benchmark is a program of today's shoal: names that are gone are found before half an hour of measuring."""
+"""Every benchmark is a program of today's shoal: names that are gone are found before half an hour
+of measuring.
+"""
 
 import sys
 from importlib.util import module_from_spec, spec_from_file_location

@@ -1,4 +1,6 @@
-"""The examples are recipes of the size they state, and the plain loop is an ordinary script but for five lines."""
+"""The examples are recipes of the size they state, and the plain loop is an ordinary script but for
+five lines.
+"""
 
 from pathlib import Path
 
@@ -35,13 +37,16 @@ def losses(recipe: Recipe, num_steps: int) -> list[float]:
     return seen
 
 
-@pytest.mark.parametrize(("name", "count"), [("digits", 2_138_506), ("alexnet", 61_100_840), ("resnet18", 11_689_512)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("digits", 2_138_506), ("alexnet", 61_100_840), ("resnet18", 11_689_512)]
+)
 def test_sizes(name, count):
     assert num_parameters(load(EXAMPLES / f"{name}.py")) == count
 
 
 def test_size_of_gpt():
-    assert 5e6 < num_parameters(load(EXAMPLES / "gpt.py")) < 6e6  # its letters depend on the text of this Python
+    # its letters depend on the text of this Python
+    assert 5e6 < num_parameters(load(EXAMPLES / "gpt.py")) < 6e6
 
 
 @pytest.mark.parametrize(("name", "num_steps"), [("digits", 20), ("gpt", 6), ("arcface", 10)])
@@ -89,5 +94,7 @@ def test_the_plain_loop_is_an_ordinary_script_but_for_five_lines(capsys):
     ordinary = [line for line in lines if "shoal" not in line and not line.startswith("x, y =")]
     assert len(lines) - len(ordinary) == 5
     exec(compile("\n".join(ordinary), "plain_loop.py without shoal", "exec"), {})
-    first, *_, last = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    first, *_, last = [
+        float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()
+    ]
     assert last < first

@@ -1,4 +1,6 @@
-"""Bad input as data: every rank hears, before the first step, what is wrong, where, and what to do."""
+"""Bad input as data: every rank hears, before the first step, what is wrong, where, and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def batch(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def model(hidden: int = 8) -> nn.Module:
-    layers = {"norm": nn.LayerNorm(6), "hidden": nn.Linear(6, hidden), "relu": nn.ReLU(), "head": nn.Linear(hidden, 3)}
+    layers = {
+        "norm": nn.LayerNorm(6),
+        "hidden": nn.Linear(6, hidden),
+        "relu": nn.ReLU(),
+        "head": nn.Linear(hidden, 3),
+    }
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -39,7 +46,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-_SCRIPTING = threading.Lock()  # TorchScript's registry of classes is the process's: ranks that are threads take turns
+# TorchScript's registry of classes is the process's: ranks that are threads take turns
+_SCRIPTING = threading.Lock()
 
 
 def partly_scripted(whole: Any) -> nn.Module:
@@ -78,7 +86,8 @@ class Case:
     loss: Callable[[int], Any] = lambda rank: nn.CrossEntropyLoss()
     optimizer: Callable[[int, Any], Any] = lambda rank, model: sgd(model.parameters())
     options: Callable[[int], dict[str, Any]] = field(default=lambda rank: {})
-    batch: Callable[[int], Any] = batch  # what the loop feeds; a case that gets there fails at its first forward
+    # what the loop feeds; a case that gets there fails at its first forward
+    batch: Callable[[int], Any] = batch
 
 
 def only(bad_rank: int, bad: Any, good: Any) -> Callable[[int], Any]:
@@ -107,19 +116,27 @@ PLANS = {
         PlanError, ("'hiden'", "such as hidden"), options=option(pins={"hiden": "factor"})
     ),
     "a glob that matches nothing": Case(
-        PlanError, ("'classifier.*'", "norm, hidden, head"), options=option(pins={"classifier.*": "factor"})
+        PlanError,
+        ("'classifier.*'", "norm, hidden, head"),
+        options=option(pins={"classifier.*": "factor"}),
     ),
     "a pin to no strategy": Case(
         PlanError, ("'fctor'", "did you mean 'factor'"), options=option(pins={"hidden": "fctor"})
     ),
     "a pin to no exchange": Case(
-        PlanError, ("'rign'", "did you mean 'ring'"), options=option(pins={"hidden": "replicate:rign"})
+        PlanError,
+        ("'rign'", "did you mean 'ring'"),
+        options=option(pins={"hidden": "replicate:rign"}),
     ),
     "a pin with an exchange too many": Case(
-        PlanError, ("factor", "layer hidden", "takes no exchange"), options=option(pins={"hidden": "factor:ring"})
+        PlanError,
+        ("factor", "layer hidden", "takes no exchange"),
+        options=option(pins={"hidden": "factor:ring"}),
     ),
     "a pin to a strategy that cannot": Case(
-        PlanError, ("factor cannot serve layer norm", "LayerNorm"), options=option(pins={"norm": "factor"})
+        PlanError,
+        ("factor cannot serve layer norm", "LayerNorm"),
+        options=option(pins={"norm": "factor"}),
     ),
     "a plan with a strategy that cannot": Case(
         PlanError,
@@ -127,37 +144,66 @@ PLANS = {
         options=option(plan=PLAN.with_choice(shoal.Choice("norm", "factor"))),
     ),
     "no strategy that can": Case(
-        PlanError, ("no allowed strategy serves layer norm", "LayerNorm"), options=option(strategies=["factor"])
+        PlanError,
+        ("no allowed strategy serves layer norm", "LayerNorm"),
+        options=option(strategies=["factor"]),
     ),
     "no strategies": Case(PlanError, ("at least one",), options=option(strategies=[])),
-    "a memory that is none": Case(UsageError, ("'lo'", "'fast' or 'low'"), options=option(memory="lo")),
-    "strategies as one name": Case(PlanError, ("a list of names", "'factor'"), options=option(strategies="factor")),
-    "a strategy that is none": Case(PlanError, ("'fctor'", "'factor'"), options=option(strategies=["fctor"])),
+    "a memory that is none": Case(
+        UsageError, ("'lo'", "'fast' or 'low'"), options=option(memory="lo")
+    ),
+    "strategies as one name": Case(
+        PlanError, ("a list of names", "'factor'"), options=option(strategies="factor")
+    ),
+    "a strategy that is none": Case(
+        PlanError, ("'fctor'", "'factor'"), options=option(strategies=["fctor"])
+    ),
     "a plan that names another layer": Case(
         PlanError,
         ("'hidden.0'", "lacks", "expected: hidden"),
-        options=option(plan=replace(PLAN, choices=(*PLAN.choices, shoal.Choice("hidden.0", "replicate", "ring")))),
+        options=option(
+            plan=replace(
+                PLAN, choices=(*PLAN.choices, shoal.Choice("hidden.0", "replicate", "ring"))
+            )
+        ),
     ),
     "a plan that leaves a layer out": Case(
-        PlanError, ("leaves out 'norm'",), options=option(plan=replace(PLAN, choices=PLAN.choices[:2]))
+        PlanError,
+        ("leaves out 'norm'",),
+        options=option(plan=replace(PLAN, choices=PLAN.choices[:2])),
     ),
-    "a plan for other ranks": Case(PlanError, ("3 ranks", "expected: 4"), options=option(plan=replace(PLAN, ranks=4))),
+    "a plan for other ranks": Case(
+        PlanError, ("3 ranks", "expected: 4"), options=option(plan=replace(PLAN, ranks=4))
+    ),
     "a plan for another model": Case(
-        PlanError, ("made for another model",), model=lambda rank: model(9), options=option(plan=PLAN)
+        PlanError,
+        ("made for another model",),
+        model=lambda rank: model(9),
+        options=option(plan=PLAN),
     ),
-    "a plan that is nowhere": Case(PlanError, ("nowhere.json", "check the path"), options=option(plan="nowhere.json")),
+    "a plan that is nowhere": Case(
+        PlanError, ("nowhere.json", "check the path"), options=option(plan="nowhere.json")
+    ),
     "a plan that is none": Case(PlanError, ("NoneType",), options=option(plan=None)),
-    "a placement that is none": Case(PlanError, ("'robin'", "round-robin", "hash"), options=option(placement="robin")),
+    "a placement that is none": Case(
+        PlanError, ("'robin'", "round-robin", "hash"), options=option(placement="robin")
+    ),
     "no memory": Case(UsageError, ("memory_limit", "-1", "2e9"), options=option(memory_limit=-1)),
     "too little memory": Case(
-        PlanError, ("limit of memory", "memory_limit=10", "bytes a rank", "more ranks"), options=option(memory_limit=10)
+        PlanError,
+        ("limit of memory", "memory_limit=10", "bytes a rank", "more ranks"),
+        options=option(memory_limit=10),
     ),
-    "a plan beside a limit": Case(PlanError, ("plan and a memory_limit",), options=option(plan=PLAN, memory_limit=1e9)),
+    "a plan beside a limit": Case(
+        PlanError, ("plan and a memory_limit",), options=option(plan=PLAN, memory_limit=1e9)
+    ),
     "a placement of nothing": Case(
         PlanError, ("placement of 'hed.*'", "such as head"), options=option(placement={"hed.*": 0})
     ),
     "a placement at no rank": Case(
-        PlanError, ("head.bias", "rank 3", "ranks 0 … 2"), options=option(placement={"head.bias": 3})
+        PlanError,
+        ("head.bias", "rank 3", "ranks 0 … 2"),
+        options=option(placement={"head.bias": 3}),
     ),
     "a placement beside owners": Case(
         PlanError,
@@ -173,35 +219,55 @@ PLANS = {
         PlanError, ("rank 5", "ranks 0 … 2"), options=option(plan=replace(PLAN, placement={"*": 5}))
     ),
     "a plan and a placement": Case(
-        PlanError, ("write the placement into the plan",), options=option(plan=PLAN, placement="hash")
+        PlanError,
+        ("write the placement into the plan",),
+        options=option(plan=PLAN, placement="hash"),
     ),
-    "a plan and pins": Case(PlanError, ("both",), options=option(plan=PLAN, pins={"hidden": "factor"})),
+    "a plan and pins": Case(
+        PlanError, ("both",), options=option(plan=PLAN, pins={"hidden": "factor"})
+    ),
 }
 
 RANKS_THAT_DIFFER = {
     "models": Case(
-        RanksDiffer, ("rank 2", "layer hidden", "(9, 6)", "(8, 6)"), model=lambda rank: model(8 + rank // 2)
+        RanksDiffer,
+        ("rank 2", "layer hidden", "(9, 6)", "(8, 6)"),
+        model=lambda rank: model(8 + rank // 2),
     ),
     "a plan's layer": Case(
         RanksDiffer,
         ("rank 2", "layer hidden", "replicate tree", "replicate ring"),
         options=lambda rank: {
-            "plan": only(2, PLAN.with_choice(shoal.Choice("hidden", "replicate", "tree")), PLAN)(rank)
+            "plan": only(2, PLAN.with_choice(shoal.Choice("hidden", "replicate", "tree")), PLAN)(
+                rank
+            )
         },
     ),
     "a plan's lanes": Case(
-        RanksDiffer, ("rank 1", "lanes", "3"), options=lambda rank: {"plan": replace(PLAN, lanes=2 + rank % 2)}
+        RanksDiffer,
+        ("rank 1", "lanes", "3"),
+        options=lambda rank: {"plan": replace(PLAN, lanes=2 + rank % 2)},
     ),
     "a plan's order": Case(
         RanksDiffer,
         ("rank 1", "order of layers"),
-        options=lambda rank: {"plan": only(1, replace(PLAN, choices=PLAN.choices[::-1]), PLAN)(rank)},
+        options=lambda rank: {
+            "plan": only(1, replace(PLAN, choices=PLAN.choices[::-1]), PLAN)(rank)
+        },
     ),
-    "a plan on one rank": Case(RanksDiffer, ("rank 1", "auto"), options=lambda r: {"plan": only(1, PLAN, "auto")(r)}),
+    "a plan on one rank": Case(
+        RanksDiffer, ("rank 1", "auto"), options=lambda r: {"plan": only(1, PLAN, "auto")(r)}
+    ),
     "pins": Case(
-        RanksDiffer, ("rank 1", "pins", "factor"), options=lambda r: {"pins": only(1, {"hidden": "factor"}, None)(r)}
+        RanksDiffer,
+        ("rank 1", "pins", "factor"),
+        options=lambda r: {"pins": only(1, {"hidden": "factor"}, None)(r)},
     ),
-    "memory": Case(RanksDiffer, ("rank 1", "memory", "low"), options=lambda r: {"memory": only(1, "low", "fast")(r)}),
+    "memory": Case(
+        RanksDiffer,
+        ("rank 1", "memory", "low"),
+        options=lambda r: {"memory": only(1, "low", "fast")(r)},
+    ),
     "placements": Case(
         RanksDiffer,
         ("rank 1", "placement", "hash"),
@@ -215,51 +281,84 @@ RANKS_THAT_DIFFER = {
         },
     ),
     "strategies": Case(
-        RanksDiffer, ("rank 2", "replicate"), options=lambda r: {"strategies": only(2, ["replicate"], None)(r)}
+        RanksDiffer,
+        ("rank 2", "replicate"),
+        options=lambda r: {"strategies": only(2, ["replicate"], None)(r)},
     ),
-    "count": Case(RanksDiffer, ("rank 1", "count"), options=lambda r: {"count": only(1, lambda o, t: 4.0, None)(r)}),
+    "count": Case(
+        RanksDiffer,
+        ("rank 1", "count"),
+        options=lambda r: {"count": only(1, lambda o, t: 4.0, None)(r)},
+    ),
     "optimizers": Case(
         RanksDiffer,
         ("rank 1", "'lr': 0.2", "'lr': 0.1"),
-        optimizer=lambda rank, model: torch.optim.SGD(model.parameters(), lr=only(1, 0.2, 0.1)(rank)),
+        optimizer=lambda rank, model: torch.optim.SGD(
+            model.parameters(), lr=only(1, 0.2, 0.1)(rank)
+        ),
     ),
     "a checkpoint of the optimizer": Case(
-        RanksDiffer, ("rank 1", "state of optimizer 0", "of 6 parameters", "none"), optimizer=only_one_resumed(1)
+        RanksDiffer,
+        ("rank 1", "state of optimizer 0", "of 6 parameters", "none"),
+        optimizer=only_one_resumed(1),
     ),
     "the same batch": Case(RanksDiffer, ("same batch", "shoal.shard"), batch=lambda rank: batch(0)),
 }
 
 SAMPLES = {
-    "no sample": Case(SampleError, ("there is no sample", "sample=(x, y)"), options=option(sample=None)),
-    "not a pair": Case(SampleError, ("not a pair", "float32 (4, 6)"), options=option(sample=batch(0)[0])),
+    "no sample": Case(
+        SampleError, ("there is no sample", "sample=(x, y)"), options=option(sample=None)
+    ),
+    "not a pair": Case(
+        SampleError, ("not a pair", "float32 (4, 6)"), options=option(sample=batch(0)[0])
+    ),
     "a triple": Case(SampleError, ("not a pair",), options=option(sample=(*batch(0), 1))),
-    "no rows": Case(SampleError, ("no rows",), options=option(sample=(torch.empty(0, 6), torch.empty(0)))),
+    "no rows": Case(
+        SampleError, ("no rows",), options=option(sample=(torch.empty(0, 6), torch.empty(0)))
+    ),
     "a wrong shape": Case(
         SampleError,
         ("(4, 7)", "normalized_shape", "try loss_fn"),
         options=option(sample=(torch.ones(4, 7), batch(0)[1])),
     ),
     "wrong keys": Case(
-        SampleError, ("'inputs'", "{inputs: "), options=option(sample=({"inputs": batch(0)[0]}, batch(0)[1]))
+        SampleError,
+        ("'inputs'", "{inputs: "),
+        options=option(sample=({"inputs": batch(0)[0]}, batch(0)[1])),
     ),
     "a wrong target": Case(
-        SampleError, ("loss_fn does not take", "float32 (4,)"), options=option(sample=(batch(0)[0], torch.ones(4)))
+        SampleError,
+        ("loss_fn does not take", "float32 (4,)"),
+        options=option(sample=(batch(0)[0], torch.ones(4))),
     ),
     "a loss of many": Case(
-        SampleError, ("(4,)", "not a scalar", ".mean()"), loss=lambda rank: nn.CrossEntropyLoss(reduction="none")
+        SampleError,
+        ("(4,)", "not a scalar", ".mean()"),
+        loss=lambda rank: nn.CrossEntropyLoss(reduction="none"),
     ),
-    "a loss that is a number": Case(SampleError, ("no loss", "got: 1.0"), loss=lambda rank: lambda o, t: 1.0),
+    "a loss that is a number": Case(
+        SampleError, ("no loss", "got: 1.0"), loss=lambda rank: lambda o, t: 1.0
+    ),
     "a loss of nothing": Case(
-        SampleError, ("does not depend",), loss=lambda rank: lambda o, t: torch.ones((), requires_grad=False)
+        SampleError,
+        ("does not depend",),
+        loss=lambda rank: lambda o, t: torch.ones((), requires_grad=False),
     ),
-    "a target without a loss": Case(SampleError, ("no loss_fn to take it",), loss=lambda rank: None),
+    "a target without a loss": Case(
+        SampleError, ("no loss_fn to take it",), loss=lambda rank: None
+    ),
     "a model without its loss": Case(
-        SampleError, ("(4, 3)", ".loss"), loss=lambda rank: None, options=option(sample=(batch(0)[0], None))
+        SampleError,
+        ("(4, 3)", ".loss"),
+        loss=lambda rank: None,
+        options=option(sample=(batch(0)[0], None)),
     ),
 }
 
 OTHERS = {
-    "no optimizer": Case(UsageError, ("not a torch optimizer", "str"), optimizer=lambda rank, model: "sgd"),
+    "no optimizer": Case(
+        UsageError, ("not a torch optimizer", "str"), optimizer=lambda rank, model: "sgd"
+    ),
     "another model's optimizer": Case(
         UsageError, ("holds none",), optimizer=lambda rank, other: sgd(model().parameters())
     ),
@@ -278,10 +377,16 @@ OTHERS = {
     "a model in TorchScript": Case(
         UsageError, ("TorchScript", "module hidden"), model=lambda rank: partly_scripted(model())
     ),
-    "a class as loss": Case(UsageError, ("the loss is a class", "MSELoss()"), loss=lambda rank: nn.MSELoss),
-    "a loss that learns": Case(UsageError, ("parameter scale of the loss", "None"), loss=lambda rank: Scaled()),
+    "a class as loss": Case(
+        UsageError, ("the loss is a class", "MSELoss()"), loss=lambda rank: nn.MSELoss
+    ),
+    "a loss that learns": Case(
+        UsageError, ("parameter scale of the loss", "None"), loss=lambda rank: Scaled()
+    ),
     "a compiled model": Case(
-        UsageError, ("compiled already", "block"), model=lambda rank: torch.compile(model(), backend="eager")
+        UsageError,
+        ("compiled already", "block"),
+        model=lambda rank: torch.compile(model(), backend="eager"),
     ),
 }
 
@@ -292,12 +397,15 @@ def told(case: Case, ranks: int = RANKS) -> list[Exception]:
     def work(comm: ThreadComm) -> Exception:
         with using(comm) as session:
             hosts = tuple(f"h{rank}" for rank in range(ranks))
-            session.cluster = Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)  # so no links are measured
+            # so no links are measured
+            session.cluster = Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)
             its_model = case.model(comm.rank)
             optimizer = case.optimizer(comm.rank, its_model)
             options = {"sample": batch(comm.rank), **case.options(comm.rank)}
             try:
-                its_model, loss, optimizer = shoal.parallelize(its_model, case.loss(comm.rank), optimizer, **options)
+                its_model, loss, optimizer = shoal.parallelize(
+                    its_model, case.loss(comm.rank), optimizer, **options
+                )
                 x, y = case.batch(comm.rank)
                 loss(its_model(x), y).backward()
             except UsageError as error:
@@ -327,9 +435,19 @@ def test_every_rank_hears_what_is_wrong_before_the_first_step(case: Case) -> Non
 @pytest.mark.parametrize(
     "case",
     [
-        Case(SampleError, ("(4, 7)",), options=lambda r: {"sample": (torch.ones(4, only(1, 7, 6)(r)), batch(r)[1])}),
-        Case(UsageError, ("not a torch optimizer",), optimizer=lambda r, m: only(1, "sgd", sgd(m.parameters()))(r)),
-        Case(PlanError, ("'7'",), options=lambda rank: {"pins": only(1, {"7": "factor"}, None)(rank)}),
+        Case(
+            SampleError,
+            ("(4, 7)",),
+            options=lambda r: {"sample": (torch.ones(4, only(1, 7, 6)(r)), batch(r)[1])},
+        ),
+        Case(
+            UsageError,
+            ("not a torch optimizer",),
+            optimizer=lambda r, m: only(1, "sgd", sgd(m.parameters()))(r),
+        ),
+        Case(
+            PlanError, ("'7'",), options=lambda rank: {"pins": only(1, {"7": "factor"}, None)(rank)}
+        ),
         Case(SampleError, ("no loss_fn",), loss=only(1, None, nn.CrossEntropyLoss())),
     ],
     ids=["sample", "optimizer", "pin", "loss"],
@@ -346,7 +464,8 @@ def test_what_is_wrong_on_one_rank_only_is_told_on_all_with_its_name(case: Case)
 
 
 @pytest.mark.parametrize(
-    "name", ["a pin that matches nothing", "no strategies", "a plan for other ranks", "a frozen model"]
+    "name",
+    ["a pin that matches nothing", "no strategies", "a plan for other ranks", "a frozen model"],
 )
 def test_a_process_alone_hears_the_same(name: str) -> None:
     case = ALL[name]
@@ -356,7 +475,9 @@ def test_a_process_alone_hears_the_same(name: str) -> None:
 
 def test_a_plan_file_that_was_edited_wrongly_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(PLAN.to_json().replace('"strategy": "replicate"', '"strategie": "replicate"', 1))
+    path.write_text(
+        PLAN.to_json().replace('"strategy": "replicate"', '"strategie": "replicate"', 1)
+    )
     for error in told(Case(PlanError, (), options=option(plan=str(path)))):
         assert f"{path}, choice 0 has unknown fields" in str(error)
         assert "strategie" in str(error)
@@ -368,7 +489,10 @@ def test_the_same_model_twice() -> None:
             its_model = model()
             for _ in range(2):
                 shoal.parallelize(
-                    its_model, nn.CrossEntropyLoss(), sgd(its_model.parameters()), sample=batch(comm.rank)
+                    its_model,
+                    nn.CrossEntropyLoss(),
+                    sgd(its_model.parameters()),
+                    sample=batch(comm.rank),
                 )
 
     with pytest.raises(UsageError, match="parallelised already"):
@@ -403,14 +527,21 @@ HOOKS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("way", "hook"), [("factor", "gradient"), ("factor", "accumulated"), ("replicate", "accumulated")]
+    ("way", "hook"),
+    [("factor", "gradient"), ("factor", "accumulated"), ("replicate", "accumulated")],
 )
-def test_a_gradient_hook_put_on_later_is_refused_where_it_would_see_no_global_gradient(way: str, hook: str) -> None:
+def test_a_gradient_hook_put_on_later_is_refused_where_it_would_see_no_global_gradient(
+    way: str, hook: str
+) -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8))):
             its_model, (x, y) = model(), batch(comm.rank)
             _, loss_fn, _ = shoal.parallelize(
-                its_model, nn.CrossEntropyLoss(), sgd(its_model.parameters()), sample=(x, y), pins={"head": way}
+                its_model,
+                nn.CrossEntropyLoss(),
+                sgd(its_model.parameters()),
+                sample=(x, y),
+                pins={"head": way},
             )
             HOOKS[hook](its_model.head.weight)
             loss_fn(its_model(x), y).backward()
@@ -433,7 +564,11 @@ def test_a_module_of_a_model_that_was_parallelised_is_refused_and_its_copy_is_no
             encoder, loss = nn.Linear(6, 6), nn.CrossEntropyLoss()
             first = nn.Sequential(encoder, nn.Linear(6, 3))
             shoal.parallelize(
-                first, loss, sgd(first.parameters()), sample=batch(comm.rank), pins={"0": way, "1": "replicate"}
+                first,
+                loss,
+                sgd(first.parameters()),
+                sample=batch(comm.rank),
+                pins={"0": way, "1": "replicate"},
             )
             copied = copy.deepcopy(encoder)
             del first
@@ -453,7 +588,10 @@ def test_a_parameter_of_two_parallelised_models_is_refused() -> None:
     def work(comm: ThreadComm) -> str:
         with using(comm, Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)):
             body = nn.Linear(6, 6)
-            actor, critic = nn.Sequential(body, nn.Linear(6, 3)), nn.Sequential(body, nn.Linear(6, 3))
+            actor, critic = (
+                nn.Sequential(body, nn.Linear(6, 3)),
+                nn.Sequential(body, nn.Linear(6, 3)),
+            )
             loss = nn.CrossEntropyLoss()
             shoal.parallelize(actor, loss, sgd(actor.parameters()), sample=batch(comm.rank))
             with pytest.raises(UsageError, match="another parallelised model too") as caught:

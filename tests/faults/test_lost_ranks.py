@@ -1,6 +1,8 @@
-"""Ranks that are lost, as data: the others end soon, each naming the rank, and nothing is left running.
+"""Ranks that are lost, as data: the others end soon, each naming the rank, and nothing is left
+running.
 
-Most run on threads. Real processes show what only they can: connections that break, a process that is stopped, exits.
+Most run on threads. Real processes show what only they can: connections that break, a process that
+is stopped, exits.
 """
 
 from __future__ import annotations
@@ -31,12 +33,16 @@ from shoal.launch.namespaces import NAMES
 from shoal.launch.torchrun import Torchrun
 from shoal.runtime.session import using
 
-_SOON_S = 10.0  # on a loaded machine: about 3 to tell who is lost or what passed, 1 for PyTorch to end
+# on a loaded machine: about 3 to tell who is lost or what passed, 1 for PyTorch to end
+_SOON_S = 10.0
 _LAUNCHER_S = 4.0  # to end a rank that does not end by itself
 
-needs_lab = pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
+needs_lab = pytest.mark.skipif(
+    Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
+)
 
-# Trains a tiny model; rank WHO does what FAULT says, at step 5 or before set-up. No links are measured, to be quick.
+# Trains a tiny model; rank WHO does what FAULT says, at step 5 or before set-up. No links are
+# measured, to be quick.
 TRAIN = """
 import os, signal, sys, time
 import torch
@@ -96,9 +102,27 @@ class Case:
 
 
 CASES = (
-    Case("local", "kill", ("a peer was lost: rank 1 (host {host}) gives no sign of life",), (1, 137, 1), 2),
-    Case("local", "raise", ("a peer was lost: rank 1 (host {host}) failed: KeyError: 'boom'",), (1, 1), 1),
-    Case("local", "exit", ("a peer was lost: rank 1 (host {host}) has ended its program, last at:",), (1, 0), 1),
+    Case(
+        "local",
+        "kill",
+        ("a peer was lost: rank 1 (host {host}) gives no sign of life",),
+        (1, 137, 1),
+        2,
+    ),
+    Case(
+        "local",
+        "raise",
+        ("a peer was lost: rank 1 (host {host}) failed: KeyError: 'boom'",),
+        (1, 1),
+        1,
+    ),
+    Case(
+        "local",
+        "exit",
+        ("a peer was lost: rank 1 (host {host}) has ended its program, last at:",),
+        (1, 0),
+        1,
+    ),
     Case(
         "local",
         "stop",
@@ -111,15 +135,26 @@ CASES = (
     Case(
         "local",
         "one backward more",
-        ("DeadlinePassed: an exchange did not end within 2 s", "absent: rank 1 (last at: after backward 7)"),
+        (
+            "DeadlinePassed: an exchange did not end within 2 s",
+            "absent: rank 1 (last at: after backward 7)",
+        ),
         (1, 143),
         1,
         who=0,
         ends=False,
         timeout_s=2.0,
     ),
-    Case("by hand", "kill", ("rank 0 (host {host}), which held the store, is gone",), (137, 1, 1), 2, who=0),
-    Case("torchrun", "kill", (), (143, 137), 0),  # it ends the others before they can say anything, and names the rank
+    Case(
+        "by hand",
+        "kill",
+        ("rank 0 (host {host}), which held the store, is gone",),
+        (137, 1, 1),
+        2,
+        who=0,
+    ),
+    # it ends the others before they can say anything, and names the rank
+    Case("torchrun", "kill", (), (143, 137), 0),
     Case("lab", "kill", ("a peer was lost: rank 1 (host h1) gives no sign of life",), (1, 137), 1),
 )
 
@@ -133,7 +168,12 @@ def launched(case: Case) -> tuple[int, ...]:
         "TIMEOUT_S": str(case.timeout_s),
         "SHOAL_TEST": str(os.getpid()),
     }
-    job = Job((sys.executable, "-c", TRAIN), len(case.exit_codes), variables, grace_s=15.0 if case.ends else 0.5)
+    job = Job(
+        (sys.executable, "-c", TRAIN),
+        len(case.exit_codes),
+        variables,
+        grace_s=15.0 if case.ends else 0.5,
+    )
     if case.launcher == "by hand":
         return by_hand(job)
     launchers: dict[str, Launcher] = {
@@ -145,11 +185,26 @@ def launched(case: Case) -> tuple[int, ...]:
 
 
 def by_hand(job: Job) -> tuple[int, ...]:
-    """Ranks with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and no launcher: rank 0 holds the store."""
+    """Ranks with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, and no launcher: rank 0 holds
+    the store.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(job.ranks)}
-    shared = {**os.environ, **job.environment, **meeting, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen(job.command, env={**shared, "RANK": str(rank)}) for rank in range(job.ranks)]
+        meeting = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": str(job.ranks),
+        }
+    shared = {
+        **os.environ,
+        **job.environment,
+        **meeting,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(job.command, env={**shared, "RANK": str(rank)})
+        for rank in range(job.ranks)
+    ]
     codes = [rank.wait(timeout=60) for rank in ranks]
     return tuple(code if code >= 0 else 128 - code for code in codes)
 
@@ -177,7 +232,9 @@ def left_running() -> list[str]:
         for case in CASES
     ],
 )
-def test_the_others_end_soon_with_an_error_that_names_the_rank(case: Case, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_others_end_soon_with_an_error_that_names_the_rank(
+    case: Case, capfd: pytest.CaptureFixture[str]
+) -> None:
     codes = launched(case)
     ended = time.time()
     printed = capfd.readouterr()
@@ -196,7 +253,9 @@ def test_the_others_end_soon_with_an_error_that_names_the_rank(case: Case, capfd
 
 
 @pytest.mark.processes
-def test_an_ordinary_end_is_silent_where_rank_0_holds_the_store(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_ordinary_end_is_silent_where_rank_0_holds_the_store(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert launched(Case("by hand", "", (), (0, 0), 0, at="never")) == (0, 0)
     assert capfd.readouterr() == ("", "")
 
@@ -208,7 +267,8 @@ def train(comm: ThreadComm, faults: Sequence[Fault], more: int = 0) -> None:
         session.cluster = Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)
         generator = torch.Generator().manual_seed(comm.rank)
         batches = [
-            (torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)) for _ in range(9)
+            (torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator))
+            for _ in range(9)
         ]
         model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
         loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,7 +281,8 @@ def train(comm: ThreadComm, faults: Sequence[Fault], more: int = 0) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("at", [5, 30, 61])  # operations of that rank on all its channels: the 2nd step, … the 8th
+# operations of that rank on all its channels: the 2nd step, … the 8th
+@pytest.mark.parametrize("at", [5, 30, 61])
 def test_a_rank_that_is_killed_among_threads_is_named_by_the_others(rank: int, at: int) -> None:
     heard: dict[int, Exception] = {}
 
@@ -241,7 +302,8 @@ def test_a_rank_that_is_killed_among_threads_is_named_by_the_others(rank: int, a
 
 def test_a_rank_whose_messages_are_lost_is_a_deadline() -> None:
     began = time.monotonic()
-    with pytest.raises(DeadlinePassed, match=r"rank \d sent nothing to rank \d"):  # rank 0 waits, so rank 1 does
+    # rank 0 waits, so rank 1 does
+    with pytest.raises(DeadlinePassed, match=r"rank \d sent nothing to rank \d"):
         run(2, lambda comm: train(comm, [Drop(rank=1, at=9)]), timeout_s=1.0)
     assert time.monotonic() - began < 10
 
@@ -252,7 +314,8 @@ def test_one_backward_more_on_one_rank_is_a_deadline() -> None:
     assert error.value.rank in (1, 2)
 
 
-# Trains over one server, which has a table and slices, or one tail host, either of which rank 0 kills at step 3.
+# Trains over one server, which has a table and slices, or one tail host, either of which rank 0
+# kills at step 3.
 SERVED = """
 import os, signal, time
 from pathlib import Path
@@ -289,15 +352,31 @@ for step in range(1000):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "ahead", "dies"),
-    [("servers", "0", 2), ("servers", "2", 2), ("servers", "none", 2), ("servers", "2", 1), ("tail", "0", 2)],
+    [
+        ("servers", "0", 2),
+        ("servers", "2", 2),
+        ("servers", "none", 2),
+        ("servers", "2", 1),
+        ("tail", "0", 2),
+    ],
 )
 def test_a_server_a_tail_host_or_a_worker_of_theirs_that_dies_ends_the_job_with_its_name(
     kind: str, ahead: str, dies: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    variables = {"PID_FILE": str(tmp_path / "pid"), "KIND": kind, f"SHOAL_{kind.upper()}": "1", "AHEAD": ahead}
-    result = Local().launch(Job((sys.executable, "-c", SERVED), 3, {**variables, "DIES": str(dies)}))
+    variables = {
+        "PID_FILE": str(tmp_path / "pid"),
+        "KIND": kind,
+        f"SHOAL_{kind.upper()}": "1",
+        "AHEAD": ahead,
+    }
+    result = Local().launch(
+        Job((sys.executable, "-c", SERVED), 3, {**variables, "DIES": str(dies)})
+    )
     took_s = time.monotonic() - float((tmp_path / "pid.killed").read_text())
     assert result.exit_codes == tuple(137 if rank == dies else 1 for rank in range(3))
     said = f"PeerLost: a peer was lost: rank {dies} (host "
-    assert len(re.findall(re.escape(said) + r"\S+\) gives no sign of life", capfd.readouterr().err)) == 2
+    assert (
+        len(re.findall(re.escape(said) + r"\S+\) gives no sign of life", capfd.readouterr().err))
+        == 2
+    )
     assert took_s < _SOON_S

@@ -15,9 +15,12 @@ from shoal.launch import lab as lab_module
 from shoal.launch.lab import Lab
 from shoal.launch.namespaces import NAMES, attempt
 
-needs_lab = pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
+needs_lab = pytest.mark.skipif(
+    Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
+)
 
-# Host 0 listens, host 1 sends it 30 MB; host 0 writes down the rate in bit/s after the first 2 MB, which fill buffers.
+# Host 0 listens, host 1 sends it 30 MB; host 0 writes down the rate in bit/s after the first 2 MB,
+# which fill buffers.
 TRANSFER = """
 import os, pathlib, socket, sys, time
 if os.environ["RANK"] == "0":
@@ -36,7 +39,8 @@ else:
     link.sendall(bytes(30_000_000))
 """
 
-# Plain PyTorch, nothing of Shoal's: the sum over ranks; then rank 0 is killed, and the store still answers.
+# Plain PyTorch, nothing of Shoal's: the sum over ranks; then rank 0 is killed, and the store still
+# answers.
 PLAIN_TORCH = """
 import os, signal, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -51,7 +55,8 @@ print(store.get("verdict").decode())
 os._exit(0)
 """
 
-# Both hosts of a lab greet each other with the lab's own word, on the same addresses as the lab beside it.
+# Both hosts of a lab greet each other with the lab's own word, on the same addresses as the lab
+# beside it.
 GREET = """
 import os, socket, sys, time
 if os.environ["RANK"] == "0":
@@ -111,7 +116,9 @@ def own_namespaces() -> list[str]:
 @pytest.mark.lab
 @needs_lab
 def test_links_hold_their_rate(tmp_path: Path) -> None:
-    result = Lab(hosts=2, rate="200mbit").launch(Job((sys.executable, "-c", TRANSFER, str(tmp_path / "rate")), 2))
+    result = Lab(hosts=2, rate="200mbit").launch(
+        Job((sys.executable, "-c", TRANSFER, str(tmp_path / "rate")), 2)
+    )
     assert result.exit_code == 0
     assert 0.85 <= float((tmp_path / "rate").read_text()) / 200e6 <= 1.02
 
@@ -119,13 +126,17 @@ def test_links_hold_their_rate(tmp_path: Path) -> None:
 @pytest.mark.lab
 @needs_lab
 def test_unshaped_links_are_faster(tmp_path: Path) -> None:
-    Lab(hosts=2, rate="none").launch(Job((sys.executable, "-c", TRANSFER, str(tmp_path / "rate")), 2))
+    Lab(hosts=2, rate="none").launch(
+        Job((sys.executable, "-c", TRANSFER, str(tmp_path / "rate")), 2)
+    )
     assert float((tmp_path / "rate").read_text()) > 400e6
 
 
 @pytest.mark.lab
 @needs_lab
-def test_plain_torch_meets_in_a_store_that_outlives_rank_0(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plain_torch_meets_in_a_store_that_outlives_rank_0(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     result = Lab(hosts=2).launch(Job((sys.executable, "-c", PLAIN_TORCH), 2))
     printed = capfd.readouterr()
     assert (result.exit_codes, result.first_failure) == ((137, 0), 0)
@@ -146,7 +157,9 @@ def test_two_labs_stand_side_by_side() -> None:
 
 @pytest.mark.lab
 @needs_lab
-def test_ranks_of_a_host_share_its_namespace_and_talk_over_its_loopback(capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_of_a_host_share_its_namespace_and_talk_over_its_loopback(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     result = Lab(hosts=2, ranks_per_host=2).launch(Job((sys.executable, "-c", NEIGHBOURS), 4))
     assert result.exit_codes == (0, 0, 0, 0)
     assert sorted(capfd.readouterr().out.splitlines()) == [
@@ -170,7 +183,9 @@ def test_it_stays_up_between_launches_inside_with() -> None:
 
 @pytest.mark.lab
 @needs_lab
-def test_it_touches_nothing_of_the_machine_and_reaches_nothing_outside(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_touches_nothing_of_the_machine_and_reaches_nothing_outside(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     before = set(os.listdir("/sys/class/net"))
     with Lab(hosts=1) as lab:
         assert set(os.listdir("/sys/class/net")) == before
@@ -182,7 +197,9 @@ def test_it_touches_nothing_of_the_machine_and_reaches_nothing_outside(capfd: py
 
 @pytest.mark.lab
 @needs_lab
-def test_hosts_have_linux_default_congestion_control_or_the_one_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_hosts_have_linux_default_congestion_control_or_the_one_asked_for(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     machine = setting.read_text()
     job = Job((sys.executable, "-c", CONGESTION), 2)
@@ -198,7 +215,9 @@ def test_hosts_have_linux_default_congestion_control_or_the_one_asked_for(capfd:
 @pytest.mark.lab
 @needs_lab
 def test_a_lab_that_fails_half_built_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lab, "_tbf", lambda self: ("tbf", "rate", "1gbit", "burst", "0kb", "latency", "50ms"))
+    monkeypatch.setattr(
+        Lab, "_tbf", lambda self: ("tbf", "rate", "1gbit", "burst", "0kb", "latency", "50ms")
+    )
     monkeypatch.setattr(Lab, "_check_kernel", lambda self: None)
     with pytest.raises(LabError, match="cannot be built"):
         Lab(hosts=2).launch(Job(("true",), 2))
@@ -207,7 +226,9 @@ def test_a_lab_that_fails_half_built_is_taken_down(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.lab
 @needs_lab
-def test_a_kernel_without_netem_says_so_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_netem_says_so_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_netem(*command: str) -> str:
         return "Specified qdisc kind is unknown." if "netem" in command else attempt(*command)
 
@@ -231,7 +252,9 @@ def test_a_kernel_without_netem_says_so_before_anything_is_built(monkeypatch: py
         ({"queue": "50"}, "5ms"),
     ],
 )
-def test_impossible_options_are_refused_at_construction(options: dict[str, object], named_in_error: str) -> None:
+def test_impossible_options_are_refused_at_construction(
+    options: dict[str, object], named_in_error: str
+) -> None:
     with pytest.raises(LabError, match=named_in_error):
         Lab(**options)  # type: ignore[arg-type]
 

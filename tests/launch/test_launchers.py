@@ -13,7 +13,8 @@ from shoal.core.errors import UsageError
 from shoal.core.job import Job, Launcher
 from shoal.core.registry import found, named
 
-# Each rank says where it stands, and leaves a process behind that has moved to a session of its own.
+# Each rank says where it stands, and leaves a process behind that has moved to a session of its
+# own.
 PLACE = """
 set -u  # an unset variable is an error
 : $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT $SHOAL_HOST $OMP_NUM_THREADS
@@ -31,7 +32,10 @@ exit 4
 
 
 @pytest.fixture(
-    params=[pytest.param(n, marks=pytest.mark.lab if n == "lab" else ()) for n in found(shoal.launch, Launcher)]
+    params=[
+        pytest.param(n, marks=pytest.mark.lab if n == "lab" else ())
+        for n in found(shoal.launch, Launcher)
+    ]
 )
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     launcher: Launcher = named(shoal.launch, Launcher, request.param)
@@ -47,9 +51,14 @@ def alive(pid_file: Path) -> bool:
 
 @pytest.mark.processes
 def test_ranks_know_their_place_and_leave_nothing(launcher: Launcher, tmp_path: Path) -> None:
-    result = launcher.launch(Job(("sh", "-c", PLACE), 2, {"GREETING": "hello", "OUT": str(tmp_path)}))
+    result = launcher.launch(
+        Job(("sh", "-c", PLACE), 2, {"GREETING": "hello", "OUT": str(tmp_path)})
+    )
     assert (result.exit_codes, result.first_failure, result.exit_code) == ((0, 0), None, 0)
-    assert [(tmp_path / f"place{rank}").read_text() for rank in (0, 1)] == ["0 2 hello\n", "1 2 hello\n"]
+    assert [(tmp_path / f"place{rank}").read_text() for rank in (0, 1)] == [
+        "0 2 hello\n",
+        "1 2 hello\n",
+    ]
     assert not any(alive(tmp_path / f"pid{rank}") for rank in (0, 1))
 
 
@@ -62,14 +71,20 @@ def test_the_first_failure_in_time_is_the_verdict(launcher: Launcher, tmp_path: 
 @pytest.mark.processes
 def test_a_rank_that_dies_takes_the_others_with_it(launcher: Launcher) -> None:
     began = time.monotonic()
-    result = launcher.launch(Job(("sh", "-c", "test $RANK = 1 && kill -9 $$; exec sleep 600"), 2, grace_s=0.2))
+    result = launcher.launch(
+        Job(("sh", "-c", "test $RANK = 1 && kill -9 $$; exec sleep 600"), 2, grace_s=0.2)
+    )
     assert (result.exit_codes, result.first_failure) == ((143, 137), 1)
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
     ("command", "ranks", "named_in_error"),
-    [((), 2, "no command"), (("no-such-program",), 2, "no-such-program"), ((sys.executable,), 0, "ranks=0")],
+    [
+        ((), 2, "no command"),
+        (("no-such-program",), 2, "no-such-program"),
+        ((sys.executable,), 0, "ranks=0"),
+    ],
 )
 def test_a_job_that_cannot_start_is_refused(
     launcher: Launcher, command: tuple[str, ...], ranks: int, named_in_error: str

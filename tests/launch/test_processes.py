@@ -39,7 +39,9 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(params=["local", pytest.param("lab", marks=pytest.mark.lab)])
-def launching(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+def launching(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
     """A launcher in a process of its own, and the process ids of its two ranks, which sleep."""
     if request.param == "lab" and (reason := Lab().missing()):
         pytest.skip(reason)
@@ -110,12 +112,17 @@ def test_the_others_get_their_grace_then_sigterm_then_sigkill(
 
 
 @pytest.mark.processes
-def test_what_the_ranks_agreed_on_goes_before_who_ended_first(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_the_ranks_agreed_on_goes_before_who_ended_first(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     commands = [
-        Command(("sh", "-c", script), os.environ, f"rank {rank}") for rank, script in enumerate(("exit 5", "exit 7"))
+        Command(("sh", "-c", script), os.environ, f"rank {rank}")
+        for rank, script in enumerate(("exit 5", "exit 7"))
     ]
     with Interrupts() as interrupts:
-        result = processes.run(commands, 5.0, interrupts, lambda: ("rank 1 failed: a bad sample", 1))
+        result = processes.run(
+            commands, 5.0, interrupts, lambda: ("rank 1 failed: a bad sample", 1)
+        )
         assert (result.first_failure, result.exit_code) == (1, 7)
         assert capfd.readouterr().err.splitlines()[-1] == "shoal: rank 1 failed: a bad sample"
         calm = processes.run(commands[:1], 5.0, interrupts, lambda: ("rank 1 has left", None))
@@ -123,7 +130,9 @@ def test_what_the_ranks_agreed_on_goes_before_who_ended_first(capfd: pytest.Capt
 
 
 @pytest.mark.processes
-def test_lines_carry_their_rank_and_one_rank_carries_none(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_carry_their_rank_and_one_rank_carries_none(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     script = "echo out $RANK; echo err $RANK >&2; printf unended"
     Local().launch(Job(("sh", "-c", script), 2))
     printed = capfd.readouterr()
@@ -136,7 +145,9 @@ def test_lines_carry_their_rank_and_one_rank_carries_none(capfd: pytest.CaptureF
 
 @pytest.mark.processes
 def test_lines_pass_while_ranks_run(tmp_path: Path) -> None:
-    """Rank 1 ends only when rank 0's line has come through; Python as the rank, whose output is a pipe."""
+    """Rank 1 ends only when rank 0's line has come through; Python as the rank, whose output is a
+    pipe.
+    """
     seen = tmp_path / "seen"
     script = f"import os, pathlib, time\nprint('now')\nwhile not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.02)"
 
@@ -156,12 +167,16 @@ def test_lines_pass_while_ranks_run(tmp_path: Path) -> None:
 def test_it_launches_off_the_main_thread_and_leaves_signals_as_they_were() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(Local().launch(Job(("false",), 2)).exit_code))
+    thread = threading.Thread(
+        target=lambda: codes.append(Local().launch(Job(("false",), 2)).exit_code)
+    )
     thread.start()
     Local().launch(Job(("true",), 2))
     thread.join()
     assert codes == [1]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [
+        signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ] == before
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

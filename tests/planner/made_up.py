@@ -5,14 +5,20 @@ from __future__ import annotations
 from shoal.core.facts import Cluster, LayerProfile, Link, ModelProfile, ParameterProfile, Topology
 
 
-def layer(name: str, ready_s: float, numel: int, kind: str = "Conv2d", **facts: float) -> LayerProfile:
+def layer(
+    name: str, ready_s: float, numel: int, kind: str = "Conv2d", **facts: float
+) -> LayerProfile:
     """A layer of one float32 weight whose gradient comes at `ready_s`."""
     weight = ParameterProfile(f"{name}.weight", (numel,), numel, 4, used=True, ready_s=ready_s)
     return LayerProfile(name, kind, (weight,), **facts)  # type: ignore[arg-type]
 
 
-def linear(name: str, ready_s: float, inputs: int, outputs: int, rows: int, product_s: float = 0.0) -> LayerProfile:
-    """An nn.Linear whose weight's product over its own rows takes `product_s`, all of it growing with rows."""
+def linear(
+    name: str, ready_s: float, inputs: int, outputs: int, rows: int, product_s: float = 0.0
+) -> LayerProfile:
+    """An nn.Linear whose weight's product over its own rows takes `product_s`, all of it growing
+    with rows.
+    """
     facts = {
         "taken": rows * inputs,
         "rowwise": True,
@@ -20,7 +26,16 @@ def linear(name: str, ready_s: float, inputs: int, outputs: int, rows: int, prod
         "own_product_s": product_s,
         "backward_s": 2 * product_s,
     }
-    return layer(name, ready_s, inputs * outputs, "Linear", rows=rows, inputs=inputs, outputs=outputs, **facts)
+    return layer(
+        name,
+        ready_s,
+        inputs * outputs,
+        "Linear",
+        rows=rows,
+        inputs=inputs,
+        outputs=outputs,
+        **facts,
+    )
 
 
 def model(
@@ -30,7 +45,9 @@ def model(
     return ModelProfile(layers, forward_s, backward_s, optimizer_s, digest="made up")
 
 
-def cluster(ranks: int, bytes_per_s: float, latency_s: float = 0.0, cores: float = 2.0, cpu: float = 0.0) -> Cluster:
+def cluster(
+    ranks: int, bytes_per_s: float, latency_s: float = 0.0, cores: float = 2.0, cpu: float = 0.0
+) -> Cluster:
     """Ranks on hosts of their own."""
     hosts = tuple(f"h{rank}" for rank in range(ranks))
     return Cluster(Topology(hosts), Link(latency_s, bytes_per_s, cpu), cores)

@@ -34,7 +34,11 @@ def strategies_of(profile_layer_choices: tuple[Choice, ...]) -> dict[str, str]:
 
 def test_fat_layers_send_factors_and_convolutions_gradients() -> None:
     plan = search(NET, cluster(4, 25e6), strategies=WHOLE)
-    assert strategies_of(plan.choices) == {"head.fc2": "factor", "head.fc1": "factor", "body.conv": "sliced"}
+    assert strategies_of(plan.choices) == {
+        "head.fc2": "factor",
+        "head.fc1": "factor",
+        "body.conv": "sliced",
+    }
     assert plan.ranks == 4 and plan.model == "made up" and plan.predicted_s > 3.4
 
 
@@ -48,7 +52,10 @@ def test_a_wide_layer_is_cut_as_a_pair_with_the_small_one_behind_it() -> None:
     small = replace(linear("small", 0.1, 4096, 10, rows=32), fed_by="wide")
     wide = replace(linear("wide", 0.2, 1024, 4096, rows=32), feeds="small")
     assert small.nbytes < LEAST_CUT_BYTES
-    net, where = model(small, wide, forward_s=0.01, backward_s=0.2, optimizer_s=0.0), cluster(4, 1e8)
+    net, where = (
+        model(small, wide, forward_s=0.01, backward_s=0.2, optimizer_s=0.0),
+        cluster(4, 1e8),
+    )
     plan = search(net, where)
     assert strategies_of(plan.choices) == {"small": "row_pair", "wide": "column_pair"}
     for row in explain(plan, net, where).layers:  # without half of a pair the other is no pair's
@@ -57,10 +64,14 @@ def test_a_wide_layer_is_cut_as_a_pair_with_the_small_one_behind_it() -> None:
 
 
 @pytest.mark.parametrize(("fixed_s", "chunks"), [(0.0, 8), (1.0, 1)])
-def test_rows_come_in_chunks_where_each_has_a_product_to_hide_under(fixed_s: float, chunks: int) -> None:
+def test_rows_come_in_chunks_where_each_has_a_product_to_hide_under(
+    fixed_s: float, chunks: int
+) -> None:
     """A product takes a second: all of it as long however few rows there are, or none of it."""
     cut = linear("cut", 1.0, 8192, 8192, rows=256, product_s=1.0)
-    cut = replace(cut, forward_s=1.0, product_fixed_s=fixed_s, product_s_per_row=(1.0 - fixed_s) / 256)
+    cut = replace(
+        cut, forward_s=1.0, product_fixed_s=fixed_s, product_s_per_row=(1.0 - fixed_s) / 256
+    )
     net = model(cut, layer("conv", 2.0, 1))
     plan = plan_for(net, cluster(4, 1e7), pins={"cut": "column"})
     assert plan.chunks == chunks
@@ -71,11 +82,15 @@ def test_owners_share_an_update_that_takes_long() -> None:
     net = model(linear("fc", 0.1, 4096, 4096, rows=1000), layer("conv", 2.0, 1000), optimizer_s=0.5)
     plan = search(net, cluster(4, 1e10))
     assert strategies_of(plan.choices)["fc"] == "sliced"
-    assert plan.predicted_s < 3.4 and search(net, cluster(4, 1e10), strategies=["replicate"]).predicted_s >= 3.5
+    assert (
+        plan.predicted_s < 3.4
+        and search(net, cluster(4, 1e10), strategies=["replicate"]).predicted_s >= 3.5
+    )
 
 
 def test_where_memory_is_to_be_low_buckets_on_their_way_are_a_fifth_of_the_model() -> None:
-    net = model(*(layer(f"conv{i}", 0.5 * i, 10_000_000) for i in range(1, 5)), optimizer_s=0.0)  # 160 MB
+    # 160 MB
+    net = model(*(layer(f"conv{i}", 0.5 * i, 10_000_000) for i in range(1, 5)), optimizer_s=0.0)
     slow_to_start = cluster(4, 1e8, latency_s=0.05)
     assert search(net, slow_to_start, strategies=["sliced"]).bucket_bytes > 5_400_000
     assert search(net, slow_to_start, strategies=["sliced"], memory="low").bucket_bytes == 4 << 20
@@ -83,9 +98,14 @@ def test_where_memory_is_to_be_low_buckets_on_their_way_are_a_fifth_of_the_model
     assert search(tiny, slow_to_start, memory="low").bucket_bytes == 1 << 20, "the smallest"
 
 
-def test_of_many_layers_small_neighbours_change_together_at_hardly_any_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_layers_small_neighbours_change_together_at_hardly_any_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     draw = random.Random(0)
-    layers = [layer(f"l{i}", 2.0 * (i + 1) / 60, draw.choice([100, 200_000]), needed_s=1 - i / 60) for i in range(60)]
+    layers = [
+        layer(f"l{i}", 2.0 * (i + 1) / 60, draw.choice([100, 200_000]), needed_s=1 - i / 60)
+        for i in range(60)
+    ]
     tried: list[int] = []
     predict = Predictor.predict
     monkeypatch.setattr(Predictor, "predict", lambda *given: tried.append(1) or predict(*given))
@@ -109,15 +129,21 @@ def test_the_choice_flips_where_the_formula_says(ranks: int) -> None:
 
 
 def worth(picks: Sequence[str], plain: str = "allreduce") -> float:
-    """What a step counts, as cuts must gain something, and so what is not carried by the library's all-reduce."""
+    """What a step counts, as cuts must gain something, and so what is not carried by the library's
+    all-reduce.
+    """
     others = ["sliced", "server", *(["replicate"] if plain != "allreduce" else [])]
     cut = any(pick in ("column", "row", "column_pair", "row_pair") for pick in picks)
-    return (1 + OTHER_WORTH * sum(pick in others for pick in picks) / len(picks)) * (1 + CUT_WORTH * cut)
+    return (1 + OTHER_WORTH * sum(pick in others for pick in picks) / len(picks)) * (
+        1 + CUT_WORTH * cut
+    )
 
 
 def found_worth(choices: Sequence[Choice]) -> float:
     """The same of a plan."""
-    plain = next((choice.exchange for choice in choices if choice.strategy == "replicate"), "allreduce")
+    plain = next(
+        (choice.exchange for choice in choices if choice.strategy == "replicate"), "allreduce"
+    )
     return worth([choice.strategy for choice in choices], plain)
 
 
@@ -126,14 +152,24 @@ def test_the_search_is_within_one_percent_of_trying_everything(seed: int) -> Non
     draw = random.Random(seed)
     times = sorted(draw.uniform(0, 2) for _ in range(4))
     layers = [
-        linear(f"fc{i}", t, 2 ** draw.randint(6, 12), 2 ** draw.randint(6, 12), draw.choice([4, 64, 1024]), 0.01)
+        linear(
+            f"fc{i}",
+            t,
+            2 ** draw.randint(6, 12),
+            2 ** draw.randint(6, 12),
+            draw.choice([4, 64, 1024]),
+            0.01,
+        )
         if draw.random() < 0.7
         else layer(f"conv{i}", t, draw.randint(1000, 3_000_000))
         for i, t in enumerate(times)
     ]
     net = model(*layers)
     where = cluster(
-        draw.choice([2, 4, 8]), 10 ** draw.uniform(6.5, 9), draw.choice([0, 1e-4, 1e-2]), draw.choice([0.5, 2])
+        draw.choice([2, 4, 8]),
+        10 ** draw.uniform(6.5, 9),
+        draw.choice([0, 1e-4, 1e-2]),
+        draw.choice([0.5, 2]),
     )
     predictor = Predictor(net, where)
     bucketed = ["replicate", "sliced"]
@@ -141,7 +177,11 @@ def test_the_search_is_within_one_percent_of_trying_everything(seed: int) -> Non
     best = min(
         predictor.predict(
             [
-                Choice(each.name, strategy, dict(zip(bucketed, carriers, strict=True)).get(strategy, ""))
+                Choice(
+                    each.name,
+                    strategy,
+                    dict(zip(bucketed, carriers, strict=True)).get(strategy, ""),
+                )
                 for each, strategy in zip(layers, picks, strict=True)
             ],
             bucket_bytes,
@@ -164,7 +204,11 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
     sizes = (1 << 20, 25 << 20)
     monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", sizes)
     monkeypatch.setattr("shoal.planner.search._START_BYTES", sizes[0])
-    draw, whole, cuts = random.Random(seed), ["replicate", "factor"], ["column", "row", "column_pair", "row_pair"]
+    draw, whole, cuts = (
+        random.Random(seed),
+        ["replicate", "factor"],
+        ["column", "row", "column_pair", "row_pair"],
+    )
     times = sorted(draw.uniform(0, 0.5) for _ in range(4))
     widths, rows = [2 ** draw.randint(9, 13) for _ in range(5)], draw.choice([4, 64, 1024])
     layers = [
@@ -190,7 +234,9 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
         of = dict(zip(names, picks, strict=True))
         served = all(predictor.refusal(each, of[each.name]) is None for each in layers)
         return served and all(
-            of[other] == needed for name in names for other, needed in predictor.needs(name, of[name]).items()
+            of[other] == needed
+            for name in names
+            for other, needed in predictor.needs(name, of[name]).items()
         )
 
     names = [each.name for each in layers]
@@ -212,7 +258,9 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
     explanation = explain(plan, NET, cluster(4, 25e6))
     assert explanation.step_s == pytest.approx(plan.predicted_s)
     rows = {row.layer: row for row in explanation.layers}
-    assert rows["head.fc1"].reason.startswith("pinned, edited, or not tried by the search: row would send")
+    assert rows["head.fc1"].reason.startswith(
+        "pinned, edited, or not tried by the search: row would send"
+    )
     assert "and save" in rows["head.fc1"].reason
     conv = {other.choice.strategy: other.refusal for other in rows["body.conv"].others}
     assert "this is a Conv2d" in conv["factor"]
@@ -237,42 +285,66 @@ def test_a_wrong_pin_is_refused_with_a_way_out(pins: dict[str, str], says: str) 
 
 def test_servers_that_a_plan_has_no_use_for_are_named() -> None:
     where = replace(cluster(4, 25e6), servers=("s0", "s1"))
-    by_workers, by_servers = (search(NET, where, pins={"*": strategy}) for strategy in ("replicate", "server"))
+    by_workers, by_servers = (
+        search(NET, where, pins={"*": strategy}) for strategy in ("replicate", "server")
+    )
     assert explain(by_workers, NET, where).idle == ("rank 4 (s0)", "rank 5 (s1)")
     assert explain(by_servers, NET, where).idle == ()
 
 
 def test_where_workers_run_ahead_servers_own_all_and_nothing_else_is_compared() -> None:
     where = replace(cluster(2, 1e6), servers=("s0",))  # in step, each worker owns a quarter
-    in_step, ahead = (plan_for(NET, where, strategies=["server"], staleness=staleness) for staleness in (0, 2))
+    in_step, ahead = (
+        plan_for(NET, where, strategies=["server"], staleness=staleness) for staleness in (0, 2)
+    )
     assert 1.8 < ahead.predicted_s / in_step.predicted_s < 2.2
     for shown in explain(ahead, NET, replace(where, ahead=True)).layers:
-        assert {other.choice.strategy for other in shown.others if not other.refusal} <= {"server", "server_rows"}
+        assert {other.choice.strategy for other in shown.others if not other.refusal} <= {
+            "server",
+            "server_rows",
+        }
 
 
 def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
     where = cluster(4, 25e6)
     plan = search(NET, where, placement={"head.fc2": 1}, strategies=WHOLE)
-    assert strategies_of(plan.choices) == {"head.fc2": "sliced", "head.fc1": "factor", "body.conv": "replicate"}
+    assert strategies_of(plan.choices) == {
+        "head.fc2": "sliced",
+        "head.fc1": "factor",
+        "body.conv": "replicate",
+    }
     assert plan.placement == {"head.fc2": 1}
     rows = {row.layer: row for row in explain(plan, NET, where).layers}
-    refused = {other.choice.strategy: other.refusal for other in rows["head.fc2"].others if other.refusal}
+    refused = {
+        other.choice.strategy: other.refusal for other in rows["head.fc2"].others if other.refusal
+    }
     assert not {"factor", "replicate", "server", "column"} - set(refused)
     assert "the placement gives head.fc2.weight to rank 1" in refused["replicate"]
-    assert not any(other.refusal for other in rows["head.fc1"].others if other.choice.strategy == "replicate")
+    assert not any(
+        other.refusal for other in rows["head.fc1"].others if other.choice.strategy == "replicate"
+    )
 
 
 @pytest.mark.parametrize("carrier", ["direct", "ring"])
-def test_whole_parameters_cost_the_busiest_owners_link(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_parameters_cost_the_busiest_owners_link(
+    carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shoal.planner.search._START_BYTES", 1)  # a bucket for each layer
     monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (1,))
-    net, where = model(*(layer(name, 0.1 * i, 1_000_000) for i, name in enumerate("abcd"))), cluster(4, 25e6)
+    net, where = (
+        model(*(layer(name, 0.1 * i, 1_000_000) for i, name in enumerate("abcd"))),
+        cluster(4, 25e6),
+    )
     pins = {"*": f"sliced:{carrier}"}
-    plans = {each: search(net, where, pins=pins, placement=each) for each in ("balanced", "round-robin")}
+    plans = {
+        each: search(net, where, pins=pins, placement=each) for each in ("balanced", "round-robin")
+    }
     plans["one rank"] = search(net, where, pins=pins, placement={"*": 3})
     sent = {name: explain(plan, net, where).sent_bytes for name, plan in plans.items()}
     assert sent["balanced"] == pytest.approx(2 * 16e6 * 3 / 4, rel=1e-4)
-    assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-4), "each of four ranks owns one of four"
+    assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-4), (
+        "each of four ranks owns one of four"
+    )
     assert sent["one rank"] == pytest.approx(16e6 * {"direct": 3, "ring": 2}[carrier], rel=1e-4)
     assert plans["one rank"].predicted_s > plans["balanced"].predicted_s
 

@@ -16,41 +16,60 @@ MB = 250_000  # float32 elements in a megabyte
 NEARLY = {"abs": 1e-3}  # flags and headers add some bytes
 
 
-def timeline(profile: ModelProfile, strategy: str = "replicate", lanes: int = 1, **where: float) -> Timeline:
+def timeline(
+    profile: ModelProfile, strategy: str = "replicate", lanes: int = 1, **where: float
+) -> Timeline:
     exchange = "allreduce" if strategy == "replicate" else ""
     choices = [Choice(each.name, strategy, exchange) for each in profile.layers]
-    return Predictor(profile, cluster(2, 1e6, **where)).predict(choices, bucket_bytes=1, lanes=lanes)
+    return Predictor(profile, cluster(2, 1e6, **where)).predict(
+        choices, bucket_bytes=1, lanes=lanes
+    )
 
 
 def test_a_transfer_hides_under_what_is_left_of_backward() -> None:
-    found = timeline(model(layer("b", 0.5, MB), layer("a", 2.0, 1)))  # a megabyte a second: from 0.5 to 1.5
-    assert found.end_s == pytest.approx(2.0, **NEARLY) and found.step_s == pytest.approx(3.5, **NEARLY)
+    # a megabyte a second: from 0.5 to 1.5
+    found = timeline(model(layer("b", 0.5, MB), layer("a", 2.0, 1)))
+    assert found.end_s == pytest.approx(2.0, **NEARLY) and found.step_s == pytest.approx(
+        3.5, **NEARLY
+    )
 
 
 @pytest.mark.parametrize(("lanes", "sent_s"), [(1, [3.0, 5.0]), (2, [4.0, 5.0])])
 def test_lanes_share_the_link_evenly(lanes: int, sent_s: list[float]) -> None:
-    found = timeline(model(layer("b", 1.0, 2 * MB), layer("a", 2.0, 2 * MB)), lanes=lanes)  # two seconds each
-    assert [span.sent_s for span in found.spans] == pytest.approx(sent_s, **NEARLY), "b alone for a second, then both"
+    # two seconds each
+    found = timeline(model(layer("b", 1.0, 2 * MB), layer("a", 2.0, 2 * MB)), lanes=lanes)
+    assert [span.sent_s for span in found.spans] == pytest.approx(sent_s, **NEARLY), (
+        "b alone for a second, then both"
+    )
     assert found.sent_bytes == pytest.approx(4e6, rel=1e-3)
 
 
 @pytest.mark.parametrize(("burst_mb", "step_s"), [(0, 7.5), (2, 5.5), (100, 4.0)])
-def test_what_was_not_used_of_a_shaped_link_passes_afterwards(burst_mb: float, step_s: float) -> None:
-    """Four seconds of bytes behind 3.5 of computing: a burst spares those at most, and never more than was paused."""
+def test_what_was_not_used_of_a_shaped_link_passes_afterwards(
+    burst_mb: float, step_s: float
+) -> None:
+    """Four seconds of bytes behind 3.5 of computing: a burst spares those at most, and never more
+    than was paused.
+    """
     where = cluster(2, 1e6)
     where = replace(where, link=replace(where.link, burst_bytes=burst_mb * 1e6))
     profile = model(layer("a", 2.0, 4 * MB))
-    found = Predictor(profile, where).predict([Choice("a", "replicate", "allreduce")], bucket_bytes=1, lanes=1)
+    found = Predictor(profile, where).predict(
+        [Choice("a", "replicate", "allreduce")], bucket_bytes=1, lanes=1
+    )
     assert found.step_s == pytest.approx(step_s, **NEARLY)
 
 
 def test_a_burst_passes_no_faster_than_the_processor_sends_it() -> None:
-    where = cluster(2, 1e6, cores=1.0, cpu=0.5e-6)  # half of a core at the rate, so at most twice as fast
+    # half of a core at the rate, so at most twice as fast
+    where = cluster(2, 1e6, cores=1.0, cpu=0.5e-6)
     where = replace(where, link=replace(where.link, burst_bytes=2e6))
     found = Predictor(model(layer("a", 2.0, 4 * MB)), where).predict(
         [Choice("a", "replicate", "allreduce")], bucket_bytes=1, lanes=1
     )
-    assert found.end_s == pytest.approx(2.0 + 2.0, **NEARLY), "two megabytes a second for two, while the burst lasts"
+    assert found.end_s == pytest.approx(2.0 + 2.0, **NEARLY), (
+        "two megabytes a second for two, while the burst lasts"
+    )
 
 
 def test_latency_is_hidden_by_other_lanes_only() -> None:
@@ -65,7 +84,9 @@ def test_factor_takes_the_product_out_of_backward_and_multiplies_for_all_ranks()
     sent_s = 8e3 / 1e6
     assert roomy.backward_s == pytest.approx(1.75, **NEARLY)
     assert roomy.end_s == pytest.approx(1.75 + sent_s + 2 * 0.25, **NEARLY)
-    assert shared.end_s == pytest.approx(roomy.end_s, **NEARLY), "nothing computes beside it after backward"
+    assert shared.end_s == pytest.approx(roomy.end_s, **NEARLY), (
+        "nothing computes beside it after backward"
+    )
 
 
 def test_lanes_take_from_the_main_thread_where_cores_are_shared() -> None:
@@ -76,14 +97,19 @@ def test_lanes_take_from_the_main_thread_where_cores_are_shared() -> None:
 
 def test_a_lane_and_the_main_thread_are_both_slower_on_one_core() -> None:
     profile = model(linear("b", 1.0, 1000, 1000, rows=1, product_s=0.75), layer("a", 2.0, 1))
-    found = timeline_of(profile, cores=1.0)  # factor takes the own product, 0.75 s, out of backward: 1 s is left
+    # factor takes the own product, 0.75 s, out of backward: 1 s is left
+    found = timeline_of(profile, cores=1.0)
     sent_s = 0.25 + 8e3 / 1e6
     assert found.backward_s == pytest.approx(sent_s + 2 * (1.25 - sent_s), **NEARLY)
-    assert found.end_s == pytest.approx(1.25 + 2 * 0.75, **NEARLY), "what both have to do, one after the other"
+    assert found.end_s == pytest.approx(1.25 + 2 * 0.75, **NEARLY), (
+        "what both have to do, one after the other"
+    )
     roomy = timeline_of(profile, cores=2.0)
     assert roomy.end_s == pytest.approx(sent_s + 2 * 0.75, **NEARLY)
     some = timeline_of(profile, cores=1.5)
-    assert some.backward_s == pytest.approx(sent_s + (1.25 - sent_s) / 0.75, **NEARLY), "three quarters for each"
+    assert some.backward_s == pytest.approx(sent_s + (1.25 - sent_s) / 0.75, **NEARLY), (
+        "three quarters for each"
+    )
 
 
 def test_a_round_takes_its_processor_time_from_the_main_thread_and_waits_for_it() -> None:
@@ -92,14 +118,18 @@ def test_a_round_takes_its_processor_time_from_the_main_thread_and_waits_for_it(
     slow = Pace(wall=Price(0.1, 0.0), cpu=Price(0.1, 0.0))
     where = replace(cluster(2, 1e6, cores=1.0), paces={"allreduce": slow})
     found = Predictor(profile, where).predict(choices, bucket_bytes=1, lanes=1)
-    assert found.spans[0].end_s == pytest.approx(0.5 + 2 * 2 * 0.1, **NEARLY), "two in a row, at half the speed"
+    assert found.spans[0].end_s == pytest.approx(0.5 + 2 * 2 * 0.1, **NEARLY), (
+        "two in a row, at half the speed"
+    )
     assert found.backward_s == pytest.approx(2.0 + 2 * 0.1, **NEARLY)
 
 
 def timeline_of(profile: ModelProfile, cores: float) -> Timeline:
     """b by factor, a by all-reduce."""
     choices = [Choice("b", "factor"), Choice("a", "replicate", "allreduce")]
-    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(choices, bucket_bytes=1, lanes=2)
+    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(
+        choices, bucket_bytes=1, lanes=2
+    )
 
 
 def test_processor_time_of_bytes_counts_where_cores_are_shared() -> None:
@@ -118,9 +148,18 @@ def test_ranks_that_share_cores_take_turns_and_all_wait_for_the_last() -> None:
 
 
 def test_ranks_that_share_cores_meet_at_a_layer_that_is_cut_over_them() -> None:
-    profile = model(layer("d", 0.5, 1), linear("cut", 1.0, 1000, 1000, rows=1), layer("b", 1.5, 1), layer("a", 2.0, 1))
+    profile = model(
+        layer("d", 0.5, 1),
+        linear("cut", 1.0, 1000, 1000, rows=1),
+        layer("b", 1.5, 1),
+        layer("a", 2.0, 1),
+    )
     choices = [
-        Choice(n.name, "column" if n.name == "cut" else "replicate", "" if n.name == "cut" else "direct")
+        Choice(
+            n.name,
+            "column" if n.name == "cut" else "replicate",
+            "" if n.name == "cut" else "direct",
+        )
         for n in profile.layers
     ]
     found = Predictor(profile, cluster(2, 1e9, cores=0.5)).predict(choices, bucket_bytes=1, lanes=2)
@@ -129,12 +168,17 @@ def test_ranks_that_share_cores_meet_at_a_layer_that_is_cut_over_them() -> None:
 
 
 @pytest.mark.parametrize(("chunks", "hidden_s"), [(1, 0.0), (4, 0.75 * 0.16), (9, 0.75 * 0.16)])
-def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradient(chunks: int, hidden_s: float) -> None:
+def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradient(
+    chunks: int, hidden_s: float
+) -> None:
     cut = replace(linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5), forward_s=0.5)
     profile = model(cut, layer("a", 2.0, 1)).in_chunks(chunks)
     choices = [Choice("cut", "column"), Choice("a", "replicate", "direct")]
     predictor = Predictor(profile, cluster(2, 1e6))
-    found, cost = predictor.predict(choices, bucket_bytes=1, lanes=1), predictor.cost(Site(("cut",), "column", ""))
+    found, cost = (
+        predictor.predict(choices, bucket_bytes=1, lanes=1),
+        predictor.cost(Site(("cut",), "column", "")),
+    )
     x_s, y_s = 4 * 10_000 * 4 / 1e6, 4 * 500 * 4 / 1e6  # both ways, one rank's rows to the other
     assert cost.beside == pytest.approx((hidden_s, x_s), **NEARLY), (
         "all of it, where the weight's gradient takes longer"
@@ -145,11 +189,18 @@ def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradien
 
 
 def test_chunks_pay_what_a_product_takes_however_few_rows_it_has() -> None:
-    cut = replace(linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5), forward_s=0.5, product_fixed_s=0.1)
-    kept = [Predictor(model(cut).in_chunks(c), cluster(2, 1e6)).cost(Site(("cut",), "column", "")) for c in (1, 3)]
+    cut = replace(
+        linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5), forward_s=0.5, product_fixed_s=0.1
+    )
+    kept = [
+        Predictor(model(cut).in_chunks(c), cluster(2, 1e6)).cost(Site(("cut",), "column", ""))
+        for c in (1, 3)
+    ]
     again = 0.5 * 0.1 / cut.product_s(4)  # this rank's half of it, as a part of its own products
     assert kept[1].forward_s - kept[0].forward_s == pytest.approx(2 * again * cut.forward_s)
-    assert kept[1].backward_s - kept[0].backward_s == pytest.approx(again * cut.backward_s), "of one product of two"
+    assert kept[1].backward_s - kept[0].backward_s == pytest.approx(again * cut.backward_s), (
+        "of one product of two"
+    )
 
 
 def test_a_measured_pace_counts_for_wall_and_processor_and_packing_for_backward() -> None:
@@ -163,31 +214,49 @@ def test_a_measured_pace_counts_for_wall_and_processor_and_packing_for_backward(
     assert found.end_s == pytest.approx(found.backward_s + 2 * 0.1, **NEARLY)
 
 
-def sliced(profile: ModelProfile, lanes: int = 2, cores: float = 2.0, bucket_bytes: int = 1_500_000) -> Timeline:
+def sliced(
+    profile: ModelProfile, lanes: int = 2, cores: float = 2.0, bucket_bytes: int = 1_500_000
+) -> Timeline:
     choices = [Choice(each.name, "sliced", "direct") for each in profile.layers]
-    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(choices, bucket_bytes=bucket_bytes, lanes=lanes)
+    return Predictor(profile, cluster(2, 1e6, cores=cores)).predict(
+        choices, bucket_bytes=bucket_bytes, lanes=lanes
+    )
 
 
 def test_owners_send_half_in_backward_and_half_into_the_next_forward() -> None:
-    found = sliced(model(layer("b", 0.5, 2 * MB, needed_s=0.9), layer("a", 2.0, 1), optimizer_s=0.0))
-    assert [span.sent_s for span in found.spans] == pytest.approx([1.5, 2.0], **NEARLY), "2 MB, of which one is a half"
+    found = sliced(
+        model(layer("b", 0.5, 2 * MB, needed_s=0.9), layer("a", 2.0, 1), optimizer_s=0.0)
+    )
+    assert [span.sent_s for span in found.spans] == pytest.approx([1.5, 2.0], **NEARLY), (
+        "2 MB, of which one is a half"
+    )
     assert found.end_s == pytest.approx(2.0, **NEARLY), "nobody waits for it"
     assert found.waited_s == pytest.approx(0.1, **NEARLY), "back from 2.0 to 3.0, needed at 2.9"
     assert found.step_s == pytest.approx(3.1, **NEARLY)
 
 
 def test_what_the_next_forward_needs_first_comes_back_first() -> None:
-    late, early = layer("late", 0.5, 2 * MB, needed_s=0.9), layer("early", 2.0, 2 * MB, needed_s=0.0)
+    late, early = (
+        layer("late", 0.5, 2 * MB, needed_s=0.9),
+        layer("early", 2.0, 2 * MB, needed_s=0.0),
+    )
     found = sliced(model(late, early, optimizer_s=0.0), lanes=1)
     assert found.spans[1].end_s == pytest.approx(3.0, **NEARLY)
-    assert found.waited_s == pytest.approx(2.0 + 0.1, **NEARLY), "early at 4.0 instead of 2.0, then late at 5.0"
+    assert found.waited_s == pytest.approx(2.0 + 0.1, **NEARLY), (
+        "early at 4.0 instead of 2.0, then late at 5.0"
+    )
 
 
 def test_what_comes_back_shares_the_link_with_what_is_still_sent() -> None:
-    late, early = layer("late", 0.5, 2 * MB, needed_s=0.9), layer("early", 2.0, 2 * MB, needed_s=0.0)
+    late, early = (
+        layer("late", 0.5, 2 * MB, needed_s=0.9),
+        layer("early", 2.0, 2 * MB, needed_s=0.0),
+    )
     found = sliced(model(late, early, optimizer_s=0.0))
     assert [span.end_s for span in found.spans] == pytest.approx([1.5, 4.0], **NEARLY)
-    assert [span.back_s for span in found.spans] == pytest.approx([4.0, 5.0], **NEARLY), "late's lane was free"
+    assert [span.back_s for span in found.spans] == pytest.approx([4.0, 5.0], **NEARLY), (
+        "late's lane was free"
+    )
     assert found.waited_s == pytest.approx(3.0, **NEARLY)
 
 
@@ -196,35 +265,67 @@ def test_a_layer_larger_than_a_bucket_comes_and_goes_in_parts() -> None:
     found = sliced(fat, lanes=3, bucket_bytes=2_000_000, cores=3.0)
     assert [(span.site.part, span.site.parts) for span in found.spans] == [(0, 3), (1, 3), (2, 3)]
     assert [span.ready_s for span in found.spans] == pytest.approx([0.5] * 3, **NEARLY)
-    assert [span.end_s for span in found.spans] == pytest.approx([3.5] * 3, **NEARLY), "6 MB, of which 3 now"
-    assert [span.back_s for span in found.spans] == pytest.approx([6.55] * 3, **NEARLY), "updated side by side, 0.15 s"
+    assert [span.end_s for span in found.spans] == pytest.approx([3.5] * 3, **NEARLY), (
+        "6 MB, of which 3 now"
+    )
+    assert [span.back_s for span in found.spans] == pytest.approx([6.55] * 3, **NEARLY), (
+        "updated side by side, 0.15 s"
+    )
     one = sliced(fat, lanes=3, bucket_bytes=6_000_000)
     assert found.sent_bytes == pytest.approx(one.sent_bytes, rel=2e-5)
 
 
 def test_owners_update_their_share_on_a_lane() -> None:
-    half = model(layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.0), optimizer_s=0.8)
+    half = model(
+        layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.0), optimizer_s=0.8
+    )
     choices = [Choice("b", "sliced", "direct"), Choice("a", "replicate", "direct")]
     found = Predictor(half, cluster(2, 1e6)).predict(choices, bucket_bytes=1, lanes=2)
     assert found.optimizer_s == pytest.approx(0.4, **NEARLY), "of what is not owned"
     assert found.end_s == pytest.approx(3.0, **NEARLY), "a, whole; b's half went before it"
-    assert found.waited_s == pytest.approx(0.0, **NEARLY), "b: 0.2 s of update, half a second back, from 3.0 to 3.7"
-    late = model(layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.9), optimizer_s=0.8)
+    assert found.waited_s == pytest.approx(0.0, **NEARLY), (
+        "b: 0.2 s of update, half a second back, from 3.0 to 3.7"
+    )
+    late = model(
+        layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.9), optimizer_s=0.8
+    )
     shared = sliced(late, cores=1.0, bucket_bytes=1)
-    assert shared.forward_s == pytest.approx(1.0 + 2 * 0.2, **NEARLY), "its processor is the main thread's"
+    assert shared.forward_s == pytest.approx(1.0 + 2 * 0.2, **NEARLY), (
+        "its processor is the main thread's"
+    )
     waiting = sliced(half, cores=1.0, bucket_bytes=1)
-    assert waiting.forward_s == pytest.approx(1.0, **NEARLY), "which has nothing to lose while it waits for a"
+    assert waiting.forward_s == pytest.approx(1.0, **NEARLY), (
+        "which has nothing to lose while it waits for a"
+    )
 
 
 def test_the_floor_is_compute_or_bytes_at_the_links_rate() -> None:
-    half = model(layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.0), optimizer_s=0.8)
-    owned = Plan(2, "made up", tuple(Choice(name, "sliced", "direct") for name in "ba"), bucket_bytes=1, lanes=2)
-    whole = Plan(2, "made up", tuple(Choice(name, "replicate", "direct") for name in "ba"), bucket_bytes=1, lanes=2)
+    half = model(
+        layer("b", 0.5, MB, needed_s=0.9), layer("a", 2.0, MB, needed_s=0.0), optimizer_s=0.8
+    )
+    owned = Plan(
+        2,
+        "made up",
+        tuple(Choice(name, "sliced", "direct") for name in "ba"),
+        bucket_bytes=1,
+        lanes=2,
+    )
+    whole = Plan(
+        2,
+        "made up",
+        tuple(Choice(name, "replicate", "direct") for name in "ba"),
+        bucket_bytes=1,
+        lanes=2,
+    )
     floors = [
-        Predictor(half, cluster(2, 1e6, cores=cores)).floor_s(plan) for plan in (owned, whole) for cores in (2, 1)
+        Predictor(half, cluster(2, 1e6, cores=cores)).floor_s(plan)
+        for plan in (owned, whole)
+        for cores in (2, 1)
     ]
     assert floors == pytest.approx([1.0 + 2.0, 3.0 + 0.4, 3.8, 3.8], **NEARLY)
-    assert Predictor(half, cluster(2, 1e5)).floor_s(owned) == pytest.approx(20.0, rel=1e-3), "2 MB, both ways"
+    assert Predictor(half, cluster(2, 1e5)).floor_s(owned) == pytest.approx(20.0, rel=1e-3), (
+        "2 MB, both ways"
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,8 +346,12 @@ def test_the_floor_counts_what_leaves_a_host(hosts: str, exchange: str, crossing
     assert Predictor(profile, where).floor_s(plan) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize(("hosts", "differs"), [("abcd", False), ("aabb", True), ("aaab", True), ("aaaa", False)])
-def test_hierarchical_is_planned_with_where_it_differs_from_direct(hosts: str, differs: bool) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "differs"), [("abcd", False), ("aabb", True), ("aaab", True), ("aaaa", False)]
+)
+def test_hierarchical_is_planned_with_where_it_differs_from_direct(
+    hosts: str, differs: bool
+) -> None:
     where = replace(cluster(4, 1e5), topology=Topology(tuple(hosts)))
     carriers = Predictor(model(layer("a", 2.0, MB)), where).carriers("sliced")
     assert ("hierarchical" in carriers) is differs
@@ -254,45 +359,88 @@ def test_hierarchical_is_planned_with_where_it_differs_from_direct(hosts: str, d
 
 
 def test_on_one_host_the_floor_is_what_the_busiest_rank_moves() -> None:
-    profile, where = model(layer("a", 2.0, MB * 4)), replace(cluster(2, 1e5), topology=Topology(("a", "a")))
+    profile, where = (
+        model(layer("a", 2.0, MB * 4)),
+        replace(cluster(2, 1e5), topology=Topology(("a", "a"))),
+    )
     plan = Plan(2, "made up", (Choice("a", "replicate", "hierarchical"),), bucket_bytes=1, lanes=1)
     assert Predictor(profile, where).floor_s(plan) == pytest.approx(40.0, rel=1e-3)
 
 
-def served(profile: ModelProfile, workers: int = 2, servers: int = 2, duplex: float = 1.0) -> Timeline:
-    """All layers at servers, over a link of a megabyte a second in each direction; two lanes each way."""
-    where = replace(cluster(workers, 1e6), servers=tuple(f"s{i}" for i in range(servers)), duplex=duplex)
+def served(
+    profile: ModelProfile, workers: int = 2, servers: int = 2, duplex: float = 1.0
+) -> Timeline:
+    """All layers at servers, over a link of a megabyte a second in each direction; two lanes each
+    way.
+    """
+    where = replace(
+        cluster(workers, 1e6), servers=tuple(f"s{i}" for i in range(servers)), duplex=duplex
+    )
     choices = [Choice(each.name, "server", "direct") for each in profile.layers]
     return Predictor(profile, where).predict(choices, bucket_bytes=1, lanes=2)
 
 
 def test_what_comes_from_servers_does_not_share_the_link_with_what_goes_to_them() -> None:
-    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcdefgh"), backward_s=0.0, forward_s=0.0, optimizer_s=0.0)
+    profile = model(
+        *(layer(name, 0.0, MB // 4) for name in "abcdefgh"),
+        backward_s=0.0,
+        forward_s=0.0,
+        optimizer_s=0.0,
+    )
     found = served(profile)
-    there_s, back_s = (max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s"))
+    there_s, back_s = (
+        max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s")
+    )
     assert there_s == pytest.approx(8 * 0.25, rel=1e-2), "eight quarters of a megabyte, one way"
-    assert back_s == pytest.approx(there_s + 2 * 0.25, rel=1e-2), "the last two that came, and no more, are behind"
-    assert found.late == 8, "all were on their way when backward ended: they come back as they are summed"
+    assert back_s == pytest.approx(there_s + 2 * 0.25, rel=1e-2), (
+        "the last two that came, and no more, are behind"
+    )
+    assert found.late == 8, (
+        "all were on their way when backward ended: they come back as they are summed"
+    )
     assert [span.back_s for span in found.spans] == sorted(span.back_s for span in found.spans)
 
 
-def test_where_all_is_at_the_servers_when_backward_ends_parameters_come_as_forward_needs_them() -> None:
-    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcd"), backward_s=2.0, forward_s=0.0, optimizer_s=0.0)
+def test_where_all_is_at_the_servers_when_backward_ends_parameters_come_as_forward_needs_them() -> (
+    None
+):
+    profile = model(
+        *(layer(name, 0.0, MB // 4) for name in "abcd"),
+        backward_s=2.0,
+        forward_s=0.0,
+        optimizer_s=0.0,
+    )
     found = served(profile)
     assert found.late == 0
-    assert [span.back_s for span in found.spans] == sorted((span.back_s for span in found.spans), reverse=True)
+    assert [span.back_s for span in found.spans] == sorted(
+        (span.back_s for span in found.spans), reverse=True
+    )
 
 
 def test_servers_links_are_as_full_as_workers_where_these_own_a_share() -> None:
-    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcdefgh"), backward_s=0.0, forward_s=0.0, optimizer_s=0.0)
+    profile = model(
+        *(layer(name, 0.0, MB // 4) for name in "abcdefgh"),
+        backward_s=0.0,
+        forward_s=0.0,
+        optimizer_s=0.0,
+    )
     found = served(profile, workers=4, servers=2)
     there_s = max(span.end_s for span in found.spans)
-    assert there_s == pytest.approx(1.2 * 8 * 0.25, rel=1e-2), "four workers bring a server three tenths of all each"
+    assert there_s == pytest.approx(1.2 * 8 * 0.25, rel=1e-2), (
+        "four workers bring a server three tenths of all each"
+    )
 
 
 def test_directions_that_hinder_one_another_are_slower_while_both_are_in_use() -> None:
-    profile = model(*(layer(name, 0.0, MB // 4) for name in "abcdefgh"), backward_s=0.0, forward_s=0.0, optimizer_s=0.0)
+    profile = model(
+        *(layer(name, 0.0, MB // 4) for name in "abcdefgh"),
+        backward_s=0.0,
+        forward_s=0.0,
+        optimizer_s=0.0,
+    )
     found = served(profile, duplex=0.5)
-    there_s, back_s = (max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s"))
+    there_s, back_s = (
+        max(getattr(span, which) for span in found.spans) for which in ("end_s", "back_s")
+    )
     assert there_s == pytest.approx(2 * 0.25 + 6 * 0.5, rel=1e-2), "the first two go alone"
     assert back_s == pytest.approx(there_s + 2 * 0.25, rel=1e-2), "the last two come alone"

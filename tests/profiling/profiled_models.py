@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 
 class Text(nn.Module):
-    """Token ids to logits: an embedding, borrowed attention weights, a root parameter, dropout and an unused layer."""
+    """Token ids to logits: an embedding, borrowed attention weights, a root parameter, dropout and
+    an unused layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +31,9 @@ class Text(nn.Module):
 
 
 class Image(nn.Module):
-    """Pixels to classes: convolutions, running statistics, a frozen layer, and a counter that forward raises."""
+    """Pixels to classes: convolutions, running statistics, a frozen layer, and a counter that
+    forward raises.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +60,11 @@ class OwnLoss(nn.Module):
 
     def forward(self, features: Tensor, labels: Tensor) -> Any:
         loss = F.cross_entropy(self.fc(features), labels)
-        return {"scalar": loss, "dict": {"loss": loss, "logits": None}, "attribute": WithLoss(loss)}[self.form]
+        return {
+            "scalar": loss,
+            "dict": {"loss": loss, "logits": None},
+            "attribute": WithLoss(loss),
+        }[self.form]
 
 
 class WithLoss:

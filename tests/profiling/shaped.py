@@ -12,7 +12,9 @@ from shoal.core.contracts import Pending
 
 
 class ShapedComm(ThreadComm):
-    """Ranks as threads whose every receive takes `latency_s` + bytes / `bytes_per_s`, but for bursts after a pause."""
+    """Ranks as threads whose every receive takes `latency_s` + bytes / `bytes_per_s`, but for
+    bursts after a pause.
+    """
 
     latency_s, bytes_per_s, burst_bytes = 2e-3, 50e6, 0.0
 
@@ -25,7 +27,10 @@ class ShapedComm(ThreadComm):
         return cls(comm.rank, comm.hub, comm.name + " shaped")
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
-        return Slow(super().receive(tensor, source), self.latency_s + self._paid(tensor.nbytes) / self.bytes_per_s)
+        return Slow(
+            super().receive(tensor, source),
+            self.latency_s + self._paid(tensor.nbytes) / self.bytes_per_s,
+        )
 
     def _paid(self, nbytes: int) -> float:
         """Of so many bytes that begin now those that do not pass for free."""

@@ -30,13 +30,18 @@ def test_the_digest_depends_on_no_value() -> None:
         (lambda model: setattr(model, "head", nn.Linear(6, 3, bias=False)), "head"),
         (lambda model: model.head.double(), "head"),
         (lambda model: model.head.weight.requires_grad_(False), "head"),
-        (lambda model: setattr(model, "norm", nn.BatchNorm2d(4, track_running_stats=False)), "norm"),
+        (
+            lambda model: setattr(model, "norm", nn.BatchNorm2d(4, track_running_stats=False)),
+            "norm",
+        ),
         (lambda model: setattr(model, "norm", nn.SyncBatchNorm(4)), "norm"),
         (tie, "frozen"),
     ],
     ids=["shape", "bias", "dtype", "frozen", "buffers", "type", "tied"],
 )
-def test_a_change_shows_in_its_layer_and_in_the_digest(change: Callable[[Image], object], layer: str) -> None:
+def test_a_change_shows_in_its_layer_and_in_the_digest(
+    change: Callable[[Image], object], layer: str
+) -> None:
     before, after = Image(), Image()
     change(after)
     assert model_digest(before) != model_digest(after)

@@ -1,4 +1,6 @@
-"""A profile says what the model is and in which order its gradients come, the same on every rank, or why it cannot."""
+"""A profile says what the model is and in which order its gradients come, the same on every rank,
+or why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def test_a_reused_layer_is_ready_after_its_last_use() -> None:
 
     got = profile(Reused(), F.mse_loss, (torch.ones(3, 4), torch.ones(3, 4)))
     assert [layer.name for layer in got.layers] == ["first", "second"]
-    assert got.layer("second").calls == 2 and got.layer("second").rows == 6 and got.layer("first").rows == 3
+    assert (
+        got.layer("second").calls == 2
+        and got.layer("second").rows == 6
+        and got.layer("first").rows == 3
+    )
 
 
 def test_sizes_of_linear_and_embedding_count_tokens(text: ModelProfile) -> None:
@@ -83,7 +89,9 @@ def test_sizes_of_convolutions(image: ModelProfile) -> None:
     assert image.layer("grouped").kind == "Conv2d" and image.layer("grouped").product_s(10) == 0
 
 
-def test_parameters_belong_to_the_module_that_holds_them(text: ModelProfile, image: ModelProfile) -> None:
+def test_parameters_belong_to_the_module_that_holds_them(
+    text: ModelProfile, image: ModelProfile
+) -> None:
     assert [p.name for p in text.layer("(model)").parameters] == ["position"]
     assert {p.name for p in text.layer("attention").parameters} == {
         "attention.in_proj_weight",
@@ -106,7 +114,8 @@ def test_times_of_the_parts_stay_within_the_whole(text: ModelProfile) -> None:
     assert 0 < sum(layer.backward_s for layer in text.layers) <= text.backward_s
     assert text.optimizer_s > 0
     assert text.layer("head").forward_s > 0 and text.layer("head").backward_s > 0
-    assert text.layer("(model)").backward_s == 0  # its output is the head's: the inner layer is billed
+    # its output is the head's: the inner layer is billed
+    assert text.layer("(model)").backward_s == 0
 
 
 def test_time_goes_to_the_layer_that_took_it() -> None:
@@ -133,13 +142,21 @@ def test_time_goes_to_the_layer_that_took_it() -> None:
     assert got.layer("c").ready_s < 0.05 < got.layer("b").ready_s
 
 
-def test_memory_for_a_gradient_takes_no_longer_than_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Page faults while all ranks have them take any time; what x's gradient takes is none of it."""
+def test_memory_for_a_gradient_takes_no_longer_than_its_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Page faults while all ranks have them take any time; what x's gradient takes is none of
+    it.
+    """
     slow = ProductCost(fixed_s=1e-9, s_per_row=1e-9, anew_s=100.0)
     monkeypatch.setattr(
-        "shoal.profiling.layers.measure_products", lambda products, ranks: dict.fromkeys(products, slow)
+        "shoal.profiling.layers.measure_products",
+        lambda products, ranks: dict.fromkeys(products, slow),
     )
-    model, sample = nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 4)), (torch.rand(5, 9), torch.arange(5) % 4)
+    model, sample = (
+        nn.Sequential(nn.Linear(9, 8), nn.Linear(8, 4)),
+        (torch.rand(5, 9), torch.arange(5) % 4),
+    )
     found = profile(model, F.cross_entropy, sample)
     first, second = found.layer("0"), found.layer("1")
     assert first.own_product_s == pytest.approx(first.backward_s)
@@ -154,7 +171,9 @@ def test_activation_checkpointing_counts_a_layer_once() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.a(x)
-            return checkpoint(self.b, h, use_reentrant=True) + checkpoint(self.b, h, use_reentrant=False)
+            return checkpoint(self.b, h, use_reentrant=True) + checkpoint(
+                self.b, h, use_reentrant=False
+            )
 
     got = profile(Checkpointed(), F.mse_loss, (torch.ones(3, 4), torch.ones(3, 4)))
     assert got.layer("b").calls == 2 and got.layer("b").rows == 6
@@ -169,7 +188,9 @@ def test_keyword_arguments_and_a_model_with_its_own_loss(form: str) -> None:
 
 
 def test_positional_arguments() -> None:
-    got = profile(nn.Bilinear(2, 3, 4), F.mse_loss, ((torch.ones(5, 2), torch.ones(5, 3)), torch.ones(5, 4)))
+    got = profile(
+        nn.Bilinear(2, 3, 4), F.mse_loss, ((torch.ones(5, 2), torch.ones(5, 3)), torch.ones(5, 4))
+    )
     assert [layer.name for layer in got.layers] == ["(model)"]
 
 
@@ -184,14 +205,49 @@ def labels(rows: int) -> Tensor:
 BAD_SAMPLES: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "none": (linear, F.cross_entropy, None, "there is no sample"),
     "not a pair": (linear, F.cross_entropy, torch.ones(6, 4), "not a pair"),
-    "wrong width": (linear, F.cross_entropy, (torch.ones(6, 5), labels(6)), r"does not take the sample.*\(6, 5\)"),
-    "wrong names": (linear, F.cross_entropy, ({"inputs": torch.ones(6, 4)}, labels(6)), "inputs: float32"),
-    "wrong target": (linear, F.cross_entropy, (torch.ones(6, 4), labels(5)), r"loss_fn does not take.*int64 \(5,\)"),
+    "wrong width": (
+        linear,
+        F.cross_entropy,
+        (torch.ones(6, 5), labels(6)),
+        r"does not take the sample.*\(6, 5\)",
+    ),
+    "wrong names": (
+        linear,
+        F.cross_entropy,
+        ({"inputs": torch.ones(6, 4)}, labels(6)),
+        "inputs: float32",
+    ),
+    "wrong target": (
+        linear,
+        F.cross_entropy,
+        (torch.ones(6, 4), labels(5)),
+        r"loss_fn does not take.*int64 \(5,\)",
+    ),
     "not a scalar": (linear, lambda out, y: out, (torch.ones(6, 4), labels(6)), r"shape \(6, 3\)"),
-    "no gradient": (linear, lambda out, y: out.detach().sum(), (torch.ones(6, 4), labels(6)), "does not depend"),
-    "no loss": (linear, None, (torch.ones(6, 4), None), r"the model \(there is no loss_fn\) returned a loss of shape"),
-    "a target too many": (linear, None, (torch.ones(6, 4), labels(6)), "there is no loss_fn to take it"),
-    "lazy": (lambda: nn.LazyLinear(3), F.cross_entropy, (torch.ones(6, 4), labels(6)), "run the model once"),
+    "no gradient": (
+        linear,
+        lambda out, y: out.detach().sum(),
+        (torch.ones(6, 4), labels(6)),
+        "does not depend",
+    ),
+    "no loss": (
+        linear,
+        None,
+        (torch.ones(6, 4), None),
+        r"the model \(there is no loss_fn\) returned a loss of shape",
+    ),
+    "a target too many": (
+        linear,
+        None,
+        (torch.ones(6, 4), labels(6)),
+        "there is no loss_fn to take it",
+    ),
+    "lazy": (
+        lambda: nn.LazyLinear(3),
+        F.cross_entropy,
+        (torch.ones(6, 4), labels(6)),
+        "run the model once",
+    ),
 }
 
 
@@ -208,7 +264,9 @@ def test_a_bad_sample_is_refused_with_its_shapes(case: str) -> None:
 
 def text_on(comm: ThreadComm) -> ModelProfile:
     model = Text()
-    return profile_model(model, token_loss, [torch.optim.AdamW(model.parameters())], (ids(), ids()), comm)
+    return profile_model(
+        model, token_loss, [torch.optim.AdamW(model.parameters())], (ids(), ids()), comm
+    )
 
 
 def test_every_rank_gets_the_same_profile(text: ModelProfile) -> None:
@@ -256,13 +314,19 @@ def test_a_slow_model_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     model.register_forward_hook(lambda *_: calls.append(1))
     profile(model, F.cross_entropy, pixels())
-    assert len(calls) == 4  # to find borrowed weights, and what goes into the loss; to warm up, to measure
+    # to find borrowed weights, and what goes into the loss; to warm up, to measure
+    assert len(calls) == 4
 
 
 def test_profiles_without_times_are_reproducible(image: ModelProfile) -> None:
     def untimed(got: ModelProfile) -> list[tuple[Any, ...]]:
         return [
-            (layer.name, layer.kind, layer.rows, [replace(p, ready_s=0.0) for p in layer.parameters])
+            (
+                layer.name,
+                layer.kind,
+                layer.rows,
+                [replace(p, ready_s=0.0) for p in layer.parameters],
+            )
             for layer in got.layers
         ]
 
@@ -323,5 +387,7 @@ def test_an_empty_tensor_among_others_is_no_empty_sample() -> None:
         def forward(self, x: Tensor, boxes: Tensor) -> Tensor:
             return super().forward(x) + boxes.sum()
 
-    found = profile(Boxes(4, 2), F.mse_loss, ((torch.ones(3, 4), torch.zeros(0, 4)), torch.zeros(3, 2)))
+    found = profile(
+        Boxes(4, 2), F.mse_loss, ((torch.ones(3, 4), torch.zeros(0, 4)), torch.zeros(3, 2))
+    )
     assert found.layers[0].rows == 3

@@ -1,4 +1,6 @@
-"""The link that is found is the link that was built: a rank's way that takes a stated latency and rate."""
+"""The link that is found is the link that was built: a rank's way that takes a stated latency and
+rate.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ def test_a_burst_that_passes_for_free_is_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ShapedComm, "latency_s", 1e-4)
     monkeypatch.setattr(ShapedComm, "bytes_per_s", 10e6)
     monkeypatch.setattr(ShapedComm, "burst_bytes", 200e3)
-    found = [run(2, lambda comm: probe_link(ShapedComm.of(comm), budget_s=0.7))[0] for _ in range(4)]
+    found = [
+        run(2, lambda comm: probe_link(ShapedComm.of(comm), budget_s=0.7))[0] for _ in range(4)
+    ]
     assert any(link.burst_bytes == pytest.approx(200e3, rel=0.3) for link in found), found
     assert any(link.bytes_per_s == pytest.approx(10e6, rel=0.2) for link in found), found
 
 
-def test_a_slow_link_is_measured_without_its_largest_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_link_is_measured_without_its_largest_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ShapedComm, "bytes_per_s", 1e6)  # 4 MB would take 4 s
     start = time.perf_counter()
     links = run(2, lambda comm: probe_link(ShapedComm.of(comm), budget_s=0.7))
@@ -46,7 +52,9 @@ def test_a_slow_link_is_measured_without_its_largest_messages(monkeypatch: pytes
 @pytest.mark.parametrize("hosts", ["abcd", "aabb", "abab", "abcabc", "aabbc", "abbacab", "aaaa"])
 def test_every_rank_sends_to_another_host_and_to_another_rank(hosts: str) -> None:
     pairs = run(len(hosts), _partners, hosts=hosts)
-    assert [pairs[to][0] for _, to in pairs] == list(range(len(hosts))), "who is sent to receives it"
+    assert [pairs[to][0] for _, to in pairs] == list(range(len(hosts))), (
+        "who is sent to receives it"
+    )
     for rank, (_, to) in enumerate(pairs):
         assert to != rank
         assert hosts[to] != hosts[rank] or len(set(hosts)) == 1

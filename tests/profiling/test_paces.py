@@ -1,4 +1,6 @@
-"""The pace that is found is what was built: messages of a stated time, on links that lanes share or do not."""
+"""The pace that is found is what was built: messages of a stated time, on links that lanes share or
+do not.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,8 @@ def test_what_sends_nothing_costs_nothing() -> None:
 
 
 def test_lanes_run_at_once() -> None:
-    """Each lane here has a link of its own, so three of them reach three times the rate at the same latency.
+    """Each lane here has a link of its own, so three of them reach three times the rate at the same
+    latency.
 
     What else the machine does adds to it, but not always.
     """
@@ -156,7 +159,9 @@ def test_processor_time_is_counted_for_all_ranks_of_a_process() -> None:
 def between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing takes 20 ms, and of moves without it only what a byte takes is known."""
     nothing = Pace(Price(0.0, 1 / LINK.bytes_per_s), Price(0.0, 0.0))
-    monkeypatch.setattr("shoal.profiling.paces.probe_paces", lambda *args, **kwargs: {"moves": nothing})
+    monkeypatch.setattr(
+        "shoal.profiling.paces.probe_paces", lambda *args, **kwargs: {"moves": nothing}
+    )
     monkeypatch.setattr("shoal.profiling.paces.torch.mm", lambda *args, **kwargs: time.sleep(20e-3))
 
 
@@ -165,7 +170,12 @@ def test_a_move_of_the_main_thread_is_priced_without_what_is_computed_between() 
     """What else the machine does adds to it, but not always."""
     found = []
     for _ in range(8):
-        first, second = run(2, lambda comm: probe_moves(comm, LINK, Direct(), lane=ShapedComm.of(comm.channel("lane"))))
+        first, second = run(
+            2,
+            lambda comm: probe_moves(
+                comm, LINK, Direct(), lane=ShapedComm.of(comm.channel("lane"))
+            ),
+        )
         assert first == second
         found.append(first.wall)
         if first.wall.round_s == pytest.approx(LINK.latency_s, rel=0.5):
@@ -188,7 +198,9 @@ class Late(ShapedComm):
 
 @pytest.mark.usefixtures("between")
 def test_a_move_waits_for_whoever_comes_last() -> None:
-    first, _ = run(2, lambda comm: probe_moves(comm, LINK, Direct(), lane=Late.of(comm.channel("lane"))))
+    first, _ = run(
+        2, lambda comm: probe_moves(comm, LINK, Direct(), lane=Late.of(comm.channel("lane")))
+    )
     assert first.wall.round_s > Late.late_s / 2
 
 

@@ -34,6 +34,8 @@ def test_what_computes_is_counted() -> None:
     assert end.busy_s - start.busy_s >= 0.1  # ticks
 
 
-def test_without_proc_the_process_alone_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_without_proc_the_process_alone_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
     monkeypatch.setattr(processor, "_STAT", processor.Path(str(tmp_path)) / "stat")
     assert ProcessorTime.now().busy_s == 0.0

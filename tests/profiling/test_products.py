@@ -1,4 +1,6 @@
-"""Products are measured once for equal layers, at two sizes, and lie on a line with no part below zero."""
+"""Products are measured once for equal layers, at two sizes, and lie on a line with no part below
+zero.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from shoal.profiling.products import Product, ProductCost, measure_products
 def test_equal_layers_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Product] = []
     monkeypatch.setattr(
-        "shoal.profiling.products._measure", lambda product, _: measured.append(product) or ProductCost(1.0, 2.0)
+        "shoal.profiling.products._measure",
+        lambda product, _: measured.append(product) or ProductCost(1.0, 2.0),
     )
     rows = {"a": 8, "b": 8, "c": 9}
     products = {name: Product.of(nn.Linear(4, 5), k) for name, k in rows.items()}
@@ -28,7 +31,11 @@ def test_what_is_no_product_has_none() -> None:
 
 def test_work_is_the_gradient_product() -> None:
     linear = Product(False, 8, 4, 5, torch.float64, torch.device("cpu")).work(6)()
-    assert isinstance(linear, torch.Tensor) and linear.shape == (5, 4) and linear.dtype == torch.float64
+    assert (
+        isinstance(linear, torch.Tensor)
+        and linear.shape == (5, 4)
+        and linear.dtype == torch.float64
+    )
     table = Product(True, 8, 7, 3, torch.float32, torch.device("cpu")).work(6)()
     assert isinstance(table, torch.Tensor) and table.shape == (7, 3) and 0 < table.sum() < 6 * 3
 

@@ -1,4 +1,6 @@
-"""Profiling leaves no trace: what was before is what is after, bit for bit and object for object."""
+"""Profiling leaves no trace: what was before is what is after, bit for bit and object for
+object.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def test_running_statistics_stay() -> None:
     profile_model(model, F.cross_entropy, [], pixels(), ThreadComm())
     assert_equal(state(model), before)
     model(pixels()[0])
-    assert model.norm.num_batches_tracked == 1 and not torch.equal(model.norm.running_mean, before["norm.running_mean"])
+    assert model.norm.num_batches_tracked == 1 and not torch.equal(
+        model.norm.running_mean, before["norm.running_mean"]
+    )
 
 
 def test_a_model_in_eval_mode_is_trained_and_given_back_in_eval_mode() -> None:
@@ -91,7 +95,9 @@ def test_random_state_stays() -> None:
     seed()
     expected = drawn()
     seed()
-    profile_model(model, token_loss, [torch.optim.Adam(model.parameters())], (ids(), ids()), ThreadComm())
+    profile_model(
+        model, token_loss, [torch.optim.Adam(model.parameters())], (ids(), ids()), ThreadComm()
+    )
     assert drawn() == expected
 
 

@@ -1,4 +1,6 @@
-"""A weight that is used otherwise than by calling its layer is found, and the reason names who uses it."""
+"""A weight that is used otherwise than by calling its layer is found, and the reason names who uses
+it.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,14 @@ from shoal.profiling.layers import profile_model
 from shoal.strategies.sliced import Sliced
 
 
-def reasons(model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor] = F.mse_loss) -> dict[str, str]:
+def reasons(
+    model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor] = F.mse_loss
+) -> dict[str, str]:
     sample = (torch.ones(3, 4), torch.ones(3, 4))
-    return {layer.name: layer.outside_use for layer in profile_model(model, loss_fn, [], sample, ThreadComm()).layers}
+    return {
+        layer.name: layer.outside_use
+        for layer in profile_model(model, loss_fn, [], sample, ThreadComm()).layers
+    }
 
 
 class Net(nn.Module):
@@ -39,7 +46,9 @@ class Net(nn.Module):
 def test_attention_reads_its_projection_without_calling_it() -> None:
     profile = profile_model(Text(), token_loss, [], (ids(), ids()), ThreadComm())
     found = {layer.name: layer.outside_use for layer in profile.layers if layer.outside_use}
-    assert found == {"attention.out_proj": "its weight is read by attention (MultiheadAttention) without calling it"}
+    assert found == {
+        "attention.out_proj": "its weight is read by attention (MultiheadAttention) without calling it"
+    }
 
 
 def test_asking_for_shapes_and_types_is_no_use() -> None:
@@ -56,7 +65,10 @@ def test_a_borrowed_weight() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x)) + F.linear(x, self.b.weight)
 
-    assert reasons(Borrows()) == {"a": "", "b": "its weight is read by (model) (Borrows) without calling it"}
+    assert reasons(Borrows()) == {
+        "a": "",
+        "b": "its weight is read by (model) (Borrows) without calling it",
+    }
 
 
 def test_a_weight_in_a_list_and_one_in_the_loss() -> None:
@@ -86,7 +98,10 @@ def test_a_custom_function_hides_nothing() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(Product.apply(self.a(x), self.b.weight))
 
-    assert reasons(Custom()) == {"a": "", "b": "its weight is read by (model) (Custom) without calling it"}
+    assert reasons(Custom()) == {
+        "a": "",
+        "b": "its weight is read by (model) (Custom) without calling it",
+    }
 
 
 @pytest.mark.parametrize("hidden", [True, False])
@@ -103,7 +118,9 @@ def test_what_is_read_unseen_by_torchs_functions_is_not_for_owners(hidden: bool)
             super().__init__()
             self.b = Native(4, 4)
 
-    profile = profile_model(Mixed(), F.mse_loss, [], (torch.ones(3, 4), torch.ones(3, 4)), ThreadComm())
+    profile = profile_model(
+        Mixed(), F.mse_loss, [], (torch.ones(3, 4), torch.ones(3, 4)), ThreadComm()
+    )
     cluster = Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)
     told = {layer.name: Sliced().refuses(layer, cluster) for layer in profile.layers}
     assert told["a"] is None
@@ -158,11 +175,23 @@ class Mixed(nn.Linear):
     ("change", "reason"),
     [
         (lambda net: setattr(net, "b", Mixed(4, 4)), "Mixed, not exactly a torch.nn.Linear"),
-        (lambda net: setattr(net.b, "forward", lambda x: F.linear(x, net.b.weight)), "its forward has been replaced"),
+        (
+            lambda net: setattr(net.b, "forward", lambda x: F.linear(x, net.b.weight)),
+            "its forward has been replaced",
+        ),
         (lambda net: net.b.weight.requires_grad_(False), "its weight is frozen"),
-        (lambda net: net.b.register_forward_pre_hook(lambda m, x: (x[0] + m.weight,)), "its weight is read by add"),
-        (lambda net: net.b.weight.register_hook(lambda grad: grad.clamp(-1, 1)), "its weight has a gradient hook"),
-        (lambda net: net.b.bias.register_post_accumulate_grad_hook(lambda p: None), "its bias has a gradient hook"),
+        (
+            lambda net: net.b.register_forward_pre_hook(lambda m, x: (x[0] + m.weight,)),
+            "its weight is read by add",
+        ),
+        (
+            lambda net: net.b.weight.register_hook(lambda grad: grad.clamp(-1, 1)),
+            "its weight has a gradient hook",
+        ),
+        (
+            lambda net: net.b.bias.register_post_accumulate_grad_hook(lambda p: None),
+            "its bias has a gradient hook",
+        ),
     ],
     ids=["subclass", "forward", "frozen", "hook", "gradient hook", "accumulated gradient hook"],
 )
@@ -186,7 +215,9 @@ def test_parametrized_weights_belong_to_their_parametrization() -> None:
     assert found.keys() == {"a", "b", "b.parametrizations.weight"}
 
 
-@pytest.mark.parametrize("option", [{"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+@pytest.mark.parametrize(
+    "option", [{"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}]
+)
 def test_options_of_embeddings(option: dict[str, bool]) -> None:
     model = nn.Embedding(11, 11, **option)  # type: ignore[arg-type]
     layer = profile_model(model, token_loss, [], (ids(), ids()), ThreadComm()).layers[0]
@@ -194,5 +225,7 @@ def test_options_of_embeddings(option: dict[str, bool]) -> None:
 
 
 def test_padding_of_an_embedding_is_fine() -> None:
-    layer = profile_model(nn.Embedding(11, 11, padding_idx=0), token_loss, [], (ids(), ids()), ThreadComm()).layers[0]
+    layer = profile_model(
+        nn.Embedding(11, 11, padding_idx=0), token_loss, [], (ids(), ids()), ThreadComm()
+    ).layers[0]
     assert layer.outside_use == ""

@@ -18,10 +18,16 @@ from shoal.runtime.session import using
 
 
 def test_events_become_rows_of_a_trace() -> None:
-    rows = json.loads(chrome({"rank 0": [Event("send", "lane 1", 0.5, 0.75)], "rank 1": []}))["traceEvents"]
+    rows = json.loads(chrome({"rank 0": [Event("send", "lane 1", 0.5, 0.75)], "rank 1": []}))[
+        "traceEvents"
+    ]
     (send,) = [row for row in rows if row["ph"] == "X"]
     assert (send["name"], send["pid"], send["ts"], send["dur"]) == ("send", 0, 5e5, 2.5e5)
-    assert [row["args"]["name"] for row in rows if row["ph"] == "M"] == ["rank 0", "lane 1", "rank 1"]
+    assert [row["args"]["name"] for row in rows if row["ph"] == "M"] == [
+        "rank 0",
+        "lane 1",
+        "rank 1",
+    ]
 
 
 def test_a_recorded_step_shows_what_the_plan_says() -> None:
@@ -34,7 +40,11 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
             optimizer = torch.optim.SGD(mine.parameters(), 0.1)
             pins = {"0": "sliced:direct", "1": "replicate:ring"}
             shoal.parallelize(
-                mine, lambda out, _: out.sum(), optimizer, sample=(x[comm.rank], torch.zeros(3)), pins=pins
+                mine,
+                lambda out, _: out.sum(),
+                optimizer,
+                sample=(x[comm.rank], torch.zeros(3)),
+                pins=pins,
             )
             attached = session.attached[mine]
             with attached.engine.recorded() as recorder:
@@ -50,7 +60,10 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
 
     for measured, predicted in run(2, work):
         assert all(event.begin_s <= event.end_s for event in (*measured, *predicted))
-        assert [event.what for event in measured if event.thread == MAIN][:2] == ["backward", "wait for gradients"]
+        assert [event.what for event in measured if event.thread == MAIN][:2] == [
+            "backward",
+            "wait for gradients",
+        ]
         for events in (measured, predicted):
             lanes = sorted(event.what.split(" site")[0] for event in events if event.thread != MAIN)
             assert lanes == ["exchange", "exchange", "update and return"]
@@ -65,7 +78,9 @@ def test_a_recorded_step_shows_what_the_main_thread_waits_for_in_cut_layers() ->
         with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
             optimizer = torch.optim.SGD(mine.parameters(), 0.1)
             sample = x[comm.rank], torch.zeros(3)
-            shoal.parallelize(mine, lambda out, _: out.sum(), optimizer, sample=sample, pins={"2": "column"})
+            shoal.parallelize(
+                mine, lambda out, _: out.sum(), optimizer, sample=sample, pins={"2": "column"}
+            )
             with session.attached[mine].engine.recorded() as recorder:
                 mine(x[comm.rank]).sum().backward()
             mine(x[comm.rank]).sum().backward()  # not recorded
@@ -73,4 +88,5 @@ def test_a_recorded_step_shows_what_the_main_thread_waits_for_in_cut_layers() ->
 
     for events in run(2, work):
         moves = [event for event in events if event.what.startswith("messages from every rank")]
-        assert [event.thread for event in moves] == [MAIN] * 5  # forward: counts, there, back; backward: there, back
+        # forward: counts, there, back; backward: there, back
+        assert [event.thread for event in moves] == [MAIN] * 5

@@ -1,4 +1,6 @@
-"""Under `torch.set_default_device("cuda")` what is the host's stays there; meta tensors stand for what is not."""
+"""Under `torch.set_default_device("cuda")` what is the host's stays there; meta tensors stand for
+what is not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def test_a_model_on_the_host_trains_whatever_device_is_the_default(strategy: str
         x, y = torch.randn(3 + comm.rank, 8), torch.randint(4, (3 + comm.rank,))
         with using(comm), torch.device("meta"):
             pins = {"0": strategy, "2": "replicate"}
-            _, loss_fn, _ = shoal.parallelize(model, nn.CrossEntropyLoss(), optimizer, sample=(x, y), pins=pins)
+            _, loss_fn, _ = shoal.parallelize(
+                model, nn.CrossEntropyLoss(), optimizer, sample=(x, y), pins=pins
+            )
             losses = []
             for _ in range(3):
                 optimizer.zero_grad()

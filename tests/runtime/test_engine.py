@@ -1,4 +1,6 @@
-"""The engine under delays, errors and misuse: order holds, errors are named, nothing is left running."""
+"""The engine under delays, errors and misuse: order holds, errors are named, nothing is left
+running.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from shoal.runtime.session import using
 class Scripted(Transfer):
     """Notes what the engine does with it; its one parameter's hook makes it ready."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, log: list[str], error: Exception | None = None) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, log: list[str], error: Exception | None = None
+    ) -> None:
         self.label, self._log, self._error = name, log, error
         self.ran, self.awaits = threading.Event(), threading.Event()
         self.awaits.set()
@@ -57,7 +61,9 @@ Trained = tuple[Plan, list[Tensor], int]
 
 
 def scripted(order: str, **errors: Exception) -> tuple[Engine, list[Scripted], list[str], Tensor]:
-    """Three parameters whose gradients come in the order c, b, a; transfers in the order given, on one lane."""
+    """Three parameters whose gradients come in the order c, b, a; transfers in the order given, on
+    one lane.
+    """
     log: list[str] = []
     parameters = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
     transfers = [Scripted(name, parameters[name], log, errors.get(name)) for name in order]
@@ -66,7 +72,8 @@ def scripted(order: str, **errors: Exception) -> tuple[Engine, list[Scripted], l
 
 
 def test_a_ready_transfer_waits_for_those_before_it() -> None:
-    engine, (b, _, a), log, loss = scripted("bca")  # c's gradient comes first, but b stands before it
+    # c's gradient comes first, but b stands before it
+    engine, (b, _, a), log, loss = scripted("bca")
     a.awaits = b.ran  # backward goes on only when b has run: it runs while backward does
     loss.backward()
     engine.close()
@@ -93,7 +100,9 @@ class Streams:
         self._log.append(f"wait for {event}")
 
 
-@pytest.mark.parametrize(("device", "lanes"), [(None, [0, 1, 2, 0]), (torch.device("cuda"), [1, 2, 1, 0])])
+@pytest.mark.parametrize(
+    ("device", "lanes"), [(None, [0, 1, 2, 0]), (torch.device("cuda"), [1, 2, 1, 0])]
+)
 def test_on_a_gpu_what_is_nccls_goes_over_one_channel(
     device: torch.device | None, lanes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,14 +120,19 @@ def test_on_a_gpu_what_is_nccls_goes_over_one_channel(
     assert took == lanes
 
 
-def test_on_a_gpu_a_transfer_is_packed_behind_what_made_it_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which may have been on another stream than what makes the one before it ready, and so has it packed."""
+def test_on_a_gpu_a_transfer_is_packed_behind_what_made_it_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which may have been on another stream than what makes the one before it ready, and so has it
+    packed.
+    """
     log: list[str] = []
     Streams(monkeypatch, log)
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     transfers = [Scripted(name, p, log) for name, p in zip("ab", parameters, strict=True)]
     engine = Engine(transfers, [ThreadComm()], device=torch.device("cuda"))
-    (parameters[0].exp() * parameters[1]).sum().backward()  # the second's gradient comes before the first's
+    # the second's gradient comes before the first's
+    (parameters[0].exp() * parameters[1]).sum().backward()
     engine.close()
     for before, transfer in (("wait for moment 1", "pack a"), ("wait for moment 0", "pack b")):
         assert log.index(before) < log.index(transfer)
@@ -132,7 +146,9 @@ class ScriptedAtServers(Scripted, OwnedTransfer):
 
 
 def test_what_comes_back_from_servers_holds_up_nothing_that_goes_to_them() -> None:
-    first, second = transfers = [ScriptedAtServers(name, nn.Parameter(torch.ones(2)), []) for name in "ab"]
+    first, second = transfers = [
+        ScriptedAtServers(name, nn.Parameter(torch.ones(2)), []) for name in "ab"
+    ]
     engine = Engine(transfers, [], [ThreadComm()], [ThreadComm()])
     may_end = threading.Event()
     engine.exchange(first)
@@ -161,8 +177,12 @@ def test_nothing_comes_back_before_it_is_there() -> None:
     assert log == ["run a", "back a"]
 
 
-def test_a_parameter_is_on_its_way_again_whoever_looks_while_a_step_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look in another thread finds that the last values are there, and the next set off before it can say so."""
+def test_a_parameter_is_on_its_way_again_whoever_looks_while_a_step_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look in another thread finds that the last values are there, and the next set off before it
+    can say so.
+    """
     parameter = nn.Parameter(torch.ones(2))
     transfer = ScriptedAtServers("a", parameter, [])
     transfer.parameters = (parameter,)
@@ -191,7 +211,9 @@ def test_a_parameter_is_on_its_way_again_whoever_looks_while_a_step_begins(monke
 
 
 def test_a_transfer_that_failed_on_its_way_there_fails_on_its_way_back() -> None:
-    transfer = ScriptedAtServers("a", nn.Parameter(torch.ones(2)), [], RuntimeError("the wire is cut"))
+    transfer = ScriptedAtServers(
+        "a", nn.Parameter(torch.ones(2)), [], RuntimeError("the wire is cut")
+    )
     engine = Engine([transfer], [], [ThreadComm()], [ThreadComm()])
     engine.exchange(transfer)
     engine.later(transfer, lambda comm: pytest.fail("there is nothing to bring back"), "bring back")
@@ -225,14 +247,27 @@ def test_a_backward_after_the_session_is_refused() -> None:
 
 
 def trained(
-    comm: Comm, model: nn.Module, rows: Tensor, pins: dict[str, str], plan: Plan | None = None, memory: str = "fast"
+    comm: Comm,
+    model: nn.Module,
+    rows: Tensor,
+    pins: dict[str, str],
+    plan: Plan | None = None,
+    memory: str = "fast",
 ) -> Trained:
-    """Train a copy, by a plan or one made for the pins; the plan, the parameters it ends with, the peak of buckets."""
+    """Train a copy, by a plan or one made for the pins; the plan, the parameters it ends with, the
+    peak of buckets.
+    """
     mine = copy.deepcopy(model)
     with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
         optimizer, sample = torch.optim.SGD(mine.parameters(), 0.1), ((rows[0],), None)
         shoal.parallelize(
-            mine, None, optimizer, sample=sample, plan=plan or "auto", pins=None if plan else pins, memory=memory
+            mine,
+            None,
+            optimizer,
+            sample=sample,
+            plan=plan or "auto",
+            pins=None if plan else pins,
+            memory=memory,
         )
         for batch in rows:
             optimizer.zero_grad()
@@ -247,13 +282,17 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(40, 40), nn.Tanh())))
+        self.layers = nn.Sequential(
+            *(layer for _ in range(6) for layer in (nn.Linear(40, 40), nn.Tanh()))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
 
 
-@pytest.mark.parametrize("pins", [{"*": "replicate:direct"}, {"layers.[048]": "factor", "layers.2": "replicate:tree"}])
+@pytest.mark.parametrize(
+    "pins", [{"*": "replicate:direct"}, {"layers.[048]": "factor", "layers.2": "replicate:tree"}]
+)
 def test_random_delays_do_not_change_a_bit(pins: dict[str, str]) -> None:
     torch.manual_seed(0)
     model, rows = Deep(), torch.randn(3, 20, 5, 40)  # ranks, steps, rows a rank, width
@@ -264,7 +303,13 @@ def test_random_delays_do_not_change_a_bit(pins: dict[str, str]) -> None:
     plan, expected, _ = run(3, calm)[0]
 
     def delayed(comm: ThreadComm) -> Trained:
-        return trained(FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]), model, rows[comm.rank], pins, plan)
+        return trained(
+            FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]),
+            model,
+            rows[comm.rank],
+            pins,
+            plan,
+        )
 
     for _, parameters, _ in run(3, delayed):
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
@@ -352,13 +397,16 @@ def test_low_memory_has_backward_wait_for_room_on_a_slow_network(slow: int) -> N
         late = FaultyComm(comm, [Delay(slow, 0.005)])
         return trained(late, model, rows[comm.rank], MANY, plan, memory)
 
-    fast, low = (run(2, lambda comm, memory=memory: work(comm, memory)) for memory in ("fast", "low"))
+    fast, low = (
+        run(2, lambda comm, memory=memory: work(comm, memory)) for memory in ("fast", "low")
+    )
     for (_, expected, whole), (_, parameters, peak) in zip(fast, low, strict=True):
         assert peak == whole // 6 * 2  # a lane's two of six
         assert all(torch.equal(a, b) for a, b in zip(parameters, expected, strict=True))
 
 
-@pytest.mark.parametrize("at", [12, 60, 66])  # operations of rank 1: in its first and in its second backward
+# operations of rank 1: in its first and in its second backward
+@pytest.mark.parametrize("at", [12, 60, 66])
 def test_a_rank_that_is_lost_while_another_waits_for_room_is_named(at: int) -> None:
     torch.manual_seed(0)
     model, rows = Deep(), torch.randn(3, 5, 5, 40)
@@ -367,7 +415,14 @@ def test_a_rank_that_is_lost_while_another_waits_for_room_is_named(at: int) -> N
 
     def work(comm: ThreadComm) -> None:
         try:
-            trained(FaultyComm(comm, [Delay(1, 0.02), Kill(1, at)]), model, rows[comm.rank], MANY, plan, "low")
+            trained(
+                FaultyComm(comm, [Delay(1, 0.02), Kill(1, at)]),
+                model,
+                rows[comm.rank],
+                MANY,
+                plan,
+                "low",
+            )
         except Exception as error:
             heard[comm.rank] = error
             raise

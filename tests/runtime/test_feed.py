@@ -1,4 +1,6 @@
-"""Sharding a loader: each rank its own rows, the same number of batches, the rows that one process would take."""
+"""Sharding a loader: each rank its own rows, the same number of batches, the rows that one process
+would take.
+"""
 
 import random
 from itertools import pairwise
@@ -28,7 +30,9 @@ def rows_of(loader):
 
 def steps_of(loader, size, seed=0):
     """What all ranks take in each step, in rank order: `steps[i][rank]`."""
-    return list(zip(*(rows_of(shard(loader, rank, size, seed)) for rank in range(size)), strict=True))
+    return list(
+        zip(*(rows_of(shard(loader, rank, size, seed)) for rank in range(size)), strict=True)
+    )
 
 
 def flat(lists):
@@ -43,7 +47,9 @@ def test_rows_are_shared_out_evenly(size, batch_size, drop_last):
         loader = DataLoader(range(num_rows), batch_size=batch_size, drop_last=drop_last)
         steps = steps_of(loader, size)  # zip(strict): every rank gives the same number of batches
         kept = num_rows // (size * batch_size) * size * batch_size if drop_last else num_rows
-        assert flat(flat(steps)) == list(range(kept)), "none twice, none lost, in the order of one process"
+        assert flat(flat(steps)) == list(range(kept)), (
+            "none twice, none lost, in the order of one process"
+        )
         assert all(len(rows) >= 1 for step in steps for rows in step)
         per_rank = [sum(map(len, mine)) for mine in zip(*steps, strict=True)]
         assert max(per_rank) - min(per_rank) <= 1
@@ -54,7 +60,11 @@ def test_rows_are_shared_out_evenly(size, batch_size, drop_last):
 
 def test_steps_are_the_batches_of_one_process():
     steps = steps_of(DataLoader(range(13), batch_size=2), size=2)
-    assert [flat(step) for step in steps] == [*rows_of(DataLoader(range(8), batch_size=4)), [8, 9, 10], [11, 12]]
+    assert [flat(step) for step in steps] == [
+        *rows_of(DataLoader(range(8), batch_size=4)),
+        [8, 9, 10],
+        [11, 12],
+    ]
     steps = steps_of(DataLoader(range(14), batch_size=2), size=2)
     assert [flat(step) for step in steps] == rows_of(DataLoader(range(14), batch_size=4))
 
@@ -98,7 +108,9 @@ def test_every_rank_shuffles_alike_and_anew_each_epoch(sampler):
         torch.manual_seed(rank)
         random.seed(rank)
         np.random.seed(rank)
-        shards.append(shard(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[sampler]()), rank, 3, seed=5))
+        shards.append(
+            shard(DataLoader(range(20), batch_size=3, sampler=SAMPLERS[sampler]()), rank, 3, seed=5)
+        )
     epochs = [flat(flat(zip(*map(rows_of, shards), strict=True))) for _ in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == list(range(20))
@@ -115,10 +127,22 @@ def test_another_seed_is_another_order():
 
 def test_the_random_state_of_the_script_is_left_alone():
     generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(range(20), batch_size=3, sampler=RandomSampler(range(20), generator=generator))
-    before = torch.get_rng_state(), generator.get_state(), random.getstate(), np.random.get_state()[1].tolist()
+    loader = DataLoader(
+        range(20), batch_size=3, sampler=RandomSampler(range(20), generator=generator)
+    )
+    before = (
+        torch.get_rng_state(),
+        generator.get_state(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    )
     list(shard(loader, 0, 2, seed=9).batch_sampler)
-    after = torch.get_rng_state(), generator.get_state(), random.getstate(), np.random.get_state()[1].tolist()
+    after = (
+        torch.get_rng_state(),
+        generator.get_state(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+    )
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
     assert before[2:] == after[2:]
@@ -154,7 +178,9 @@ def test_options_are_kept_and_workers_persist():
 
 
 def test_a_plain_batch_sampler_is_cut_too():
-    loader = DataLoader(range(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=False))
+    loader = DataLoader(
+        range(8), batch_sampler=BatchSampler(SequentialSampler(range(8)), 2, drop_last=False)
+    )
     assert rows_of(shard(loader, 1, 2, seed=0)) == [[2, 3], [6, 7]]
 
 
@@ -184,8 +210,14 @@ class OwnBatches(BatchSampler):
         ([1, 2, 3], "takes a DataLoader"),
         (DataLoader(Stream(), batch_size=2), r"IterableDataset(?s:.)*shoal\.world"),
         (DataLoader(range(9), batch_size=None), "batch_size=None"),
-        (DataLoader(range(9), batch_sampler=OwnBatches(range(9), 2, False)), r"OwnBatches(?s:.)*do this"),
-        (DataLoader(range(9), sampler=DistributedSampler(range(9), 2, 0)), "drop the DistributedSampler"),
+        (
+            DataLoader(range(9), batch_sampler=OwnBatches(range(9), 2, False)),
+            r"OwnBatches(?s:.)*do this",
+        ),
+        (
+            DataLoader(range(9), sampler=DistributedSampler(range(9), 2, 0)),
+            "drop the DistributedSampler",
+        ),
         (DataLoader(range(9), sampler=Endless()), "__len__"),
         (shard(DataLoader(range(9)), 0, 2, 0), "sharded already"),
         (DataLoader(range(3)), "3 rows, 4 ranks"),

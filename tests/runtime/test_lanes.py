@@ -1,4 +1,6 @@
-"""Lanes: errands in order, errors kept for who waits, and an end behind what is under way where a rank gives up."""
+"""Lanes: errands in order, errors kept for who waits, and an end behind what is under way where a
+rank gives up.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from shoal.runtime.weights import Weigher
 
 
 def test_an_abandoned_lane_ends_behind_what_it_is_doing() -> None:
-    lane, begun, may_end, done = Lane(ThreadComm(), "lane"), threading.Event(), threading.Event(), []
+    lane, begun, may_end, done = (
+        Lane(ThreadComm(), "lane"),
+        threading.Event(),
+        threading.Event(),
+        [],
+    )
 
     def slowly(comm: object) -> None:
         begun.set()
@@ -47,7 +54,9 @@ def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm) as session:
             sessions.append(session)
-            session.threads[0] = Threads(ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm), None)
+            session.threads[0] = Threads(
+                ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm), None
+            )
             session.servers = Servers(comm)
             raise ValueError("a mistake of the script")
 
@@ -100,8 +109,12 @@ def test_on_a_gpu_a_lane_waits_for_what_was_computed_when_it_was_asked_and_no_mo
     current = threading.local()
     main = Stream("main", log)
     monkeypatch.setattr(torch, "Stream", lambda device: Stream("lane", log))
-    monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(current, "stream", stream))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: getattr(current, "stream", main))
+    monkeypatch.setattr(
+        torch.accelerator, "set_stream", lambda stream: setattr(current, "stream", stream)
+    )
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: getattr(current, "stream", main)
+    )
     lane, may_begin = Lane(ThreadComm(), "lane", torch.device("cuda")), threading.Event()
 
     lane.run(lambda comm: (may_begin.wait(), log.append("first"))[1], "first")

@@ -60,7 +60,9 @@ main()
 
 
 @pytest.mark.timeout(120)
-def test_a_forked_child_waits_for_nothing_that_only_its_parent_brings(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_forked_child_waits_for_nothing_that_only_its_parent_brings(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     result = Local().launch(Job((sys.executable, "-c", FORK), 2))
     captured = capfd.readouterr()
     assert result.exit_code == 0, captured.err

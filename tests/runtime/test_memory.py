@@ -22,7 +22,8 @@ for _ in range(5):
     step()
 print((page_faults() - before) / 5)
 """
-PAGES = 20 * (1 << 20) / mmap.PAGESIZE  # that a step takes anew in most processes, were it not for `keep_freed`
+# that a step takes anew in most processes, were it not for `keep_freed`
+PAGES = 20 * (1 << 20) / mmap.PAGESIZE
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a matter of glibc")

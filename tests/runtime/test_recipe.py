@@ -78,7 +78,9 @@ def test_a_recipe_may_import_what_lies_beside_it_and_be_called_as_a_library_is(w
         import widths_of_this_test
         return nn.Linear(1, widths_of_this_test.WIDTH)
     """
-    recipe = load(write("from __future__ import annotations\n" + textwrap.dedent(GOOD + late), name="json.py"))
+    recipe = load(
+        write("from __future__ import annotations\n" + textwrap.dedent(GOOD + late), name="json.py")
+    )
     assert recipe.model().out_features == 5
 
 
@@ -95,7 +97,10 @@ def test_a_recipe_may_import_what_lies_beside_it_and_be_called_as_a_library_is(w
             ("def data", "import not_there_at_all\n    def data"),
             r"fails(?s:.)*line 6(?s:.)*ModuleNotFoundError(?s:.)*install not_there_at_all",
         ),
-        (("def optimizer(params)", "def optimizer()"), r"optimizer(?s:.)*other arguments(?s:.)*optimizer\(params\)"),
+        (
+            ("def optimizer(params)", "def optimizer()"),
+            r"optimizer(?s:.)*other arguments(?s:.)*optimizer\(params\)",
+        ),
         (
             ("def model():", "model = nn.Linear(1, 1)\n    def unused():"),
             r"model(?s:.)*not a function(?s:.)*built already",

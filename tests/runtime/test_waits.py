@@ -1,6 +1,8 @@
-"""What lies on a GPU is not looked at where it is not needed: that waits for all that the GPU has still to do.
+"""What lies on a GPU is not looked at where it is not needed: that waits for all that the GPU has
+still to do.
 
-Meta tensors stand for it, which have nothing to look at, and raise; a copy to them from the host is refused, too.
+Meta tensors stand for it, which have nothing to look at, and raise; a copy to them from the host is
+refused, too.
 """
 
 from __future__ import annotations
@@ -26,15 +28,26 @@ class NothingFromTheHost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         from_host = any(isinstance(each, Tensor) and each.device.type == "cpu" for each in args)
-        if from_host and isinstance(out, Tensor) and out.device.type == "meta" and "copy" in func.name():
+        if (
+            from_host
+            and isinstance(out, Tensor)
+            and out.device.type == "meta"
+            and "copy" in func.name()
+        ):
             raise AssertionError(f"{func.name()} from the host")
         return out
 
 
 def after_backward(
-    strategy: Strategy, exchange: AllReduce | Direct, share: float = 1.0, bias: bool = True, dtype: Any = torch.float32
+    strategy: Strategy,
+    exchange: AllReduce | Direct,
+    share: float = 1.0,
+    bias: bool = True,
+    dtype: Any = torch.float32,
 ) -> Transfer:
-    """The transfer of a layer on a device, of which backward used all, or not the bias, and whose gradients landed."""
+    """The transfer of a layer on a device, of which backward used all, or not the bias, and whose
+    gradients landed.
+    """
     model = nn.Linear(3, 2, device="meta", dtype=dtype)
     place = Place(layers={}, parameters=dict(model.named_parameters()), rank=0, ranks=2)
     (transfer,) = strategy.apply(place, exchange, "a bucket")

@@ -26,7 +26,9 @@ def agreed(comm: Comm, work: Callable[[], T], elsewhere: type[UsageError] = Rank
         raise
     for rank, text in enumerate(comm.gather_objects(None)):
         if text is not None:
-            raise elsewhere(f"rank {rank} cannot go on: {text}", rank=rank, do="see that rank's own message")
+            raise elsewhere(
+                f"rank {rank} cannot go on: {text}", rank=rank, do="see that rank's own message"
+            )
     return result
 
 

@@ -10,8 +10,8 @@ from shoal.core.contracts import Comm
 class Around(Comm):
     """`inner`, but for its messages, channels and groups, which a wrapper has of its own.
 
-    It keeps the collectives of the base class, which are made of such messages; a collective of the inner one's own is
-    not used. `gather_objects` is, as it is for set-up.
+    It keeps the collectives of the base class, which are made of such messages; a collective of the
+    inner one's own is not used. `gather_objects` is, as it is for set-up.
     """
 
     def __init__(self, inner: Comm) -> None:

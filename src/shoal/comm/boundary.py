@@ -1,4 +1,5 @@
-"""What crosses between ranks within forward and backward: each move an autograd operator with its transpose.
+"""What crosses between ranks within forward and backward: each move an autograd operator with its
+transpose.
 
 A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r rows of width W:
 
@@ -8,18 +9,21 @@ A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r
     to_rows     (ΣK, W_r) on r     ->  (K_r, W)                       back: to_columns
     dealt       some rows to each  ->  some rows from each            back: dealt back
 
-`scale` multiplies what goes back. A parameter's gradient is a mean over ranks, so a cut layer divides by P what comes
-back into it and multiplies by P what leaves it again, instead of a pass over its weights. Each costs at most one
-message to and from every peer a chunk, and the counts of rows (`rows_of_all`) 80 bytes each.
+`scale` multiplies what goes back. A parameter's gradient is a mean over ranks, so a cut layer
+divides by P what comes back into it and multiplies by P what leaves it again, instead of a pass
+over its weights. Each costs at most one message to and from every peer a chunk, and the counts of
+rows (`rows_of_all`) 80 bytes each.
 
-A move into a linear layer is one operator with its product (`linear`), so that each hides under the other:
+A move into a linear layer is one operator with its product (`linear`), so that each hides under the
+other:
 
     forward    |▒ chunk 1 ▒|▒ chunk 2 ▒|                 all chunks are sent at once, and come one after the other
                ┄┄┄┄┄┄┄┄┄┄┄┄|─ x₁·Wᵀ ─|─ x₂·Wᵀ ─|
     backward   |─ dy₁·W ─|─ dy₂·W ─|──── dyᵀ·x ────|     the weight's gradient, for which no other rank waits, is last
                          |▒ chunk 1 ▒|▒ chunk 2 ▒|
 
-Reference: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+Reference: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
+Deep Learning
 Models", ASPLOS 2023.
 """
 
@@ -72,14 +76,20 @@ class Rows:
 
     def to_columns(self, widths: Sequence[int], scale: float) -> Move:
         """All ranks' rows, of the columns that are this rank's."""
-        return Move(lambda t: self._to_columns(t, widths), lambda t: self._to_rows(t, widths), scale)
+        return Move(
+            lambda t: self._to_columns(t, widths), lambda t: self._to_rows(t, widths), scale
+        )
 
     def to_rows(self, x: Tensor, widths: Sequence[int], scale: float) -> Tensor:
         """This rank's rows, of all columns."""
-        return Move(lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale)(x)
+        return Move(
+            lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale
+        )(x)
 
     def chunks(self, number: int) -> list[Rows]:
-        """So many parts of them, each with a part of every rank's rows; fewer where a rank has not as many."""
+        """So many parts of them, each with a part of every rank's rows; fewer where a rank has not
+        as many.
+        """
         cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
         return [Rows(self.comm, part) for part in zip(*cuts, strict=True)]
 
@@ -90,7 +100,9 @@ class Rows:
 
     def _gather(self, x: Tensor) -> _Coming:
         everyone = x.new_empty(sum(self.counts), x.shape[1])
-        finish = self.comm.start_all_to_all(everyone.split(self.counts), [x.contiguous()] * self.comm.size)
+        finish = self.comm.start_all_to_all(
+            everyone.split(self.counts), [x.contiguous()] * self.comm.size
+        )
         return lambda: _come(finish, everyone)
 
     def _sum(self, x: Tensor) -> _Coming:
@@ -119,7 +131,11 @@ def _come(finish: Callable[[], None], landed: T) -> T:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Rows], enter: Callable[[Rows], Move]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Sequence[Rows],
+    enter: Callable[[Rows], Move],
 ) -> Tensor:
     """`F.linear` of what x becomes where it crosses, chunk by chunk.
 
@@ -138,12 +154,16 @@ def linear(
 
 
 def rows_of_all(comm: Comm, rows: int, what: str) -> Rows:
-    """Tell every rank how many rows this one brings, and what for (RanksDiffer if others are about something else)."""
+    """Tell every rank how many rows this one brings, and what for (RanksDiffer if others are about
+    something else).
+    """
     return Rows(comm, tuple(comm.numbers([rows] * comm.size, what)))
 
 
 def call_of(layer: str) -> str:
-    """What messages name a call of a layer: a rank that evaluates alone must not meet others that train."""
+    """What messages name a call of a layer: a rank that evaluates alone must not meet others that
+    train.
+    """
     return f"{'training' if torch.is_grad_enabled() else 'evaluation (no_grad)'}, call of layer {layer}"
 
 
@@ -156,15 +176,21 @@ def refuse_second_derivative() -> None:
         )
 
 
-def dealt(x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], scale: float = 1.0) -> Tensor:
-    """Deal rows to the ranks, `sent[r]` in a row to rank r, and put together what comes; back it is dealt back."""
+def dealt(
+    x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], scale: float = 1.0
+) -> Tensor:
+    """Deal rows to the ranks, `sent[r]` in a row to rank r, and put together what comes; back it is
+    dealt back.
+    """
 
     def deal(rows: Tensor, out: Sequence[int], come: Sequence[int]) -> _Coming:
         landed = rows.new_empty(sum(come), *rows.shape[1:])
         finish = comm.start_all_to_all(landed.split(list(come)), rows.contiguous().split(list(out)))
         return lambda: _come(finish, landed)
 
-    return Move(lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale)(x)
+    return Move(
+        lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale
+    )(x)
 
 
 class _Boundary(torch.autograd.Function):
@@ -190,7 +216,10 @@ class _Linear(torch.autograd.Function):
         rows: Sequence[Rows],
         enter: Callable[[Rows], Move],
     ) -> Tensor:
-        ctx.moves, ctx.sizes = [enter(chunk) for chunk in rows], [sum(chunk.counts) for chunk in rows]
+        ctx.moves, ctx.sizes = (
+            [enter(chunk) for chunk in rows],
+            [sum(chunk.counts) for chunk in rows],
+        )
         ctx.order = _in_rank_order(rows).to(x.device) if len(rows) > 1 else None
         parts = x.split([chunk.mine for chunk in rows])
         coming = [move.there(part) for move, part in zip(ctx.moves, parts, strict=True)]
@@ -204,17 +233,27 @@ class _Linear(torch.autograd.Function):
             for come in coming:  # also after an error: the channel is for others yet
                 come()
         x_needed, weight_needed = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(_joined(inside) if weight_needed else None, weight if x_needed else None)
+        ctx.save_for_backward(
+            _joined(inside) if weight_needed else None, weight if x_needed else None
+        )
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         product = _joined(products)
-        return product if ctx.order is None else torch.empty_like(product).index_copy_(0, ctx.order, product)
+        return (
+            product
+            if ctx.order is None
+            else torch.empty_like(product).index_copy_(0, ctx.order, product)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         inside, weight = ctx.saved_tensors  # what is checkpointed runs again here
         with torch._C.DisableTorchFunctionSubclass():  # this rank's part of the weight
-            return *_gradients(ctx, grad if ctx.order is None else grad[ctx.order], inside, weight), None, None
+            return (
+                *_gradients(ctx, grad if ctx.order is None else grad[ctx.order], inside, weight),
+                None,
+                None,
+            )
 
 
 def _gradients(
@@ -244,7 +283,9 @@ def _weight_gradient(grad: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _cast(x: Tensor) -> Tensor:
-    """As autocast has it, but that the cast is not kept: it has no history here, and one that has is not made then."""
+    """As autocast has it, but that the cast is not kept: it has no history here, and one that has
+    is not made then.
+    """
     kind = x.device.type
     if x.is_floating_point() and x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
@@ -253,9 +294,12 @@ def _cast(x: Tensor) -> Tensor:
 
 def _in_rank_order(chunks: Sequence[Rows]) -> Tensor:
     """Where the rows of all chunks, one after the other, are among those of all ranks."""
-    counts = list(zip(*(chunk.counts for chunk in chunks), strict=True))  # of each rank, those of its chunks
+    # of each rank, those of its chunks
+    counts = list(zip(*(chunk.counts for chunk in chunks), strict=True))
     every = torch.arange(sum(map(sum, counts)), device="cpu").split(list(map(sum, counts)))
-    parts = zip(*(rows.split(list(own)) for rows, own in zip(every, counts, strict=True)), strict=True)
+    parts = zip(
+        *(rows.split(list(own)) for rows, own in zip(every, counts, strict=True)), strict=True
+    )
     return torch.cat([part for chunk in parts for part in chunk])
 
 

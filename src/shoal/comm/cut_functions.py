@@ -1,8 +1,10 @@
-"""What is computed of outputs that are cut over the ranks (comm/cut_output.py): sums over a row, its target, its best.
+"""What is computed of outputs that are cut over the ranks (comm/cut_output.py): sums over a row,
+its target, its best.
 
-Rank r has `part`, (all ranks' rows, its own outputs). Of each row a rank makes a few numbers; those of all ranks are
-put together where the row is (`RowTerms`, `best_of_rows`) or everywhere (`LogSum`). Gradients are of means over ranks,
-as in comm/boundary.py: what comes back into a part from outside is divided by P.
+Rank r has `part`, (all ranks' rows, its own outputs). Of each row a rank makes a few numbers; those
+of all ranks are put together where the row is (`RowTerms`, `best_of_rows`) or everywhere
+(`LogSum`). Gradients are of means over ranks, as in comm/boundary.py: what comes back into a part
+from outside is divided by P.
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 """
 
@@ -19,15 +21,21 @@ from torch.nn import functional as F
 from shoal.comm.boundary import Rows, refuse_second_derivative, rows_of_all
 
 
-def dropout(part: Tensor, rank: int, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """As torch's, with numbers of this rank's own also where all ranks have one random state: parts are of one row."""
+def dropout(
+    part: Tensor, rank: int, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """As torch's, with numbers of this rank's own also where all ranks have one random state: parts
+    are of one row.
+    """
     if not training or p == 0.0:
         return F.dropout(part, p, training, inplace)
     if not 0.0 < p <= 1.0:
         raise ValueError(f"a probability of dropout is between 0 and 1, and this is {p}")
     seed = int(torch.randint(1 << 62, ()))
     numbers = torch.rand(
-        part.shape, device=part.device, generator=torch.Generator(part.device).manual_seed(seed + rank)
+        part.shape,
+        device=part.device,
+        generator=torch.Generator(part.device).manual_seed(seed + rank),
     )
     kept = (numbers >= p).to(part.dtype).div_(max(1 - p, torch.finfo(part.dtype).tiny))
     return part.mul_(kept) if inplace else part * kept
@@ -38,7 +46,9 @@ def _starts(sizes: Sequence[int], rank: int) -> int:
 
 
 class RowTerms(torch.autograd.Function):
-    """Of picked rows: log Σ exp, the logit of the row's target, and Σ w·logit with weights of the classes."""
+    """Of picked rows: log Σ exp, the logit of the row's target, and Σ w·logit with weights of the
+    classes.
+    """
 
     @staticmethod
     def forward(
@@ -56,7 +66,9 @@ class RowTerms(torch.autograd.Function):
         everyone = mine.new_empty(sum(picked.counts), 2)
         comm.all_gather(everyone.split(picked.counts), mine)
         row, wanted = everyone.unbind(1)
-        every_row = len(row) == len(part) and bool((row == torch.arange(len(part), device=row.device)).all())
+        every_row = len(row) == len(part) and bool(
+            (row == torch.arange(len(part), device=row.device)).all()
+        )
         logits = part if every_row else part[row]
         here = wanted - _starts(widths, comm.rank)
         at = torch.nonzero((here >= 0) & (here < logits.shape[1])).squeeze(1)
@@ -102,7 +114,9 @@ class LogSum(torch.autograd.Function):
         rows_of_all(comm, len(part), "softmax of an output that is cut")
         most = part.amax(1)
         parts = part.new_empty(comm.size, len(part), 2)
-        comm.all_gather(parts.unbind(), torch.stack([most, torch.exp(part - most.unsqueeze(1)).sum(1)], 1))
+        comm.all_gather(
+            parts.unbind(), torch.stack([most, torch.exp(part - most.unsqueeze(1)).sum(1)], 1)
+        )
         log_sum = _log_sum(parts[:, :, 0], parts[:, :, 1])
         ctx.save_for_backward(part, log_sum)
         ctx.comm = comm

@@ -1,18 +1,25 @@
-"""What a layer cut by its outputs gives: it looks like this rank's rows of all outputs, and is not gathered.
+"""What a layer cut by its outputs gives: it looks like this rank's rows of all outputs, and is not
+gathered.
 
-Rank r has its own outputs of all ranks' rows. What models do with logits, and between two linear layers, stays cut:
+Rank r has its own outputs of all ranks' rows. What models do with logits, and between two linear
+layers, stays cut:
 
-    casts, scaling, shifts, activations     done to the part; dropout draws numbers of its own on every rank
-    views, slices, picks of rows            done to a tensor of row numbers; the cut dimension stays the last
+    casts, scaling, shifts, activations     done to the part; dropout draws numbers of its own on
+                                            every rank
+    views, slices, picks of rows            done to a tensor of row numbers; the cut dimension stays
+                                            the last
     a linear layer cut by its inputs        takes the part as it is (strategies/pair.py)
-    cross_entropy, nll_loss, logsumexp      peers are told a row's target, and return four sums; four numbers go back;
+    cross_entropy, nll_loss, logsumexp      peers are told a row's target, and return four sums;
+                                            four numbers go back;
     and gather of one output a row          margins are written with the last two
-    softmax, log_softmax                    each rank's two sums of all rows to every rank, and one number back
+    softmax, log_softmax                    each rank's two sums of all rows to every rank, and one
+                                            number back
     argmax, topk                            each rank's best, and the best of those
 
-Anything else gathers the outputs of this rank's rows first. All of it are collectives: every rank does the same.
-Why not torch's loss_parallel: that needs DTensors on a device mesh of processes, and parameters that are DTensors,
-where here parameters stay the user's own objects and ranks may be threads.
+Anything else gathers the outputs of this rank's rows first. All of it are collectives: every rank
+does the same. Why not torch's loss_parallel: that needs DTensors on a device mesh of processes, and
+parameters that are DTensors, where here parameters stay the user's own objects and ranks may be
+threads.
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 Guarded by tests/equivalence/test_head.py and test_pair.py.
 """
@@ -35,7 +42,9 @@ _After = Callable[[Tensor], Tensor]
 
 
 class Use(NamedTuple):
-    """What an output goes into: a loss, a softmax, or a layer that takes it as it is; without any it is gathered."""
+    """What an output goes into: a loss, a softmax, or a layer that takes it as it is; without any
+    it is gathered.
+    """
 
     loss_rows: int = 0
     softmax_rows: int = 0
@@ -48,13 +57,16 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 @final
 class CutOutput(Tensor):
-    """This rank's rows of an output, of which it has a part of all ranks' rows; itself without memory (`meta`)."""
+    """This rank's rows of an output, of which it has a part of all ranks' rows; itself without
+    memory (`meta`).
+    """
 
     _part: Tensor  # (all ranks' rows, this rank's outputs)
     _rows: Rows
     _widths: tuple[int, ...]  # each rank's outputs
     _numbers: Tensor  # of this rank's rows, in the shape of the leading dimensions
-    _in_order: bool  # and all of them there, as no view has changed but their shape: the same on every rank
+    # and all of them there, as no view has changed but their shape: the same on every rank
+    _in_order: bool
     _after: _After  # what every ordinary tensor made of it goes through
     _tell: Callable[[Use], None]
 
@@ -72,7 +84,12 @@ class CutOutput(Tensor):
         """An output whose row `i` of this rank stands wherever `numbers` is i."""
         like = torch.empty((*numbers.shape, sum(widths)), dtype=part.dtype, device="meta")
         logits: CutOutput = like.as_subclass(cls)
-        logits._part, logits._rows, logits._widths, logits._numbers = part, rows, tuple(widths), numbers
+        logits._part, logits._rows, logits._widths, logits._numbers = (
+            part,
+            rows,
+            tuple(widths),
+            numbers,
+        )
         logits._after, logits._tell, logits._in_order = after, tell, in_order
         return logits
 
@@ -86,7 +103,11 @@ class CutOutput(Tensor):
                     return func(*args, **kwargs)
             if func in _OF_THE_PART:
                 return func(first._part, *args[1:], **kwargs)
-            done = first._cut(func, args[1:], kwargs if args else {k: v for k, v in kwargs.items() if k != "input"})
+            done = first._cut(
+                func,
+                args[1:],
+                kwargs if args else {k: v for k, v in kwargs.items() if k != "input"},
+            )
             if done is not None:
                 return done
         return func(*_whole(args), **_whole(kwargs))
@@ -97,7 +118,9 @@ class CutOutput(Tensor):
         return self._like(after=lambda t: after(before(t)))
 
     def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[Rows, Tensor] | None:
-        """The rows of all ranks and this rank's part of them, for a layer whose inputs are cut in the same way."""
+        """The rows of all ranks and this rank's part of them, for a layer whose inputs are cut in
+        the same way.
+        """
         if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
         self._tell(Use(layer=layer))
@@ -141,7 +164,9 @@ class CutOutput(Tensor):
             return self
         if name in _VIEWS:
             return self._view(func, name in _IN_ORDER, args, kwargs)
-        if name in ("argmax", "topk") and not (name == "topk" and torch.is_grad_enabled() and self._part.requires_grad):
+        if name in ("argmax", "topk") and not (
+            name == "topk" and torch.is_grad_enabled() and self._part.requires_grad
+        ):
             return self._best(name, *args, **kwargs)
         return None
 
@@ -158,19 +183,30 @@ class CutOutput(Tensor):
 
     def _viewed(self, numbers: Tensor, in_order: bool = False) -> CutOutput:
         in_order = in_order and self._in_order
-        return CutOutput.of(self._part, self._rows, self._widths, numbers, self._after, self._tell, in_order)
+        return CutOutput.of(
+            self._part, self._rows, self._widths, numbers, self._after, self._tell, in_order
+        )
 
-    def _view(self, func: Any, in_order: bool, args: Any, kwargs: Any) -> CutOutput | tuple[CutOutput, ...] | None:
+    def _view(
+        self, func: Any, in_order: bool, args: Any, kwargs: Any
+    ) -> CutOutput | tuple[CutOutput, ...] | None:
         """The function on row numbers, where it leaves the class dimension where it is."""
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
-            return self._viewed(self._numbers[args[0]]) if args[0].dim() <= self._numbers.dim() else None
+            return (
+                self._viewed(self._numbers[args[0]])
+                if args[0].dim() <= self._numbers.dim()
+                else None
+            )
         if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
             return None
         classes = sum(self._widths)
-        wide = self._numbers.contiguous().unsqueeze(-1).expand(*self._numbers.shape, classes)  # takes no memory
+        # takes no memory
+        wide = self._numbers.contiguous().unsqueeze(-1).expand(*self._numbers.shape, classes)
         viewed = func(wide, *args, **kwargs)
         views = viewed if isinstance(viewed, tuple) else (viewed,)
-        if any(not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views):
+        if any(
+            not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views
+        ):
             return None
         cut = tuple(self._viewed(v[..., 0], in_order) for v in views)
         return cut if isinstance(viewed, tuple) else cut[0]
@@ -186,10 +222,16 @@ class CutOutput(Tensor):
         label_smoothing: float = 0.0,
         of_log_probabilities: bool = False,
     ) -> Tensor | None:
-        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where labels are smooth."""
+        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where
+        labels are smooth.
+        """
         if target.shape != self._numbers.shape or target.dim() > 1 or target.is_floating_point():
             return None  # class probabilities, or classes that are not the last dimension
-        if size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
+        if (
+            size_average is not None
+            or reduce is not None
+            or (weight is not None and weight.requires_grad)
+        ):
             return None
         classes = sum(self._widths)
         flat = target.reshape(-1)
@@ -203,7 +245,8 @@ class CutOutput(Tensor):
         if of_log_probabilities:
             log_sum = torch.zeros_like(picked)
         its = torch.where(kept, of_class[wanted], 0.0)
-        losses = torch.where(kept, its * (log_sum - picked), 0.0)  # where none is kept, 0 ÷ 0 stays out of gradients
+        # where none is kept, 0 ÷ 0 stays out of gradients
+        losses = torch.where(kept, its * (log_sum - picked), 0.0)
         if label_smoothing:
             spread = torch.where(kept, of_class.sum() * log_sum - summed, 0.0)
             losses = (1 - label_smoothing) * losses + label_smoothing / classes * spread
@@ -229,9 +272,15 @@ class CutOutput(Tensor):
 
     def _wide(self) -> Tensor:
         """The part, in what losses are computed in."""
-        return self._part.float() if self._part.dtype in (torch.float16, torch.bfloat16) else self._part
+        return (
+            self._part.float()
+            if self._part.dtype in (torch.float16, torch.bfloat16)
+            else self._part
+        )
 
-    def _terms(self, wanted: Tensor, of_class: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def _terms(
+        self, wanted: Tensor, of_class: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row log Σ exp, the output that is wanted, and the sum of all with weights."""
         self._tell(Use(loss_rows=len(wanted)))
         numbers = self._numbers.reshape(-1)
@@ -252,7 +301,11 @@ class CutOutput(Tensor):
         return self._after(self._terms(index.reshape(-1))[1].to(self._part.dtype).view(index.shape))
 
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> CutOutput | None:
-        names = ("dim", "_stacklevel", "dtype") if func in (F.softmax, F.log_softmax) else ("dim", "dtype")
+        names = (
+            ("dim", "_stacklevel", "dtype")
+            if func in (F.softmax, F.log_softmax)
+            else ("dim", "dtype")
+        )
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("dim") not in (-1, self.dim() - 1):
             return None
@@ -266,10 +319,20 @@ class CutOutput(Tensor):
     @torch.no_grad()
     def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The best class of each row, or the k best."""
-        arguments = dict(zip(("dim", "keepdim") if name == "argmax" else _TOPK, args, strict=False)) | kwargs
-        dim, keepdim = arguments.pop("dim", None if name == "argmax" else -1), arguments.pop("keepdim", False)
+        arguments = (
+            dict(zip(("dim", "keepdim") if name == "argmax" else _TOPK, args, strict=False))
+            | kwargs
+        )
+        dim, keepdim = (
+            arguments.pop("dim", None if name == "argmax" else -1),
+            arguments.pop("keepdim", False),
+        )
         k = arguments.pop("k", 1)
-        if arguments.pop("sorted", True) is not True or arguments.pop("largest", True) is not True or arguments:
+        if (
+            arguments.pop("sorted", True) is not True
+            or arguments.pop("largest", True) is not True
+            or arguments
+        ):
             return None
         if dim not in (-1, self.dim() - 1):
             return None
@@ -282,12 +345,16 @@ class CutOutput(Tensor):
 
 
 def _has_a_part(leaf: Any) -> bool:
-    """Whether an argument is one that each rank would use a part of, or get a part of the gradient of."""
+    """Whether an argument is one that each rank would use a part of, or get a part of the gradient
+    of.
+    """
     return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
 
 
 def _whole(values: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, CutOutput) else leaf, values)
+    return pytree.tree_map(
+        lambda leaf: leaf.whole() if isinstance(leaf, CutOutput) else leaf, values
+    )
 
 
 def _getter(name: str) -> Any:
@@ -306,11 +373,25 @@ _OF_THE_SHAPE = frozenset(
         Tensor.is_floating_point,
     }
 )
-_OF_THE_PART = frozenset(map(_getter, ("device", "requires_grad", "is_cuda", "layout", "is_leaf", "grad_fn")))
+_OF_THE_PART = frozenset(
+    map(_getter, ("device", "requires_grad", "is_cuda", "layout", "is_leaf", "grad_fn"))
+)
 _ELEMENTWISE = frozenset(
     (
         *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "detach"),
-        *("mul", "div", "true_divide", "add", "sub", "neg", "tanh", "clamp", "negative", "subtract", "multiply"),
+        *(
+            "mul",
+            "div",
+            "true_divide",
+            "add",
+            "sub",
+            "neg",
+            "tanh",
+            "clamp",
+            "negative",
+            "subtract",
+            "multiply",
+        ),
         *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__"),
         *(
             "relu",
@@ -330,4 +411,14 @@ _ELEMENTWISE = frozenset(
     )
 )
 _IN_ORDER = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
-_VIEWS = _IN_ORDER | {"__getitem__", "transpose", "permute", "narrow", "select", "chunk", "split", "unbind", "movedim"}
+_VIEWS = _IN_ORDER | {
+    "__getitem__",
+    "transpose",
+    "permute",
+    "narrow",
+    "select",
+    "chunk",
+    "split",
+    "unbind",
+    "movedim",
+}

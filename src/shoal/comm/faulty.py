@@ -1,9 +1,11 @@
-"""A network that misbehaves on purpose: faults are data, and the same list gives the same faults in every run.
+"""A network that misbehaves on purpose: faults are data, and the same list gives the same faults in
+every run.
 
     FaultyComm(comm, [Delay(rank=1, seconds=0.05, every=3), Kill(rank=2, at=17)])
 
-Sends and receives of a rank are its *operations*, numbered from 1 over all its channels in the order they are posted.
-Collectives are made of such operations. Failures as data: torchft, `fail_at(rank, step)`.
+Sends and receives of a rank are its *operations*, numbered from 1 over all its channels in the
+order they are posted. Collectives are made of such operations. Failures as data: torchft,
+`fail_at(rank, step)`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from shoal.core.contracts import Comm, Pending
 
 @dataclass(frozen=True)
 class Delay:
-    """Every `every`-th operation of `rank` starts `seconds` late, and blocks its caller for that long."""
+    """Every `every`-th operation of `rank` starts `seconds` late, and blocks its caller for that
+    long.
+    """
 
     rank: int
     seconds: float
@@ -51,7 +55,8 @@ class Kill:
 class Drop:
     """The cable is pulled: nothing that `rank` sends from its `at`-th operation on arrives.
 
-    There is no losing of one message alone: on a connection that keeps the order, what follows is held back too.
+    There is no losing of one message alone: on a connection that keeps the order, what follows is
+    held back too.
     """
 
     rank: int
@@ -76,7 +81,9 @@ class _State:
 
 @final
 class FaultyComm(Around):
-    """`inner` with `faults`; each rank may be given the whole list. Channels made from it share its faults."""
+    """`inner` with `faults`; each rank may be given the whole list. Channels made from it share its
+    faults.
+    """
 
     def __init__(self, inner: Comm, faults: Sequence[Fault], state: _State | None = None) -> None:
         super().__init__(inner)

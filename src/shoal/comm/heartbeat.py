@@ -1,15 +1,21 @@
-"""Who lives, how far they are, and who failed first: every rank beats on a store, and one verdict goes through it.
+"""Who lives, how far they are, and who failed first: every rank beats on a store, and one verdict
+goes through it.
 
-A broken connection tells that something died, not what: the survivors' own ends break connections too. So:
+A broken connection tells that something died, not what: the survivors' own ends break connections
+too. So:
 
 1  beat     each rank writes where it is twice a second, on a connection of its own
-2  watch    in the same turn it reads the verdict, and the beat of the rank after it: silent for 20 s is lost
-3  judge    where an exchange failed, it reads all beats: one that stopped for 3 s is lost, none lost is a deadline
+2  watch    in the same turn it reads the verdict, and the beat of the rank after it: silent for 20
+            s is lost
+3  judge    where an exchange failed, it reads all beats: one that stopped for 3 s is lost, none
+            lost is a deadline
 4  leave    a rank that ends says so: that it is done, or which error ended it
-   verdict  whoever finds out first writes it (compare-and-set), all repeat it, and whoever is blocked is woken
+   verdict  whoever finds out first writes it (compare-and-set), all repeat it, and whoever is
+            blocked is woken
 
-One thread alone talks to the store, since a store that was stopped answers never; a second one sees that it got stuck.
-Costs one small write and two small reads a rank every half second, however many ranks there are.
+One thread alone talks to the store, since a store that was stopped answers never; a second one sees
+that it got stuck. Costs one small write and two small reads a rank every half second, however many
+ranks there are.
 """
 
 from __future__ import annotations
@@ -34,12 +40,14 @@ from shoal.core.job import VERDICT
 
 _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
-_SILENT_S = 20.0  # the same when nothing has failed yet: a rank that is stopped, or a host without power
+# the same when nothing has failed yet: a rank that is stopped, or a host without power
+_SILENT_S = 20.0
 _FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
 _LONGEST = 500  # letters of another error that a verdict repeats
 _GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no longer there
 
-BEATING, LEFT, QUIET = "beating", "left", "quiet"  # left: the program has ended; quiet: it has heard what it must
+# left: the program has ended; quiet: it has heard what it must
+BEATING, LEFT, QUIET = "beating", "left", "quiet"
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,9 @@ class Verdict:
         if self.left:
             do += "; if it had done its work: its loader had fewer batches (shoal.shard gives every rank as many), or "
             do += "other ranks alone call state_dict() or evaluate, where layers are cut"
-        return PeerLost(f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank)
+        return PeerLost(
+            f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank
+        )
 
 
 @dataclass
@@ -86,7 +96,9 @@ class _Doubt:
 
     @property
     def patience_s(self) -> float:
-        """How long to look for a lost rank. Whose time is over speaks first: giving up, it broke the others' links."""
+        """How long to look for a lost rank. Whose time is over speaks first: giving up, it broke
+        the others' links.
+        """
         return _DEAD_S + (2 if self.timeout_s is not None else 6) * _BEAT_S
 
 
@@ -111,9 +123,12 @@ class Heartbeat:
         holder: the rank whose process holds the store, None where a launcher does.
     """
 
-    def __init__(self, store: Store, rank: int, hosts: Sequence[str], holder: int | None = None) -> None:
+    def __init__(
+        self, store: Store, rank: int, hosts: Sequence[str], holder: int | None = None
+    ) -> None:
         self.at = "start"
-        self.channels: dict[int, Channel] = {}  # by id, the open ones in the order in which they were made
+        # by id, the open ones in the order in which they were made
+        self.channels: dict[int, Channel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
         self._rank, self._size, self._host, self._holder = rank, len(hosts), hosts[rank], holder
         self._store: Store = store.clone()  # type: ignore[attr-defined]
@@ -146,7 +161,8 @@ class Heartbeat:
             raise self._error(self._verdict)
 
     def judge(self, reason: str, timeout_s: float | None) -> WorldError:
-        """After an exchange broke for `reason`, or did not end in `timeout_s`: the error on which all ranks agree.
+        """After an exchange broke for `reason`, or did not end in `timeout_s`: the error on which
+        all ranks agree.
 
         Takes about three seconds where nobody has said why.
         """
@@ -160,7 +176,9 @@ class Heartbeat:
         return self._error(self._verdict)
 
     def leave(self, error: BaseException | None) -> None:
-        """Say that this rank ends: done (None), or for an error, which is the verdict if there is none yet."""
+        """Say that this rank ends: done (None), or for an error, which is the verdict if there is
+        none yet.
+        """
         if self._stopped.is_set() or os.getpid() != self._process:
             return
         self._stopped.set()
@@ -168,8 +186,9 @@ class Heartbeat:
         self._server.join(timeout=2 * _BEAT_S)
         if self._store_answers and not self._server.is_alive():
             self._say_goodbye(error)
-        # A thread that needs the interpreter while it ends aborts the process ("terminate called …"): here one that
-        # comes out of an exchange, and torch.distributed's own, which give back the tensors of the last exchange.
+        # A thread that needs the interpreter while it ends aborts the process ("terminate called
+        # …"): here one that comes out of an exchange, and torch.distributed's own, which give back
+        # the tensors of the last exchange.
         deadline = time.monotonic() + _FAREWELL_S
         while self.busy and time.monotonic() < deadline:
             self._free()
@@ -183,7 +202,9 @@ class Heartbeat:
                 text = str(error)
                 if isinstance(error, ShoalError):
                     text = f"{error.what} ({error.got})" if error.got else error.what
-                what = f"rank {self._rank} (host {self._host}) failed: {type(error).__name__}: {text}"
+                what = (
+                    f"rank {self._rank} (host {self._host}) failed: {type(error).__name__}: {text}"
+                )
                 self._agreed(Verdict(what[:_LONGEST], self._rank))
             self._write(LEFT)
             if self._holder == self._rank:
@@ -192,10 +213,13 @@ class Heartbeat:
             return
 
     def _leave_at_exit(self) -> None:
-        self.leave(getattr(sys, "last_value", None))  # an error that nobody caught, which Python has just printed
+        # an error that nobody caught, which Python has just printed
+        self.leave(getattr(sys, "last_value", None))
 
     def _wait_for_the_others(self) -> None:
-        """The store ends with this process: let them read how this rank left, or they would meet a dead connection."""
+        """The store ends with this process: let them read how this rank left, or they would meet a
+        dead connection.
+        """
         deadline = time.monotonic() + _FAREWELL_S
         waited_for = set(self._beats) - {self._verdict.rank if self._verdict else None}
         while waited_for and time.monotonic() < deadline:
@@ -203,13 +227,16 @@ class Heartbeat:
             time.sleep(0.02)
 
     def _serve(self) -> None:
-        """The thread that talks to the store: a turn each half second, at once where there is a doubt."""
+        """The thread that talks to the store: a turn each half second, at once where there is a
+        doubt.
+        """
         found: Verdict | None = None
         try:
             while found is None and not self._stopped.is_set():
                 self._nudge.wait(_BEAT_S / 2 if self._doubt else _BEAT_S)
                 self._nudge.clear()
-                if time.monotonic() - self._turn > _DEAD_S:  # this process was stopped, perhaps all of them were
+                # this process was stopped, perhaps all of them were
+                if time.monotonic() - self._turn > _DEAD_S:
                     self._beats = {rank: _Beat() for rank in self._beats}
                 self._turn = time.monotonic()
                 self._write(BEATING)
@@ -226,13 +253,17 @@ class Heartbeat:
             self._conclude(found)
 
     def _guard(self) -> None:
-        """The thread that sees when the other one is stuck, because the store's process is stopped or its host away."""
+        """The thread that sees when the other one is stuck, because the store's process is stopped
+        or its host away.
+        """
         turn, ticks = self._turn, 0
         while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
-            turn, ticks = self._turn, ticks + 1 if turn == self._turn else 0  # not seconds: this process may be stopped
+            # not seconds: this process may be stopped
+            turn, ticks = self._turn, ticks + 1 if turn == self._turn else 0
             limit_s = 2 * _DEAD_S if self._doubt else _SILENT_S
             if not self._server.is_alive():
-                limit_s = 0.0 if self._doubt else math.inf  # it let go of a store whose holder has left
+                # it let go of a store whose holder has left
+                limit_s = 0.0 if self._doubt else math.inf
             if ticks * _BEAT_S > limit_s:
                 self._conclude(self._without_store("gives no sign of life"))
 
@@ -255,13 +286,19 @@ class Heartbeat:
         lost = self._lost(list(self._beats), _DEAD_S, or_left=True)
         if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
             return lost
-        return self._broken(doubt.reason) if doubt.timeout_s is None else self._overdue(doubt.timeout_s)
+        return (
+            self._broken(doubt.reason)
+            if doubt.timeout_s is None
+            else self._overdue(doubt.timeout_s)
+        )
 
     def _lost(self, ranks: list[int], limit_s: float, or_left: bool) -> Verdict | None:
         for rank in ranks:
             beat = self._read(rank)
             if beat.state == BEATING and self._turn - beat.seen > limit_s:
-                what = f"rank {rank} (host {beat.host}) gives no sign of life, last seen at: {beat.at}"
+                what = (
+                    f"rank {rank} (host {beat.host}) gives no sign of life, last seen at: {beat.at}"
+                )
                 return Verdict(what, rank)
             if beat.state == LEFT and or_left:
                 what = f"rank {rank} (host {beat.host}) has ended its program, last at: {beat.at}"
@@ -273,14 +310,19 @@ class Heartbeat:
         absent = absent or {rank: beat for rank, beat in self._beats.items() if beat.at != self.at}
         names = ", ".join(f"rank {rank} (last at: {beat.at})" for rank, beat in absent.items())
         return Verdict(
-            f"an exchange did not end within {timeout_s:g} s: rank {self._rank} waited at: {self.at}",
+            f"an exchange did not end within {timeout_s:g} s: rank {self._rank} waited at: "
+            f"{self.at}",
             next(iter(absent), None),
-            got=f"absent: {names}" if names else "every rank waits at the same place: the link is slow or stuck",
+            got=f"absent: {names}"
+            if names
+            else "every rank waits at the same place: the link is slow or stuck",
             deadline=True,
         )
 
     def _broken(self, reason: str) -> Verdict:
-        return Verdict("an exchange broke, though every rank still lives", None, got=reason[:_LONGEST])
+        return Verdict(
+            "an exchange broke, though every rank still lives", None, got=reason[:_LONGEST]
+        )
 
     def _holder_left(self) -> bool:
         """Whether the store is about to end with the program of the rank that holds it."""
@@ -292,14 +334,24 @@ class Heartbeat:
         beat = self._beats.get(self._holder, _Beat())
         left = beat.state == LEFT
         how = "has ended its program" if left else how
-        return Verdict(f"rank {self._holder} (host {beat.host}), which held the store, {how}", self._holder, left=left)
+        return Verdict(
+            f"rank {self._holder} (host {beat.host}), which held the store, {how}",
+            self._holder,
+            left=left,
+        )
 
     def _error(self, verdict: Verdict) -> WorldError:
         return verdict.error(f"rank {self._rank} at {self.at}")
 
     def _write(self, state: str) -> None:
         self._count += 1
-        mine = {"count": self._count, "at": self.at, "host": self._host, "waiting": self._waiting, "state": state}
+        mine = {
+            "count": self._count,
+            "at": self.at,
+            "host": self._host,
+            "waiting": self._waiting,
+            "state": state,
+        }
         self._store.set(f"beat/{self._rank}", json.dumps(mine))
 
     def _read(self, rank: int) -> _Beat:
@@ -312,8 +364,14 @@ class Heartbeat:
         return self._beats[rank]
 
     def _published(self) -> Verdict | None:
-        return Verdict(**json.loads(self._store.get(VERDICT))) if self._store.check([VERDICT]) else None
+        return (
+            Verdict(**json.loads(self._store.get(VERDICT)))
+            if self._store.check([VERDICT])
+            else None
+        )
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Write the verdict if it is the first; the one that stands."""
-        return Verdict(**json.loads(self._store.compare_set(VERDICT, "", json.dumps(asdict(verdict)))))
+        return Verdict(
+            **json.loads(self._store.compare_set(VERDICT, "", json.dumps(asdict(verdict))))
+        )

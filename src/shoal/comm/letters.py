@@ -1,4 +1,5 @@
-"""Letters: anything that pickle knows, tensors in it as they are, in one direction between two ranks.
+"""Letters: anything that pickle knows, tensors in it as they are, in one direction between two
+ranks.
 
 40 bytes              four numbers that say what it is about, and the length of
 the text              the content, pickled, with the forms of its tensors in their places
@@ -61,11 +62,17 @@ def letter_bytes(content: Any) -> int:
 
 
 def post(comm: Comm, to: int, about: Sequence[int], content: Any) -> list[tuple[Pending, Tensor]]:
-    """Start sending a letter: what is under way, each with the tensor that must not change until its wait returns."""
+    """Start sending a letter: what is under way, each with the tensor that must not change until
+    its wait returns.
+    """
     text, tensors = _written(content)
     words = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     about = [*about, *[0] * (_NUMBERS - len(about))]
-    parts = [torch.tensor([*about, len(words)]), words, *(tensor for tensor in tensors if tensor.numel())]
+    parts = [
+        torch.tensor([*about, len(words)]),
+        words,
+        *(tensor for tensor in tensors if tensor.numel()),
+    ]
     return [(comm.send(part, to), part) for part in parts]
 
 

@@ -1,9 +1,10 @@
 """Ranks as processes: a Comm over torch.distributed (gloo, and NCCL where CUDA is there).
 
-The one file that knows torch.distributed's names. Every channel is a process group of its own. Whole buckets go through
-the library's all_reduce; everything else is point-to-point, which on gloo is faster than its own reduce_scatter and
-all_gather. Joining costs one store connection and a roll call that names who is missing. What breaks or takes too long
-is raised as the verdict that the heartbeat finds (heartbeat.py), which also frees whoever is blocked here.
+The one file that knows torch.distributed's names. Every channel is a process group of its own.
+Whole buckets go through the library's all_reduce; everything else is point-to-point, which on gloo
+is faster than its own reduce_scatter and all_gather. Joining costs one store connection and a roll
+call that names who is missing. What breaks or takes too long is raised as the verdict that the
+heartbeat finds (heartbeat.py), which also frees whoever is blocked here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 @final
 class _Inside:
-    """While in it a thread is inside torch.distributed: its errors come out as what they stand for, who is lost.
+    """While in it a thread is inside torch.distributed: its errors come out as what they stand for,
+    who is lost.
 
     A class and not a generator, as it stands around every message.
     """
@@ -48,12 +50,16 @@ class _Inside:
     def __enter__(self) -> None:
         self._heartbeat.busy.add(threading.get_ident())
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self._heartbeat.busy.discard(threading.get_ident())
         if isinstance(error, RuntimeError):
             text = str(error)
             timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-            raise self._heartbeat.judge(text.splitlines()[0], self._timeout_s if timed_out else None) from None
+            raise self._heartbeat.judge(
+                text.splitlines()[0], self._timeout_s if timed_out else None
+            ) from None
 
 
 @final
@@ -87,7 +93,9 @@ class ProcessGroupComm(Comm):
 
     timeout_s: float
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, topology: Topology) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, topology: Topology
+    ) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.topology = topology
@@ -98,8 +106,10 @@ class ProcessGroupComm(Comm):
         heartbeat.channels[id(self)] = self
 
     def send(self, tensor: Tensor, to: int) -> _Work:
-        # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides receive first
-        with self._inside:  # the group's own call: dist.isend looks up the group anew, at twice the processor time
+        # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides
+        # receive first
+        # the group's own call: dist.isend looks up the group anew, at twice the processor time
+        with self._inside:
             return _Work(self._group.send([tensor.cpu()], to, _TAG), self._inside)
 
     def receive(self, tensor: Tensor, source: int) -> _Work | _Landing:
@@ -118,7 +128,8 @@ class ProcessGroupComm(Comm):
 
     def channel(self, name: str, *, idle: bool = False) -> ProcessGroupComm:
         """A process group of its own; RanksDiffer where another rank makes another channel now."""
-        for rank, theirs in enumerate(self.gather_objects(name)):  # also: nobody waits for a rank that is gone already
+        # also: nobody waits for a rank that is gone already
+        for rank, theirs in enumerate(self.gather_objects(name)):
             if theirs != name:
                 raise RanksDiffer(
                     f"rank {rank} opens channel {theirs!r} where rank {self.rank} opens {name!r}",
@@ -156,11 +167,17 @@ class ProcessGroupComm(Comm):
         return values
 
     def close(self) -> None:
-        if self._heartbeat.channels.pop(id(self), None) is None:  # closed already, by another of its users
+        # closed already, by another of its users
+        if self._heartbeat.channels.pop(id(self), None) is None:
             return
-        # A group of some ranks only stays: torch names those by how many groups there are, and under a name that comes
-        # again the next would find the addresses that this one left in the store.
-        if dist.is_initialized() and self._group is not dist.group.WORLD and self.size == dist.get_world_size():
+        # A group of some ranks only stays: torch names those by how many groups there are, and
+        # under a name that comes again the next would find the addresses that this one left in the
+        # store.
+        if (
+            dist.is_initialized()
+            and self._group is not dist.group.WORLD
+            and self.size == dist.get_world_size()
+        ):
             dist.destroy_process_group(self._group)
 
     def reached(self, where: str) -> None:
@@ -173,16 +190,21 @@ class ProcessGroupComm(Comm):
         self._heartbeat.leave(error)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        return error.struck(f"rank {self.rank} at {where}") if isinstance(error, WorldError) else error
+        return (
+            error.struck(f"rank {self.rank} at {where}") if isinstance(error, WorldError) else error
+        )
 
     def free(self) -> None:
-        """Let everything that is blocked on this channel fail: there is a verdict, or this rank ends.
+        """Let everything that is blocked on this channel fail: there is a verdict, or this rank
+        ends.
 
         Gloo has no abort, but a receive that times out closes all connections of its group.
         """
         nobody = torch.empty(1, device="cpu")
         try:
-            work = dist.irecv(nobody, group=self._group, group_src=(self.rank + 1) % self.size, tag=_WAKE_TAG)
+            work = dist.irecv(
+                nobody, group=self._group, group_src=(self.rank + 1) % self.size, tag=_WAKE_TAG
+            )
             if work is not None:
                 work.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError:
@@ -190,9 +212,12 @@ class ProcessGroupComm(Comm):
         self._group.abort()  # and what NCCL carries
 
     def end(self) -> None:
-        """Free who is blocked, and join the group's own threads: they end where nobody holds the group."""
+        """Free who is blocked, and join the group's own threads: they end where nobody holds the
+        group.
+        """
         if dist.is_initialized():
-            with suppress(ValueError):  # the program has destroyed all groups itself, and made others
+            # the program has destroyed all groups itself, and made others
+            with suppress(ValueError):
                 self.free()
                 dist.destroy_process_group(self._group)
         del self._group
@@ -204,16 +229,20 @@ def alone() -> bool:
     return not dist.is_initialized() and os.environ.get("WORLD_SIZE", size) == "1"
 
 
-def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, tail: int = 0) -> ProcessGroupComm:
+def join(
+    timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, tail: int = 0
+) -> ProcessGroupComm:
     """Join the ranks that torchrun's environment variables describe.
 
     The last `servers` of them are servers, or the last `tail` run the end of the model.
 
-    A process group that the caller has already set up stays the caller's: groups of its own are made beside it.
+    A process group that the caller has already set up stays the caller's: groups of its own are
+    made beside it.
 
     Raises:
         MissingRank: not every rank came within `start_timeout_s`; it names them.
-        UsageError: an environment variable is missing or no number that fits, or a rank is there twice.
+        UsageError: an environment variable is missing or no number that fits, or a rank is there
+            twice.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     holder = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
@@ -223,13 +252,21 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, 
     else:
         rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
         if rank >= size:
-            raise UsageError("RANK counts from 0 to WORLD_SIZE − 1", got=f"RANK={rank}, WORLD_SIZE={size}", do=_START)
+            raise UsageError(
+                "RANK counts from 0 to WORLD_SIZE − 1",
+                got=f"RANK={rank}, WORLD_SIZE={size}",
+                do=_START,
+            )
         address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        store = _connect(address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}")
+        store = _connect(
+            address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}"
+        )
         shared = PrefixStore(scope(attempt), store)
         if shared.add(f"count/{rank}", 1) > 1:
             do = "give every process a RANK of its own"
-            raise UsageError(f"there is a rank {rank} already", where=f"rank {rank}, host {host}", do=do)
+            raise UsageError(
+                f"there is a rank {rank} already", where=f"rank {rank}, host {host}", do=do
+            )
     if servers >= size:
         got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
         raise UsageError("not every rank can be a server", got=got, do=do)
@@ -239,12 +276,16 @@ def join(timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, 
             got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
             do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
         )
-    topology = _call_roll(shared, rank, size, host, {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}, start_timeout_s)
+    topology = _call_roll(
+        shared, rank, size, host, {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}, start_timeout_s
+    )
     heartbeat = Heartbeat(shared, rank, topology.hosts, holder)
     if dist.is_initialized():
         group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
     else:
-        dist.init_process_group(_backend(), store=shared, rank=rank, world_size=size, timeout=_seconds(timeout_s))
+        dist.init_process_group(
+            _backend(), store=shared, rank=rank, world_size=size, timeout=_seconds(timeout_s)
+        )
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return ProcessGroupComm(group, timeout_s, heartbeat, topology)
@@ -260,24 +301,30 @@ def _backend() -> str:
 def _connect(address: str, port: int, hold: bool, timeout_s: float, where: str) -> TCPStore:
     deadline = time.monotonic() + timeout_s
     try:
-        # Knock first: PyTorch's store prints its own stack where nobody listens, and takes twice its time-out.
+        # Knock first: PyTorch's store prints its own stack where nobody listens, and takes twice
+        # its time-out.
         while not hold and (refusal := _refusal(address, port)):
             if time.monotonic() > deadline:
                 raise MissingRank(
-                    f"rank 0 (or the launcher) did not start within {timeout_s:g} s: no answer from {address}:{port}",
+                    f"rank 0 (or the launcher) did not start within {timeout_s:g} s: no answer "
+                    f"from {address}:{port}",
                     where=where,
                     got=refusal,
-                    do="start every rank; check MASTER_ADDR and MASTER_PORT; or raise init(start_timeout_s=…)",
+                    do="start every rank; check MASTER_ADDR and MASTER_PORT; or raise "
+                    "init(start_timeout_s=…)",
                     rank=0,
                 )
             time.sleep(0.1)
-        return TCPStore(address, port, is_master=hold, timeout=_seconds(timeout_s), wait_for_workers=False)
+        return TCPStore(
+            address, port, is_master=hold, timeout=_seconds(timeout_s), wait_for_workers=False
+        )
     except dist.DistError as error:
         raise UsageError(
             f"the store of the ranks cannot {'listen' if hold else 'be used'} at {address}:{port}",
             where=where,
             got=str(error).splitlines()[0][:200],
-            do="set MASTER_ADDR to an address of rank 0's host and MASTER_PORT to a port that is free there",
+            do="set MASTER_ADDR to an address of rank 0's host and MASTER_PORT to a port that is "
+            "free there",
         ) from None
 
 
@@ -289,7 +336,9 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _call_roll(store: Store, rank: int, size: int, host: str, others: Mapping[str, int], timeout_s: float) -> Topology:
+def _call_roll(
+    store: Store, rank: int, size: int, host: str, others: Mapping[str, int], timeout_s: float
+) -> Topology:
     """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
     where = f"rank {rank}, host {host}"
     mine = {"WORLD_SIZE": size, **others}
@@ -334,5 +383,7 @@ def _seconds(seconds: float) -> datetime.timedelta:
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdigit():
-        raise UsageError(f"the environment variable {name} is not set to a number", got=repr(text), do=_START)
+        raise UsageError(
+            f"the environment variable {name} is not set to a number", got=repr(text), do=_START
+        )
     return int(text)

@@ -1,7 +1,9 @@
-"""A model whose end runs on hosts of its own: its parameters, as a worker has them, which is not at all.
+"""A model whose end runs on hosts of its own: its parameters, as a worker has them, which is not at
+all.
 
-To all but the layers they look whole (core/cut.py), and whatever is done with them is done by all workers together.
-What goes on in a step: stage_output.py. Guarded by tests/equivalence/test_stage.py.
+To all but the layers they look whole (core/cut.py), and whatever is done with them is done by all
+workers together. What goes on in a step: stage_output.py. Guarded by
+tests/equivalence/test_stage.py.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from shoal.core.cut import Cut, CutParameter, cut_of, is_cut, part_of
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient, set_local_gradient
 
-Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]  # of an optimizer: settings, and names of parameters
+# of an optimizer: settings, and names of parameters
+Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
 
 
@@ -44,7 +47,8 @@ class Stage:
         modules: those that make the tail, in the order in which they are called, by dotted name.
         loss_fn: what goes with it.
         micro_batches: how many a batch is cut into.
-        alike: whether every rank is to call the body as often as the others, however few rows it has.
+        alike: whether every rank is to call the body as often as the others, however few rows it
+            has.
     """
 
     def __init__(
@@ -57,29 +61,42 @@ class Stage:
         *,
         alike: bool,
     ) -> None:
-        self.hosts, self.model, self.modules, self.micro_batches = hosts, model, modules, micro_batches
+        self.hosts, self.model, self.modules, self.micro_batches = (
+            hosts,
+            model,
+            modules,
+            micro_batches,
+        )
         self.alike = alike
         self.parameters = parameters_of(modules)
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self._modules = modules_of(modules.values(), loss_fn)
         self._settings = [plain_settings(module) for module in self._modules]
         self._runs = 0
-        self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # that somebody has still
+        # that somebody has still
+        self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self.anchor = torch.zeros((), requires_grad=True)
         self.running: Any = None  # the forward that runs (stage_output.py)
 
     def begin(self, run: Any) -> tuple[int, Modes]:
         """A forward of the model begins: its number, and what is set."""
         for name, module in self.modules.items():
-            hooked = next((type(each).__name__ for each in module.modules() if has_hooks(each)), None)
+            hooked = next(
+                (type(each).__name__ for each in module.modules() if has_hooks(each)), None
+            )
             if hooked is not None:
                 raise UsageError(
                     f"a {hooked} has a hook, which would not be called, as it runs on tail hosts",
                     where=f"module {name}",
                     do='take it away, or pin the module\'s layers to something else than "stage"',
                 )
-        before, self._settings = self._settings, [plain_settings(module) for module in self._modules]
-        changed = [None if old == new else new for old, new in zip(before, self._settings, strict=True)]
+        before, self._settings = (
+            self._settings,
+            [plain_settings(module) for module in self._modules],
+        )
+        changed = [
+            None if old == new else new for old, new in zip(before, self._settings, strict=True)
+        ]
         self._runs += 1
         self.running = run
         self._alive[run] = self._runs
@@ -91,12 +108,16 @@ class Stage:
         return min(self._alive.values(), default=self._runs)
 
     def entered(self) -> None:
-        """A backward begins, on every rank: what somebody saw of gradients is not all of them any more."""
+        """A backward begins, on every rank: what somebody saw of gradients is not all of them any
+        more.
+        """
         for cut in self._cuts():
             cut.begin()
 
     def wanted(self) -> list[bool]:
-        """Which parameters the running backward is to give a gradient; from here on they have one, with the tail."""
+        """Which parameters the running backward is to give a gradient; from here on they have one,
+        with the tail.
+        """
         wanted = [p.requires_grad and _is_reached(p) for p in self.parameters.values()]
         for parameter, its in zip(self.parameters.values(), wanted, strict=True):
             if its:
@@ -104,7 +125,9 @@ class Stage:
         return wanted
 
     def cleared(self) -> tuple[bool, ...]:
-        """Which parameters have no gradient; those that somebody has seen and changed are told of before."""
+        """Which parameters have no gradient; those that somebody has seen and changed are told of
+        before.
+        """
         for cut in self._cuts():
             cut.tell()
         return tuple(local_gradient(parameter) is None for parameter in self.parameters.values())
@@ -112,10 +135,16 @@ class Stage:
     def step(self, number: int, groups: Groups, now: Mapping[str, Any]) -> None:
         """Have optimizer `number` make a step by these groups and attributes."""
         cleared = self.cleared()
-        self.hosts.tell(Ask.STEP, (number, cleared, groups, now) if self.hosts.speaks else None, index=number)
+        self.hosts.tell(
+            Ask.STEP, (number, cleared, groups, now) if self.hosts.speaks else None, index=number
+        )
 
-    def call(self, what: str, number: int = 0, groups: Groups = (), args: Sequence[Any] = ()) -> Any:
-        """Have the tail do one of the rarer things with an optimizer of these groups, and wait for its answer."""
+    def call(
+        self, what: str, number: int = 0, groups: Groups = (), args: Sequence[Any] = ()
+    ) -> Any:
+        """Have the tail do one of the rarer things with an optimizer of these groups, and wait for
+        its answer.
+        """
         cleared = self.cleared()
         self.hosts.tell(Ask.CALL, (what, number, cleared, groups, args))
         return self.hosts.answer()
@@ -132,7 +161,11 @@ class Stage:
         self.hosts.settle()
 
     def _cuts(self) -> list[AtTail]:
-        return [its for p in self.parameters.values() if is_cut(p) and isinstance(its := cut_of(p), AtTail)]
+        return [
+            its
+            for p in self.parameters.values()
+            if is_cut(p) and isinstance(its := cut_of(p), AtTail)
+        ]
 
 
 @final
@@ -158,10 +191,13 @@ class AtTail(Cut):
     def mean(self, wholes: Tensor) -> Tensor:
         self.begin()
         self.stage.hosts.tell(Ask.ADD, (self._key, self.stage.cleared(), wholes))
-        _mark(self._parameter)  # what comes next in this backward must not take it for one without a gradient
+        # what comes next in this backward must not take it for one without a gradient
+        _mark(self._parameter)
         return self.part(wholes)
 
-    def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
+    def change(
+        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         def whole(leaf: Any) -> Any:
             return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
 
@@ -169,7 +205,8 @@ class AtTail(Cut):
         if function.__name__ not in _OVERWRITING:
             values = self.whole(subject)
         others, kwargs = pytree.tree_map(whole, (tuple(others), dict(kwargs)))
-        function(values.requires_grad_(subject.requires_grad), *others, **kwargs)  # as torch does, or refuses it
+        # as torch does, or refuses it
+        function(values.requires_grad_(subject.requires_grad), *others, **kwargs)
         self.stage.write(VALUES, self._key, values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
@@ -187,7 +224,11 @@ class AtTail(Cut):
     def tell(self) -> None:
         """Give the tail a gradient that somebody has seen and changed."""
         seen = self._seen
-        if seen is not None and local_gradient(self._parameter) is self._its_part and seen._version != self._version:
+        if (
+            seen is not None
+            and local_gradient(self._parameter) is self._its_part
+            and seen._version != self._version
+        ):
             self.stage.write(GRADIENTS, self._key, seen)
             self._version = seen._version
 

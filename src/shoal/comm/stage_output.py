@@ -9,10 +9,12 @@
       … of micro-batch i                  of the activation ◀──  while that of the one before is computed
       optimizer.step()           STEP     the settings      ──▶  an update as in one process
 
-What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever looks at it gets the
-output (OUTPUT), without a gradient. To all else the tail's parameters look whole (core/cut.py), and whatever is done
-with them is done by all workers together. Guarded by tests/equivalence/test_stage.py.
-Reference: Huang et al., "GPipe", 2019, section 2 (micro-batches); multi-node Caffe's net that is cut over nodes.
+What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever
+looks at it gets the output (OUTPUT), without a gradient. To all else the tail's parameters look
+whole (core/cut.py), and whatever is done with them is done by all workers together. Guarded by
+tests/equivalence/test_stage.py.
+Reference: Huang et al., "GPipe", 2019, section 2 (micro-batches); multi-node Caffe's net that is
+cut over nodes.
 """
 
 from __future__ import annotations
@@ -54,13 +56,18 @@ class Run:
 
     def send(self, activation: Tensor) -> StageOutput:
         """The tail's first module is called with this."""
-        with torch._C.DisableTorchFunctionSubclass():  # the parts, which are empty: what autograd looks for
-            parts = [parameter for parameter in self.stage.parameters.values() if parameter.requires_grad]
+        # the parts, which are empty: what autograd looks for
+        with torch._C.DisableTorchFunctionSubclass():
+            parts = [
+                parameter for parameter in self.stage.parameters.values() if parameter.requires_grad
+            ]
             ticket: Tensor = _Sent.apply(self, activation, self.stage.anchor, *parts)  # type: ignore[no-untyped-call]
         return StageOutput.of(self, [ticket])
 
     def tell_forward(self, activation: Tensor | None, *, back: bool) -> int:
-        """Send a micro-batch's activation, whose gradient is to come back or not, or that it has none: its number."""
+        """Send a micro-batch's activation, whose gradient is to come back or not, or that it has
+        none: its number.
+        """
         index, self._index = self._index, self._index + 1
         self._note(f"forward of micro-batch {index}", self._since_s)
         if back and activation is not None:
@@ -71,16 +78,26 @@ class Run:
         self._since_s = perf_counter()
         return index
 
-    def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tickets: Sequence[Tensor]) -> Tensor:
+    def loss(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tickets: Sequence[Tensor]
+    ) -> Tensor:
         """The loss, of what this is the first argument; the rest are given."""
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in _leaves(args, kwargs)):
+        if torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in _leaves(args, kwargs)
+        ):
             raise UsageError(
-                "the loss is given something beside the output that takes a gradient, which would get none",
+                "the loss is given something beside the output that takes a gradient, which would "
+                "get none",
                 do='detach it, or pin the end of the model to something else than "stage"',
             )
         number, self._losses = self._losses, self._losses + 1
         hosts = self.stage.hosts
-        hosts.tell(Ask.LOSS, loss_letter(args, kwargs, of_gradients=torch.is_grad_enabled()), self.number, number)
+        hosts.tell(
+            Ask.LOSS,
+            loss_letter(args, kwargs, of_gradients=torch.is_grad_enabled()),
+            self.number,
+            number,
+        )
         begin_s = perf_counter()
         value: Tensor = hosts.answer()
         self._note("wait for the loss", begin_s)
@@ -98,12 +115,18 @@ class Run:
         return first
 
     def backward(self, index: int, weight: Tensor) -> Tensor | None:
-        """The gradient of a micro-batch's activation; `weight` is what gradients are to be multiplied by."""
+        """The gradient of a micro-batch's activation; `weight` is what gradients are to be
+        multiplied by.
+        """
         hosts = self.stage.hosts
         if not self._gone:
             self._gone = True
             cleared, wanted = self.stage.cleared(), self.stage.wanted()
-            hosts.tell(Ask.BACKWARD, backward_letter(cleared, wanted, float(weight), self._slopes), self.number)
+            hosts.tell(
+                Ask.BACKWARD,
+                backward_letter(cleared, wanted, float(weight), self._slopes),
+                self.number,
+            )
             for number in sorted(self._forms, reverse=True):
                 form = self._forms[number]
                 landed = torch.empty(form.shape, dtype=form.dtype)
@@ -135,7 +158,9 @@ class Run:
 
 @final
 class StageOutput(Tensor):
-    """What tail hosts have put out: the loss takes it as it is; whoever looks at it gets it, without a gradient."""
+    """What tail hosts have put out: the loss takes it as it is; whoever looks at it gets it,
+    without a gradient.
+    """
 
     _run: Run
     _tickets: list[Tensor]
@@ -177,11 +202,17 @@ class StageOutput(Tensor):
         if func == _REQUIRES_GRAD:
             return bool(args[0]._tickets) and args[0]._tickets[0].requires_grad
         name = getattr(func, "__name__", "")
-        changes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("register_", "retain", "__set"))
-        if changes or (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__", "__iter__")):
+        changes = (name.endswith("_") and not name.endswith("__")) or name.startswith(
+            ("register_", "retain", "__set")
+        )
+        if changes or (
+            name.startswith("__i")
+            and name not in ("__invert__", "__int__", "__index__", "__iter__")
+        ):
             raise UsageError(
                 f"{name} on an output of tail hosts would change a copy of it",
-                do='do it in the loss, or in the model before; or pin the model\'s end to something else than "stage"',
+                do="do it in the loss, or in the model before; or pin the model's end to "
+                'something else than "stage"',
             )
 
         def whole(leaf: Any) -> Any:
@@ -192,7 +223,9 @@ class StageOutput(Tensor):
 
 
 class _Sent(torch.autograd.Function):
-    """An activation on its way to the tail, and its gradient back; gives a ticket, whose gradient is the weight."""
+    """An activation on its way to the tail, and its gradient back; gives a ticket, whose gradient
+    is the weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: Run, activation: Tensor, anchor: Tensor, *parts: Tensor) -> Tensor:
@@ -239,7 +272,8 @@ class _Seen(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         raise UsageError(
             "the output of a tail on hosts of its own goes into something else than the loss",
-            do="train by the loss_fn that parallelize returned, called with the model's output as it is; or pin the "
+            do="train by the loss_fn that parallelize returned, called with the model's output as "
+            "it is; or pin the "
             'tail\'s layers to something else than "stage"',
         )
 
@@ -257,7 +291,9 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 
 
 def in_micro_batches(batch: Any, rows: int, count: int, *, alike: bool = False) -> list[Any]:
-    """A batch cut into at most so many, or exactly so many (`alike`), by the rows of every tensor that has so many."""
+    """A batch cut into at most so many, or exactly so many (`alike`), by the rows of every tensor
+    that has so many.
+    """
     sizes = [size for size in cut_sizes(rows, count) if size or alike] or [0]
 
     def split(leaf: Any) -> Any:
@@ -265,7 +301,9 @@ def in_micro_batches(batch: Any, rows: int, count: int, *, alike: bool = False) 
         return leaf.split(sizes) if whole else [leaf] * len(sizes)
 
     leaves, form = pytree.tree_flatten(batch)
-    return [pytree.tree_unflatten(list(each), form) for each in zip(*map(split, leaves), strict=True)]
+    return [
+        pytree.tree_unflatten(list(each), form) for each in zip(*map(split, leaves), strict=True)
+    ]
 
 
 _REQUIRES_GRAD = getattr(Tensor, "requires_grad").__get__  # noqa: B009

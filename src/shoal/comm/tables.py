@@ -10,10 +10,11 @@
       WRITE   values, or gradients               ──▶  done when every worker has asked: what the first of them gives
       CALL    anything else, pickled             ──▶
 
-Each message begins with 40 bytes. Every worker asks for itself: one may evaluate or save alone. What takes all of them
-(`_Table.together`) is to look at gradients, also whether there are any, to clip or change them, and to change values or
-the optimizer's state; what rank 0 gives is taken.
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 3 (ranges of
+Each message begins with 40 bytes. Every worker asks for itself: one may evaluate or save alone.
+What takes all of them (`_Table.together`) is to look at gradients, also whether there are any, to
+clip or change them, and to change values or the optimizer's state; what rank 0 gives is taken.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
+section 3 (ranges of
 keys, pulled and pushed).
 """
 
@@ -37,7 +38,9 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.trace import MAIN
 
-HEADER = 5  # numbers before each message: what, of which table, whether this worker has a gradient, rows, one more
+# numbers before each message: what, of which table, whether this worker has a gradient, rows, one
+# more
+HEADER = 5
 HEADER_BYTES = 8 * HEADER
 ID_BYTES = 8
 VALUES, GRADIENTS = 0, 1  # what is read or written
@@ -71,14 +74,25 @@ class Tables:
         self.workers, self.servers = comm.workers, range(comm.workers, comm.size)
         self.started = self._ended = False
         self.all: list[FarTable] = []
-        self._under_way: deque[tuple[Pending, Tensor]] = deque()  # with what must not change until then
+        # with what must not change until then
+        self._under_way: deque[tuple[Pending, Tensor]] = deque()
 
     def ask(
-        self, server: int, what: Ask, table: int = 0, used: bool = False, *payload: Tensor, rows: int = 0, more: int = 0
+        self,
+        server: int,
+        what: Ask,
+        table: int = 0,
+        used: bool = False,
+        *payload: Tensor,
+        rows: int = 0,
+        more: int = 0,
     ) -> None:
         """Send a server a wish; `settle` waits until all have gone."""
         if self._ended:
-            raise UsageError("the session that the model was parallelised in has ended", do="look at tables within it")
+            raise UsageError(
+                "the session that the model was parallelised in has ended",
+                do="look at tables within it",
+            )
         while len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()[0].wait()
         for tensor in (torch.tensor([what, table, used, rows, more]), *payload):
@@ -111,7 +125,8 @@ class Tables:
 class FarTable(Cut):
     """How a parameter is cut of which servers have all rows, evenly, and this rank has none.
 
-    Its local gradient has no rows either; that there is one says that this rank contributes to the gradient.
+    Its local gradient has no rows either; that there is one says that this rank contributes to the
+    gradient.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, tables: Tables) -> None:
@@ -138,23 +153,31 @@ class FarTable(Cut):
         return rows
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
-        """Add these rows' gradients, whose mean over the workers counts; ids are different and ascending."""
+        """Add these rows' gradients, whose mean over the workers counts; ids are different and
+        ascending.
+        """
         self.begin()
         self._tables.started = True
-        for server, its, slopes in self._by_server(ids, (gradients / self._tables.workers).contiguous()):
+        for server, its, slopes in self._by_server(
+            ids, (gradients / self._tables.workers).contiguous()
+        ):
             if len(its) or not self._has_gradient():  # a server must hear of the first
                 payload = (its, slopes) if len(its) else ()
                 self._ask(server, Ask.PUSH, *payload, rows=len(its))
         self._mark()
 
     def begin(self) -> None:
-        """A backward begins, on every rank: what somebody saw of the gradient is not all of it any more."""
+        """A backward begins, on every rank: what somebody saw of the gradient is not all of it any
+        more.
+        """
         self._tell()
         if self._seen is not None and self._has_gradient():
             self._mark()
 
     def step(self, number: int, group: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Have optimizer `number` make a step by these settings of the group and these attributes of its own."""
+        """Have optimizer `number` make a step by these settings of the group and these attributes
+        of its own.
+        """
         self._tell()
         speaks = self.comm.rank == 0 or not self._tables.in_step
         payload = (pickled((number, group, now)),) if speaks else ()
@@ -172,7 +195,9 @@ class FarTable(Cut):
         return whole
 
     def write(self, whole: Tensor, what: int = VALUES) -> None:
-        """Give the servers other values, or other gradients (a collective: those of rank 0 are taken)."""
+        """Give the servers other values, or other gradients (a collective: those of rank 0 are
+        taken).
+        """
         self._require_in_step("a parameter, or a gradient, is changed")
         for server, rows in self._parts(whole):
             payload = (rows.contiguous(),) if self.comm.rank == 0 else ()
@@ -183,13 +208,16 @@ class FarTable(Cut):
         self.push(torch.arange(len(wholes)), wholes)
         return self.part(wholes)
 
-    def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
+    def change(
+        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         def whole(leaf: Any) -> Any:
             return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
 
         values = self._empty() if function.__name__ in _OVERWRITING else self.whole(subject)
         others, kwargs = pytree.tree_map(whole, (tuple(others), dict(kwargs)))
-        function(values.requires_grad_(), *others, **kwargs)  # as torch does, which refuses it where gradients are on
+        # as torch does, which refuses it where gradients are on
+        function(values.requires_grad_(), *others, **kwargs)
         self.write(values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
@@ -232,17 +260,30 @@ class FarTable(Cut):
 
         def together(name: str) -> Any:
             values = [state[name] for state in states]
-            return torch.cat(values) if [getattr(value, "shape", None) for value in values] == forms else values[0]
+            return (
+                torch.cat(values)
+                if [getattr(value, "shape", None) for value in values] == forms
+                else values[0]
+            )
 
         return {name: together(name) for name in states[0]}
 
     def take_state(self, number: int, state: Mapping[str, Any]) -> None:
-        """Give optimizer `number` this state, in one-process form (a collective: that of rank 0 is taken)."""
+        """Give optimizer `number` this state, in one-process form (a collective: that of rank 0 is
+        taken).
+        """
         self._require_in_step("optimizer.load_state_dict")
         mine = state if self.comm.rank == 0 else {}
-        shaped = {n for n, value in mine.items() if isinstance(value, Tensor) and value.shape == self.like.shape}
+        shaped = {
+            n
+            for n, value in mine.items()
+            if isinstance(value, Tensor) and value.shape == self.like.shape
+        }
         for index, server in enumerate(self._tables.servers):
-            its = {n: value.split(self._sizes)[index].clone() if n in shaped else value for n, value in mine.items()}
+            its = {
+                n: value.split(self._sizes)[index].clone() if n in shaped else value
+                for n, value in mine.items()
+            }
             self._call(server, "take_state", number, its)
         self._tables.settle()
 
@@ -260,7 +301,9 @@ class FarTable(Cut):
         self._ask(server, Ask.CALL, words, more=words.numel())
 
     def _ask(self, server: int, what: Ask, *payload: Tensor, rows: int = 0, more: int = 0) -> None:
-        self._tables.ask(server, what, self._number, self._has_gradient(), *payload, rows=rows, more=more)
+        self._tables.ask(
+            server, what, self._number, self._has_gradient(), *payload, rows=rows, more=more
+        )
 
     def _has_gradient(self) -> bool:
         return local_gradient(self._parameter) is not None
@@ -268,14 +311,20 @@ class FarTable(Cut):
     def _tell(self) -> None:
         """Give the servers a gradient that somebody has seen and changed."""
         seen = self._seen
-        if seen is not None and local_gradient(self._parameter) is self._its_part and seen._version != self._version:
+        if (
+            seen is not None
+            and local_gradient(self._parameter) is self._its_part
+            and seen._version != self._version
+        ):
             self.write(seen, GRADIENTS)
             self._version = seen._version
 
     def _mark(self) -> None:
         """Note that there is a gradient, with the servers."""
         self._seen = self._its_part = None
-        set_local_gradient(self._parameter, torch.empty(0, *self.like.shape[1:], dtype=self.like.dtype))
+        set_local_gradient(
+            self._parameter, torch.empty(0, *self.like.shape[1:], dtype=self.like.dtype)
+        )
 
     def _empty(self) -> Tensor:
         return torch.empty(self.like.shape, dtype=self.like.dtype)
@@ -285,15 +334,22 @@ class FarTable(Cut):
 
     def _by_server(self, ids: Tensor, rows: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Each server, its ids as it counts them, and their rows of these."""
-        counts = torch.searchsorted(ids, self._ends).diff(prepend=torch.zeros(1, dtype=torch.int64)).tolist()
+        counts = (
+            torch.searchsorted(ids, self._ends)
+            .diff(prepend=torch.zeros(1, dtype=torch.int64))
+            .tolist()
+        )
         starts = [0, *self._ends.tolist()]
-        parts = zip(self._tables.servers, ids.split(counts), rows.split(counts), starts, strict=False)
+        parts = zip(
+            self._tables.servers, ids.split(counts), rows.split(counts), starts, strict=False
+        )
         return [(server, its - start, found) for server, its, found, start in parts]
 
     def _require_in_step(self, what: str) -> None:
         if self._tables.started and not self._tables.in_step:
             raise UsageError(
-                "there is no one gradient, optimizer state or parameter where workers run ahead of one another",
+                "there is no one gradient, optimizer state or parameter where workers run ahead of "
+                "one another",
                 got=what,
                 do="train with staleness=0, or do without it",
             )

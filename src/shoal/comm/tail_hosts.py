@@ -1,7 +1,8 @@
-"""Hosts that run the end of a model, and what is said to them: letters (letters.py), each answered or not.
+"""Hosts that run the end of a model, and what is said to them: letters (letters.py), each answered
+or not.
 
-Every worker has one of them, and writes to that alone; it writes the same as every other worker, in the same order.
-What they do with it: runtime/stage.py.
+Every worker has one of them, and writes to that alone; it writes the same as every other worker, in
+the same order. What they do with it: runtime/stage.py.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class TailHosts:
         self.is_one = comm.rank >= workers
         self.peers = range(workers, comm.size) if self.is_one else range(workers)
         self.hosts = comm.topology.hosts[workers:]
-        self.served = [w for w in range(workers) if workers + w % tail == comm.rank]  # by this rank, if it is one
+        # by this rank, if it is one
+        self.served = [w for w in range(workers) if workers + w % tail == comm.rank]
         self._mine = workers + comm.rank % tail  # that serves this rank, if it is a worker
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
         self._ended = self.is_one
@@ -61,13 +63,18 @@ class TailHosts:
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker is the first of its tail host's: what is the same on all is taken from it."""
+        """Whether this worker is the first of its tail host's: what is the same on all is taken
+        from it.
+        """
         return self.comm.rank < len(self.hosts)
 
     def tell(self, what: Ask, content: Any, run: int = 0, index: int = 0, oldest: int = 0) -> None:
         """Send this worker's tail host a wish."""
         if self._ended:
-            raise UsageError("the session that the model was parallelised in has ended", do="train within the session")
+            raise UsageError(
+                "the session that the model was parallelised in has ended",
+                do="train within the session",
+            )
         while len(self._under_way) >= _UNDER_WAY:
             self._under_way.popleft()[0].wait()
         self._under_way += post(self.comm, self._mine, (what, run, index, oldest), content)
@@ -100,7 +107,8 @@ class Modes:
 
     training: tuple[bool, ...]  # of every module of the tail, and of the loss
     trainable: tuple[bool, ...]  # of every parameter
-    settings: tuple[Mapping[str, Any] | None, ...]  # of every module the plain attributes, if they have changed
+    # of every module the plain attributes, if they have changed
+    settings: tuple[Mapping[str, Any] | None, ...]
 
 
 def modes(
@@ -109,13 +117,21 @@ def modes(
     settings: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> Modes:
     """What is set now."""
-    training, trainable = (each.training for each in modules), (each.requires_grad for each in parameters)
+    training, trainable = (
+        (each.training for each in modules),
+        (each.requires_grad for each in parameters),
+    )
     return Modes(tuple(training), tuple(trainable), tuple(settings or [None] * len(modules)))
 
 
 def modules_of(modules: Iterable[nn.Module], loss_fn: Any) -> list[nn.Module]:
     """Those of the tail, and of the loss, if it is one."""
-    return [each for module in (*modules, loss_fn) if isinstance(module, nn.Module) for each in module.modules()]
+    return [
+        each
+        for module in (*modules, loss_fn)
+        if isinstance(module, nn.Module)
+        for each in module.modules()
+    ]
 
 
 def parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
@@ -129,7 +145,11 @@ def parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 def plain_settings(module: nn.Module) -> dict[str, Any]:
     """A module's attributes that are plain values."""
-    return {n: v for n, v in vars(module).items() if not n.startswith("_") and n != "training" and _is_plain(v)}
+    return {
+        n: v
+        for n, v in vars(module).items()
+        if not n.startswith("_") and n != "training" and _is_plain(v)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -142,7 +162,12 @@ def _is_plain(value: Any) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody looks at what goes into a module, or out of it."""
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return any(own)
 
 
@@ -153,7 +178,9 @@ def forward_letter(
     return its_modes, of_gradients, back, _autocast(), activation
 
 
-def loss_letter(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_gradients: bool) -> tuple[Any, ...]:
+def loss_letter(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_gradients: bool
+) -> tuple[Any, ...]:
     """What the loss is called with beside the output."""
     return args, dict(kwargs), of_gradients, _autocast()
 
@@ -161,7 +188,9 @@ def loss_letter(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_gradient
 def backward_letter(
     cleared: Sequence[bool], wanted: Sequence[bool], weight: float, slopes: Mapping[int, Tensor]
 ) -> tuple[Any, ...]:
-    """Parameters without a gradient so far, and those that are to get one; this worker's weight; its losses' slopes."""
+    """Parameters without a gradient so far, and those that are to get one; this worker's weight;
+    its losses' slopes.
+    """
     return tuple(cleared), tuple(wanted), weight, dict(slopes)
 
 

@@ -1,10 +1,12 @@
-"""Ranks as threads of one process: what most tests run on, and, with one rank, what a lone process runs on.
+"""Ranks as threads of one process: what most tests run on, and, with one rank, what a lone process
+runs on.
 
         rank 0                    the hub                     rank 1
     send(tensor, to=1) ──copy──▶ mailbox (channel, 0, 1) ──copy──▶ receive(tensor, source=0).wait()
 
-One mailbox a channel, source and destination. A message costs two copies and one wake-up, and no bytes leave the
-process. When a rank fails the hub is aborted: every other rank that waits, or communicates later, hears at once who.
+One mailbox a channel, source and destination. A message costs two copies and one wake-up, and no
+bytes leave the process. When a rank fails the hub is aborted: every other rank that waits, or
+communicates later, hears at once who.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ T = TypeVar("T")
 
 @dataclass
 class _Mailbox:
-    """Messages from one rank to another on one channel. The n-th receive posted gets the n-th message sent."""
+    """Messages from one rank to another on one channel. The n-th receive posted gets the n-th
+    message sent.
+    """
 
     arrived: Condition
     sent: int = 0
@@ -40,8 +44,8 @@ class _Mailbox:
 class Hub:
     """What the ranks of one process share: the mailboxes, and who failed first.
 
-    `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its own. The last
-    `servers` ranks are servers, or the last `tail` run the end of the model.
+    `hosts[rank]` is the host that each rank takes itself to be on; without it, each on one of its
+    own. The last `servers` ranks are servers, or the last `tail` run the end of the model.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class Hub:
         tail: int = 0,
     ) -> None:
         self.size = size
-        self.topology = Topology(tuple(hosts or (f"thread{rank}" for rank in range(size))), servers, tail)
+        self.topology = Topology(
+            tuple(hosts or (f"thread{rank}" for rank in range(size))), servers, tail
+        )
         self.timeout_s = timeout_s
         self.lost: int | None = None  # the rank that failed first
         self.failure: BaseException | None = None
@@ -78,7 +84,9 @@ class Hub:
             return box.posted - 1
 
     def take(self, channel: str, source: int, to: int, number: int, timeout_s: float | None) -> Any:
-        """The message of that number, as soon as it is there (PeerLost or DeadlinePassed if it will not come)."""
+        """The message of that number, as soon as it is there (PeerLost or DeadlinePassed if it will
+        not come).
+        """
         with self._lock:
             box = self._box(channel, source, to)
             box.arrived.wait_for(lambda: self.lost is not None or number in box.messages, timeout_s)
@@ -87,13 +95,16 @@ class Hub:
                 raise DeadlinePassed(
                     f"rank {source} sent nothing to rank {to} within {timeout_s or math.inf:g} s",
                     where=f"rank {to}, channel {channel}",
-                    do="let every rank make the same calls in the same order, or raise the time-out",
+                    do="let every rank make the same calls in the same order, or raise the "
+                    "time-out",
                     rank=source,
                 )
             return box.messages.pop(number)
 
     def abort(self, rank: int, failure: BaseException) -> None:
-        """`rank` has failed: let everyone who waits or comes later know. The first failure stands."""
+        """`rank` has failed: let everyone who waits or comes later know. The first failure
+        stands.
+        """
         with self._lock:
             if self.lost is None:
                 self.failure, self.lost = failure, rank
@@ -126,7 +137,8 @@ class Hub:
 class ThreadComm(Comm):
     """One rank of a hub. `ThreadComm()` is alone in its world.
 
-    `send` copies, so its wait returns at once; the wait of `receive` blocks until the message is there.
+    `send` copies, so its wait returns at once; the wait of `receive` blocks until the message is
+    there.
     """
 
     def __init__(
@@ -146,7 +158,9 @@ class ThreadComm(Comm):
         self._channels = 0
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        """Copy `tensor` into the mailbox; gloo takes none that is not contiguous, so neither does this."""
+        """Copy `tensor` into the mailbox; gloo takes none that is not contiguous, so neither does
+        this.
+        """
         assert tensor.is_contiguous()
         self.hub.put(self.name, self.rank, to, tensor.detach().clone())
         return DONE
@@ -158,7 +172,9 @@ class ThreadComm(Comm):
     def channel(self, name: str, *, idle: bool = False) -> ThreadComm:
         """A new channel, also where the name was given before."""
         self._channels += 1
-        return ThreadComm(self.rank, self.hub, f"{self.name}/{name}#{self._channels}", self.topology, idle)
+        return ThreadComm(
+            self.rank, self.hub, f"{self.name}/{name}#{self._channels}", self.topology, idle
+        )
 
     def group(self, ranks: range) -> ThreadComm:
         """A channel of those ranks only."""
@@ -166,13 +182,17 @@ class ThreadComm(Comm):
         return ThreadComm(ranks.index(self.rank), self.hub, name, self.topology.among(ranks))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value; pickled as between processes, so that no two ranks share one object."""
+        """Every rank's value; pickled as between processes, so that no two ranks share one
+        object.
+        """
         parcel, ranks = pickle.dumps(value), range(self.size)
         for to in ranks:
             self.hub.put(self.name, self.rank, to, parcel)
         numbers = [self.hub.post(self.name, source, self.rank) for source in ranks]
         take = self.hub.take
-        return [pickle.loads(take(self.name, r, self.rank, numbers[r], self.timeout_s)) for r in ranks]
+        return [
+            pickle.loads(take(self.name, r, self.rank, numbers[r], self.timeout_s)) for r in ranks
+        ]
 
     def close(self) -> None:
         """Drop messages that were not fetched."""
@@ -183,10 +203,14 @@ class ThreadComm(Comm):
         self.hub.check(f"{where}, channel {self.name}")
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        """The same error, told where it struck; an error of this rank's own is not one of the world's."""
+        """The same error, told where it struck; an error of this rank's own is not one of the
+        world's.
+        """
         if not isinstance(error, WorldError):
             return error
-        return type(error)(error.what, where=f"{where} ({error.where})", do=error.do, rank=error.rank)
+        return type(error)(
+            error.what, where=f"{where} ({error.where})", do=error.do, rank=error.rank
+        )
 
 
 class Done:
@@ -209,11 +233,16 @@ class _Receive:
     def wait(self) -> None:
         comm, expected = self.comm, self.tensor.detach().view(-1)
         got = comm.hub.take(comm.name, self.source, comm.rank, self.number, comm.timeout_s)
-        if not isinstance(got, Tensor) or (got.numel(), got.dtype) != (expected.numel(), expected.dtype):
+        if not isinstance(got, Tensor) or (got.numel(), got.dtype) != (
+            expected.numel(),
+            expected.dtype,
+        ):
             raise RanksDiffer(
                 f"rank {self.source} sent something else than rank {comm.rank} receives",
                 where=f"rank {comm.rank}, channel {comm.name}",
-                got=f"{got.numel()} × {got.dtype}" if isinstance(got, Tensor) else "a Python object",
+                got=f"{got.numel()} × {got.dtype}"
+                if isinstance(got, Tensor)
+                else "a Python object",
                 expected=f"{expected.numel()} × {expected.dtype}",
                 do="let every rank make the same calls in the same order",
                 rank=self.source,
@@ -234,7 +263,8 @@ def run(
     Args:
         ranks: number of ranks.
         work: what each of them does.
-        timeout_s: how long a receive may wait, and how long the other ranks may take to end after one failed.
+        timeout_s: how long a receive may wait, and how long the other ranks may take to end after
+            one failed.
         hosts: which host each rank takes itself to be on; by default each on one of its own.
         servers: how many of the ranks, the last, are servers.
         tail: or how many of them, the last, run the end of the model.
@@ -261,7 +291,10 @@ def run(
         finally:
             ended.put(rank)
 
-    threads = {rank: Thread(target=serve, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(ranks)}
+    threads = {
+        rank: Thread(target=serve, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(ranks)
+    }
     for thread in threads.values():
         thread.start()
     try:

@@ -17,14 +17,17 @@ from shoal.core.contracts import Comm, Pending
 
 @dataclass
 class Counts:
-    """Bytes and messages of one rank, over all channels; a message counts when its send or receive is posted."""
+    """Bytes and messages of one rank, over all channels; a message counts when its send or receive
+    is posted.
+    """
 
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
     bytes_leaving: int = 0  # of those sent, what went to other hosts
-    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)  # channels are used by several threads
+    # channels are used by several threads
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def sent(self, nbytes: int, leaving: bool) -> None:
         """Count one message out, to another host where it is `leaving`."""

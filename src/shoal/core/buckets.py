@@ -1,12 +1,15 @@
-"""Memory of the buckets that gradients and parameters travel in: kept by each, or there only while it is in use.
+"""Memory of the buckets that gradients and parameters travel in: kept by each, or there only while
+it is in use.
 
     fast   a bucket has its memory from the start
-    low    `open` lets it take memory, page by page as it is written, and `close` gives its pages back
+    low    `open` lets it take memory, page by page as it is written, and `close` gives its pages
+           back
 
-The tensor and its views stay the same objects: on a CPU, on Linux, over a private mapping whose pages the system takes
-back (MADV_DONTNEED; what is read of a closed one is zeros), elsewhere over a storage that is resized to nothing (then a
-closed one must not be read: torch does not check).
-Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 4.3.
+The tensor and its views stay the same objects: on a CPU, on Linux, over a private mapping whose
+pages the system takes back (MADV_DONTNEED; what is read of a closed one is zeros), elsewhere over a
+storage that is resized to nothing (then a closed one must not be read: torch does not check).
+Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB
+2023, section 4.3.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ import torch
 from torch import Tensor
 
 MEMORY = ("fast", "low")
-BUCKETS_A_LANE = 2  # that backward fills before it waits, where their memory is freed: one under way, one behind it
+# that backward fills before it waits, where their memory is freed: one under way, one behind it
+BUCKETS_A_LANE = 2
 
 
 @final
 class Buckets:
-    """The flat tensors of one model's buckets, and how many bytes of them there are. Lanes and backward share it."""
+    """The flat tensors of one model's buckets, and how many bytes of them there are. Lanes and
+    backward share it.
+    """
 
     def __init__(self, memory: str = MEMORY[0]) -> None:
         self.freed = memory == "low"
@@ -38,7 +44,9 @@ class Buckets:
     def flat(self, numel: int, like: Tensor) -> Tensor:
         """A new flat tensor of zeros, open. Make its views, then close it."""
         if self.freed and numel and like.device.type == "cpu" and sys.platform == "linux":
-            mapping = mmap.mmap(-1, numel * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(
+                -1, numel * like.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
             flat = torch.frombuffer(mapping, dtype=like.dtype, count=numel)
             self._mappings[flat] = mapping
         else:
@@ -62,7 +70,8 @@ class Buckets:
             self._mappings[flat].madvise(mmap.MADV_DONTNEED)
         else:
             if flat.is_cuda:
-                flat.record_stream(torch.cuda.current_stream(flat.device))  # a lane's, that may be at it yet
+                # a lane's, that may be at it yet
+                flat.record_stream(torch.cuda.current_stream(flat.device))
             flat.untyped_storage().resize_(0)
         self._count(flat, now_open=False)
 

@@ -16,7 +16,9 @@ def bound_cores() -> int:
 
 
 def quota_cores() -> float:
-    """Cores' worth of time that its container may take; infinity where there is no quota (or no Linux)."""
+    """Cores' worth of time that its container may take; infinity where there is no quota (or no
+    Linux).
+    """
     try:
         quota, period = _QUOTA.read_text().split()
         return int(quota) / int(period)

@@ -1,4 +1,6 @@
-"""Costs as data: bytes that each rank sends, what they are priced at, and seconds that a site adds to a step."""
+"""Costs as data: bytes that each rank sends, what they are priced at, and seconds that a site adds
+to a step.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from itertools import zip_longest
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange moves: `sent[rank]` and `received[rank]` in bytes, and the messages that follow one another.
+    """What one exchange moves: `sent[rank]` and `received[rank]` in bytes, and the messages that
+    follow one another.
 
-    `leaving[rank]` is how much of what is sent goes to other hosts; None says all of it, as where hosts have one rank.
+    `leaving[rank]` is how much of what is sent goes to other hosts; None says all of it, as where
+    hosts have one rank.
     """
 
     sent: tuple[float, ...]
@@ -29,7 +33,12 @@ class Traffic:
     def half(self) -> Traffic:
         """What one of two equal halves moves."""
         leaving = None if self.leaving is None else tuple(n / 2 for n in self.leaving)
-        return Traffic(tuple(n / 2 for n in self.sent), tuple(n / 2 for n in self.received), self.rounds // 2, leaving)
+        return Traffic(
+            tuple(n / 2 for n in self.sent),
+            tuple(n / 2 for n in self.received),
+            self.rounds // 2,
+            leaving,
+        )
 
     @cached_property
     def one_way(self) -> Traffic:
@@ -38,7 +47,9 @@ class Traffic:
 
 
 def total(traffics: Sequence[Traffic]) -> Traffic:
-    """What several exchanges move together, rank by rank; of those among fewer ranks the others move nothing."""
+    """What several exchanges move together, rank by rank; of those among fewer ranks the others
+    move nothing.
+    """
 
     def summed(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:
         return tuple(map(sum, zip_longest(*rows, fillvalue=0.0)))
@@ -53,7 +64,9 @@ def total(traffics: Sequence[Traffic]) -> Traffic:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of traffic: `round_s` for each message that follows another, `byte_s` for each byte of the worst rank."""
+    """Seconds of traffic: `round_s` for each message that follows another, `byte_s` for each byte
+    of the worst rank.
+    """
 
     round_s: float
     byte_s: float
@@ -75,14 +88,15 @@ class Pace:
 class Cost:
     """What serving a site costs one rank in one step.
 
-    `forward_s` and `backward_s` are what the strategy changes in the layer's own (negative where it leaves work out),
-    `lane_s` is compute that runs beside backward, after the site's bytes have come; `memory_bytes` is extra memory.
-    `owned`: the part of the site that its busiest owner updates, 0 where it has no owners; where it has, half of the
-    traffic (of servers' all of it once more, the other way), and `lane_s`, come after optimizer.step(). `awaited` is
-    the traffic again where it is no lane's, but the main thread waits for it, in forward and in backward; `beside` it
-    the layer computes for so long, the first seconds of its forward and the last of its backward. `held` is the part
-    of the parameters that a rank has;
-    `elsewhere` what one of others updates meanwhile, whom the layer's next forward waits for.
+    `forward_s` and `backward_s` are what the strategy changes in the layer's own (negative where it
+    leaves work out), `lane_s` is compute that runs beside backward, after the site's bytes have
+    come; `memory_bytes` is extra memory. `owned`: the part of the site that its busiest owner
+    updates, 0 where it has no owners; where it has, half of the traffic (of servers' all of it once
+    more, the other way), and `lane_s`, come after optimizer.step(). `awaited` is the traffic again
+    where it is no lane's, but the main thread waits for it, in forward and in backward; `beside` it
+    the layer computes for so long, the first seconds of its forward and the last of its backward.
+    `held` is the part of the parameters that a rank has; `elsewhere` what one of others updates
+    meanwhile, whom the layer's next forward waits for.
     """
 
     traffic: Traffic

@@ -1,4 +1,5 @@
-"""A parameter of which this rank has a part: that is its memory, and whoever looks at it sees the whole.
+"""A parameter of which this rank has a part: that is its memory, and whoever looks at it sees the
+whole.
 
     the layer, and optimizer.step()   work on the part                                        (`opened`)
     torch functions, printing, saving the whole, from where the rest is                       (`Cut.whole`)
@@ -6,10 +7,10 @@
     `clamp_`, `copy_` and their like  are done wherever there is a part of it
     anything else in place            an error
 
-Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged weights, clipping and
-penalties are what they are in one process. Where the rest is with the other ranks (`OverRanks`), the price is that
-every one takes part in them; where it is with servers see comm/tables.py.
-Guarded by tests/equivalence/test_cut.py.
+Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged
+weights, clipping and penalties are what they are in one process. Where the rest is with the other
+ranks (`OverRanks`), the price is that every one takes part in them; where it is with servers see
+comm/tables.py. Guarded by tests/equivalence/test_cut.py.
 """
 
 from __future__ import annotations
@@ -56,12 +57,16 @@ class Cut(ABC):
         """This rank's part of the mean of every rank's tensor (a collective)."""
 
     @abstractmethod
-    def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
+    def change(
+        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         """Do an element-wise function in place, of the parameter and of others of its shape."""
 
     @abstractmethod
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
-        """The whole gradient (a collective, unless it was seen and has not changed); `.grad` here is a view of it."""
+        """The whole gradient (a collective, unless it was seen and has not changed); `.grad` here
+        is a view of it.
+        """
 
     def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
         """From here on this is the gradient."""
@@ -79,9 +84,13 @@ class Cut(ABC):
 
 @final
 class OverRanks(Cut):
-    """Every rank has a part: of dimension `dim` rank r has `sizes[r]`, in rank order. Looking is a collective."""
+    """Every rank has a part: of dimension `dim` rank r has `sizes[r]`, in rank order. Looking is a
+    collective.
+    """
 
-    def __init__(self, name: str, whole: Tensor, dim: int, sizes: Sequence[int], comm: Comm) -> None:
+    def __init__(
+        self, name: str, whole: Tensor, dim: int, sizes: Sequence[int], comm: Comm
+    ) -> None:
         super().__init__(name, whole, comm)
         self._dim, self._sizes = dim, list(sizes)
 
@@ -90,7 +99,9 @@ class OverRanks(Cut):
         return part
 
     def whole(self, part: Tensor) -> Tensor:
-        self.comm.numbers([part.numel()] * self.comm.size, f"reading of {self.name} (state_dict, print, grad)")
+        self.comm.numbers(
+            [part.numel()] * self.comm.size, f"reading of {self.name} (state_dict, print, grad)"
+        )
         pieces = []
         for size in self._sizes:
             shape = list(self.like.shape)
@@ -102,11 +113,16 @@ class OverRanks(Cut):
     def mean(self, wholes: Tensor) -> Tensor:
         self.comm.numbers([wholes.numel()] * self.comm.size, f"penalty on {self.name}")
         outgoing = [piece.contiguous() for piece in wholes.split(self._sizes, self._dim)]
-        incoming = [torch.empty_like(self.part(wholes), memory_format=torch.contiguous_format) for _ in outgoing]
+        incoming = [
+            torch.empty_like(self.part(wholes), memory_format=torch.contiguous_format)
+            for _ in outgoing
+        ]
         self.comm.all_to_all(incoming, outgoing)
         return torch.stack(incoming).mean(0)
 
-    def change(self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]) -> None:
+    def change(
+        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         def part(leaf: Any) -> Any:
             if isinstance(leaf, CutParameter):
                 return part_of(leaf) if leaf.shape == subject.shape else leaf
@@ -121,7 +137,11 @@ class OverRanks(Cut):
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         if local is None:
             return None
-        if self._seen is None or local is not self._its_part or self._seen._version != self._version:
+        if (
+            self._seen is None
+            or local is not self._its_part
+            or self._seen._version != self._version
+        ):
             self._show(parameter, self.whole(local))
         return self._seen
 
@@ -169,7 +189,9 @@ class CutParameter(nn.Parameter):
             return subject
         if _changes(name) or "out" in kwargs:
             first = (args[:1] or kwargs) if _changes(name) else kwargs["out"]
-            written = next((leaf for leaf in pytree.tree_leaves(first) if isinstance(leaf, CutParameter)), None)
+            written = next(
+                (leaf for leaf in pytree.tree_leaves(first) if isinstance(leaf, CutParameter)), None
+            )
             if written is not None:
                 raise _refused(written, name)
         return func(*_wholes(args), **_wholes(kwargs))
@@ -179,11 +201,15 @@ class CutParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(cut_of(self).whole(part_of(self)), self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(cut_of(self).whole(part_of(self)), self.requires_grad).__reduce_ex__(
+            protocol
+        )
 
 
 def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
-    """Leave this rank its part of a parameter, in place: the object stays, the memory of the rest is given back."""
+    """Leave this rank its part of a parameter, in place: the object stays, the memory of the rest
+    is given back.
+    """
     gradient = parameter.grad
     parameter.grad = None
     parameter.data = its_cut.part(parameter.data).clone(memory_format=torch.contiguous_format)
@@ -224,7 +250,9 @@ def opened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole, from every rank's part; back goes the mean over ranks of what each has for this part."""
+    """The whole, from every rank's part; back goes the mean over ranks of what each has for this
+    part.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, its_cut: Cut) -> Tensor:
@@ -257,9 +285,11 @@ def _changes(name: str) -> bool:
 def _refused(parameter: Tensor, what: str) -> UsageError:
     its_cut = cut_of(parameter)
     return UsageError(
-        f"{what} on parameter {its_cut.name}, of which this rank has a part, would not reach the rest",
+        f"{what} on parameter {its_cut.name}, of which this rank has a part, would not reach the "
+        "rest",
         where=f"rank {its_cut.comm.rank} of {its_cut.comm.size}",
-        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}; or pin the layer to replicate; "
+        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}; or pin the layer "
+        "to replicate; "
         "if an optimizer does it: use the one that was given to parallelize",
     )
 
@@ -270,14 +300,38 @@ def _getter(name: str) -> Any:
 
 # What each rank may do to its part by itself.
 _ELEMENTWISE = frozenset(
-    ("add_", "sub_", "mul_", "div_", "copy_", "fill_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "lerp_")
+    (
+        "add_",
+        "sub_",
+        "mul_",
+        "div_",
+        "copy_",
+        "fill_",
+        "zero_",
+        "clamp_",
+        "clamp_min_",
+        "clamp_max_",
+        "lerp_",
+    )
 )
 # What looks for the accumulator, which is the part's.
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
 # What the part knows as well as the whole.
 _OF_THE_PART = frozenset(
     {
-        *map(_getter, ("dtype", "device", "requires_grad", "is_leaf", "layout", "is_cuda", "_version", "grad_fn")),
+        *map(
+            _getter,
+            (
+                "dtype",
+                "device",
+                "requires_grad",
+                "is_leaf",
+                "layout",
+                "is_cuda",
+                "_version",
+                "grad_fn",
+            ),
+        ),
         *(getattr(Tensor, name).__set__ for name in ("requires_grad",)),
         *map(_getter, ("_backward_hooks", "_post_accumulate_grad_hooks", "itemsize")),
         Tensor.requires_grad_,

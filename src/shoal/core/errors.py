@@ -1,8 +1,8 @@
 """What can go wrong, in two families, and the one shape of message they share.
 
-*You can fix it* (`UsageError`, a ValueError): raised before the first step. *The world broke* (`WorldError`, a
-RuntimeError): a peer was lost or a deadline passed. A message says what happened, where, what was got and expected,
-and what to do, one line each.
+*You can fix it* (`UsageError`, a ValueError): raised before the first step. *The world broke*
+(`WorldError`, a RuntimeError): a peer was lost or a deadline passed. A message says what happened,
+where, what was got and expected, and what to do, one line each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ class ShoalError(Exception):
     """Base of every error that Shoal raises on purpose."""
 
     def __init__(
-        self, what: str, *, where: str = "", got: str = "", expected: str = "", do: str = "", rank: int | None = None
+        self,
+        what: str,
+        *,
+        where: str = "",
+        got: str = "",
+        expected: str = "",
+        do: str = "",
+        rank: int | None = None,
     ) -> None:
         self.what = what
         self.where = where
@@ -52,7 +59,9 @@ class RanksDiffer(UsageError):
 
 
 class LabError(UsageError):
-    """The lab cannot be built here: not root, no `ip` or `tc`, or a shape this kernel does not have."""
+    """The lab cannot be built here: not root, no `ip` or `tc`, or a shape this kernel does not
+    have.
+    """
 
 
 class WorldError(ShoalError, RuntimeError):

@@ -36,7 +36,9 @@ class LayerExplanation:
 
 @dataclass(frozen=True)
 class Route:
-    """What a worker sends to the end of the model, on a host of its own, and gets from it in a step."""
+    """What a worker sends to the end of the model, on a host of its own, and gets from it in a
+    step.
+    """
 
     worker: str  # rank and host
     to: str
@@ -71,7 +73,8 @@ class Explanation:
     layers: tuple[LayerExplanation, ...]
     placement: Placement = BALANCED  # who owns what
     stage: Stage | None = None
-    idle: tuple[str, ...] = ()  # ranks that are there to serve layers, or to run the last, and were given none
+    # ranks that are there to serve layers, or to run the last, and were given none
+    idle: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-VERDICT = "verdict"  # in the ranks' store, what befell the job: JSON with `what`, and the `rank` that failed or null
+# in the ranks' store, what befell the job: JSON with `what`, and the `rank` that failed or null
+VERDICT = "verdict"
 
 
 def scope(attempt: str = "0") -> str:
-    """What stands before all keys of the ranks in the store where they meet, in this attempt of the launcher's."""
+    """What stands before all keys of the ranks in the store where they meet, in this attempt of the
+    launcher's.
+    """
     return f"shoal/{attempt}"
 
 
@@ -19,7 +22,8 @@ def scope(attempt: str = "0") -> str:
 class Job:
     """One command to run once a rank, with torchrun's environment variables set for each.
 
-    `grace_s`: after the first rank fails, how long the others may take to end by themselves and say why.
+    `grace_s`: after the first rank fails, how long the others may take to end by themselves and say
+    why.
     """
 
     command: tuple[str, ...]
@@ -30,7 +34,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """How the ranks ended: `exit_codes[rank]`, and the rank that failed first (None if none did)."""
+    """How the ranks ended: `exit_codes[rank]`, and the rank that failed first (None if none
+    did).
+    """
 
     exit_codes: tuple[int, ...]
     first_failure: int | None

@@ -1,7 +1,8 @@
 """Parameters as lines of memory, and pieces of them: what an owner updates.
 
-A line holds a tensor's elements in the order in which its parameter keeps them in memory (`channels_last` keeps another
-one than the shape says), so that a piece of a parameter is always a view of it, and can be updated in place.
+A line holds a tensor's elements in the order in which its parameter keeps them in memory
+(`channels_last` keeps another one than the shape says), so that a piece of a parameter is always a
+view of it, and can be updated in place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch.optim import Optimizer
 
 
 def cut(flat: Tensor, parts: int) -> list[Tensor]:
-    """Cut a flat tensor into `parts` slices whose sizes differ by at most one; views, the larger ones first."""
+    """Cut a flat tensor into `parts` slices whose sizes differ by at most one; views, the larger
+    ones first.
+    """
     return list(torch.tensor_split(flat, parts))
 
 
@@ -30,7 +33,9 @@ def cut_sizes(numel: int, parts: int) -> list[int]:
 
 
 def chunked(flat: Tensor, chunk_bytes: int) -> list[Tensor]:
-    """Cut a flat tensor into chunks of so many bytes, the last one smaller; views, none of them empty."""
+    """Cut a flat tensor into chunks of so many bytes, the last one smaller; views, none of them
+    empty.
+    """
     return list(flat.split(max(1, chunk_bytes // flat.itemsize))) if flat.numel() else []
 
 
@@ -53,12 +58,16 @@ class Piece:
         return flat if self.numel == len(flat) else flat[self.start : self.stop]
 
     def formed(self, flat: Tensor) -> Tensor:
-        """Its elements in the parameter's shape and strides where they are all of it, else as they are; a view."""
+        """Its elements in the parameter's shape and strides where they are all of it, else as they
+        are; a view.
+        """
         return unlined(flat, self.parameter) if self.numel == self.parameter.numel() else flat
 
 
 def line(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor as flat as the parameter lies in memory; a view wherever it lies like the parameter."""
+    """A tensor as flat as the parameter lies in memory; a view wherever it lies like the
+    parameter.
+    """
     if parameter.is_contiguous() and tensor.is_contiguous():
         return tensor.detach().view(-1)
     return tensor.detach().permute(_order(parameter)).reshape(-1)
@@ -83,7 +92,9 @@ def _order(parameter: Tensor) -> list[int]:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """What autograd left in a parameter's `.grad` on this rank, also where reading `.grad` is something larger."""
+    """What autograd left in a parameter's `.grad` on this rank, also where reading `.grad` is
+    something larger.
+    """
     with torch._C.DisableTorchFunctionSubclass():  # it is not the value that is asked for
         gradient: Tensor | None = _GRAD.__get__(parameter)
     return gradient
@@ -101,21 +112,29 @@ def is_clearing(caller: FrameType) -> bool:
 
 
 def is_tracing(caller: FrameType) -> bool:
-    """Whether it is the compiler's, which looks whether inputs of a graph have gradients, on any one rank."""
+    """Whether it is the compiler's, which looks whether inputs of a graph have gradients, on any
+    one rank.
+    """
     return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _TRACING
 
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
 _TRACING = frozenset(  # by name, as torch imports them late
-    {("torch._dynamo.variables.builder", "safe_has_grad"), ("torch._subclasses.meta_utils", "safe_grad")}
+    {
+        ("torch._dynamo.variables.builder", "safe_has_grad"),
+        ("torch._subclasses.meta_utils", "safe_grad"),
+    }
 )
-_CLEARING = frozenset(inspect.unwrap(method).__code__ for method in (nn.Module.zero_grad, Optimizer.zero_grad))
+_CLEARING = frozenset(
+    inspect.unwrap(method).__code__ for method in (nn.Module.zero_grad, Optimizer.zero_grad)
+)
 
 
 def spans(
     sizes: Sequence[int], shares: Sequence[float], owners: Sequence[int | None]
 ) -> list[list[tuple[int, int, int]]]:
-    """Who owns which elements of tensors of these sizes: some tensors whole, the others cut by `balanced`.
+    """Who owns which elements of tensors of these sizes: some tensors whole, the others cut by
+    `balanced`.
 
     Args:
         sizes: elements of each tensor.
@@ -134,7 +153,8 @@ def spans(
 
 
 def balanced(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[int, int, int]]]:
-    """Cut tensors of these sizes, laid end to end, so that each owner has its share of the elements.
+    """Cut tensors of these sizes, laid end to end, so that each owner has its share of the
+    elements.
 
     Args:
         sizes: elements of each tensor.

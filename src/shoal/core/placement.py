@@ -1,18 +1,23 @@
-"""Placement: which owner has which parameters, where a plan gives layers to owners (`sliced`, `server`).
+"""Placement: which owner has which parameters, where a plan gives layers to owners (`sliced`,
+`server`).
 
-    "balanced"         each bucket is cut into its owners' shares, across parameters: every owner has as many bytes
-    "round-robin"      whole parameters, dealt to the owners in turn over the whole model, in the plan's order
-    "hash"             whole parameters, by CRC-32 of the dotted name modulo the owners: a layer that is added or taken
-                       away moves no other
-    {pattern: rank}    whole parameters, to the rank that a dotted name or glob gives (the last one that matches);
-                       those that none matches are cut as under "balanced"
+    "balanced"         each bucket is cut into its owners' shares, across parameters: every owner
+                       has as many bytes
+    "round-robin"      whole parameters, dealt to the owners in turn over the whole model, in the
+                       plan's order
+    "hash"             whole parameters, by CRC-32 of the dotted name modulo the owners: a layer
+                       that is added or taken away moves no other
+    {pattern: rank}    whole parameters, to the rank that a dotted name or glob gives (the last one
+                       that matches); those that none matches are cut as under "balanced"
 
-Turns count all parameters of the plan, whatever serves them, so that what is chosen for one layer moves no other; and a
-turn is known from the plan alone, the same on every rank. Under `server` turns go round the servers only. It costs the
-busiest owner's link: through `direct` the owner of n bytes moves (P−1)·n each way where owners of 1/P each move
-2·n·(P−1)/P. In return an optimizer may look at whole tensors (profiling/updates.py).
+Turns count all parameters of the plan, whatever serves them, so that what is chosen for one layer
+moves no other; and a turn is known from the plan alone, the same on every rank. Under `server`
+turns go round the servers only. It costs the busiest owner's link: through `direct` the owner of n
+bytes moves (P−1)·n each way where owners of 1/P each move 2·n·(P−1)/P. In return an optimizer may
+look at whole tensors (profiling/updates.py).
 Source: Paddle's distribute transpiler dispatches variables to parameter servers in these two ways
-(fluid/transpiler/ps_dispatcher.py: RoundRobin, HashName); the hash there is Python's, here one that no process salts.
+(fluid/transpiler/ps_dispatcher.py: RoundRobin, HashName); the hash there is Python's, here one that
+no process salts.
 """
 
 from __future__ import annotations
@@ -76,7 +81,9 @@ def check_form(placement: Any, source: str = "the placement") -> None:
     """Raise PlanError for what is neither a policy nor a mapping from names to ranks."""
     if isinstance(placement, str) and placement in POLICIES:
         return
-    if isinstance(placement, dict) and all(isinstance(name, str) and type(r) is int for name, r in placement.items()):
+    if isinstance(placement, dict) and all(
+        isinstance(name, str) and type(r) is int for name, r in placement.items()
+    ):
         return
     raise PlanError(
         f"{source} is neither a policy nor ranks by name",
@@ -87,9 +94,15 @@ def check_form(placement: Any, source: str = "the placement") -> None:
 
 
 def check_placement(
-    placement: Any, layers: Mapping[str, Sequence[str]], workers: int, servers: int = 0, *, stale: bool = False
+    placement: Any,
+    layers: Mapping[str, Sequence[str]],
+    workers: int,
+    servers: int = 0,
+    *,
+    stale: bool = False,
 ) -> None:
-    """Refuse a placement that is none, that matches nothing, or that gives parameters to a rank that can own none.
+    """Refuse a placement that is none, that matches nothing, or that gives parameters to a rank
+    that can own none.
 
     Args:
         placement: as given.
@@ -108,7 +121,10 @@ def check_placement(
             runs_ahead = stale and owner.number in range(workers)
             raise PlanError(
                 f"the placement gives {name} to a rank that cannot own it",
-                got=f"rank {owner.number}" + (", which runs ahead of the others" if runs_ahead else ""),
-                expected=f"one of the ranks {able[0]} … {able[-1]}" + (", the servers" if stale else ""),
-                do="change the rank in the placement" + (", or set the staleness to 0" if runs_ahead else ""),
+                got=f"rank {owner.number}"
+                + (", which runs ahead of the others" if runs_ahead else ""),
+                expected=f"one of the ranks {able[0]} … {able[-1]}"
+                + (", the servers" if stale else ""),
+                do="change the rank in the placement"
+                + (", or set the staleness to 0" if runs_ahead else ""),
             )

@@ -1,7 +1,7 @@
 """A plan is data: for each layer a strategy and an exchange, in the order the gradients come.
 
-Printable, diffable, saved as JSON, edited by hand and given back. Everything else (which parameters travel together)
-follows from it by `Plan.sites`, the same on every rank.
+Printable, diffable, saved as JSON, edited by hand and given back. Everything else (which parameters
+travel together) follows from it by `Plan.sites`, the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """How one layer is served. `exchange` names what carries its gradients; a strategy that needs none leaves it ''.
+    """How one layer is served. `exchange` names what carries its gradients; a strategy that needs
+    none leaves it ''.
 
-    Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among themselves.
+    Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among
+    themselves.
     """
 
     layer: str
@@ -37,7 +39,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Site:
-    """What one strategy serves at once: a layer, several that travel in one bucket, or a part of a large one.
+    """What one strategy serves at once: a layer, several that travel in one bucket, or a part of a
+    large one.
 
     A part is one of `parts` equal ones of the layer's parameters, laid end to end.
     """
@@ -49,7 +52,9 @@ class Site:
     parts: int = 1
 
     def spans(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """What it has of its parameters, which have so many elements: which of them, from where to where."""
+        """What it has of its parameters, which have so many elements: which of them, from where to
+        where.
+        """
         return balanced(sizes, (1 / self.parts,) * self.parts)[self.part]
 
 
@@ -57,10 +62,11 @@ class Site:
 class Plan:
     """Choices for every layer with parameters, in the order in which backward finishes them.
 
-    `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its own; one that owners
-    update is cut), `lanes` is the number of exchanges in flight at once, `predicted_s` the step time that the planner
-    expects. With a `staleness` other than 0 workers run ahead of one another (strategies/server.py). `placement` says
-    who owns what (core/placement.py): a policy's name, or ranks by dotted name or glob.
+    `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its
+    own; one that owners update is cut), `lanes` is the number of exchanges in flight at once,
+    `predicted_s` the step time that the planner expects. With a `staleness` other than 0 workers
+    run ahead of one another (strategies/server.py). `placement` says who owns what
+    (core/placement.py): a policy's name, or ranks by dotted name or glob.
     """
 
     ranks: int
@@ -69,12 +75,15 @@ class Plan:
     bucket_bytes: int
     lanes: int
     predicted_s: float = 0.0
-    staleness: int | None = 0  # steps that a worker may be ahead of the slowest, with servers; None: any number
+    # steps that a worker may be ahead of the slowest, with servers; None: any number
+    staleness: int | None = 0
     placement: Placement = BALANCED
-    micro_batches: int = MICRO_BATCHES  # that a batch is cut into where the end of the model has hosts of its own
+    # that a batch is cut into where the end of the model has hosts of its own
+    micro_batches: int = MICRO_BATCHES
     joined: bool = True  # and whether these run all of them at once
     chunks: int = 1  # that rows come in to layers that are cut over ranks
-    late: int = 0  # so many of the last sites that go to servers come back first, the others as forward needs them
+    # so many of the last sites that go to servers come back first, the others as forward needs them
+    late: int = 0
 
     def sites(
         self,
@@ -83,20 +92,30 @@ class Plan:
         owning: Set[str] = frozenset(),
         staged: Set[str] = frozenset(),
     ) -> Iterator[Site]:
-        """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until the bucket is full.
+        """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until
+        the bucket is full.
 
-        A layer of an `owning` strategy that fills more than one is cut into parts of about a bucket each, if no
-        placement gives its parameters whole. All layers of a `staged` strategy are one site, whatever their exchange.
-        `nbytes` gives each layer's gradient bytes. Sites come in the order in which their last gradient does.
+        A layer of an `owning` strategy that fills more than one is cut into parts of about a bucket
+        each, if no placement gives its parameters whole. All layers of a `staged` strategy are one
+        site, whatever their exchange. `nbytes` gives each layer's gradient bytes. Sites come in the
+        order in which their last gradient does.
         """
         for site in self._joined(nbytes, bucketed, staged):
             parts = 1
-            if site.strategy in owning and len(site.layers) == 1 and self.placement in (BALANCED, {}):
-                parts = max(1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, _LEAST_PART_BYTES)))
+            if (
+                site.strategy in owning
+                and len(site.layers) == 1
+                and self.placement in (BALANCED, {})
+            ):
+                parts = max(
+                    1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, _LEAST_PART_BYTES))
+                )
             for part in range(parts):
                 yield replace(site, part=part, parts=parts) if parts > 1 else site
 
-    def _joined(self, nbytes: Mapping[str, int], bucketed: Set[str], staged: Set[str]) -> Iterator[Site]:
+    def _joined(
+        self, nbytes: Mapping[str, int], bucketed: Set[str], staged: Set[str]
+    ) -> Iterator[Site]:
         open_: dict[tuple[str, str], list[str]] = {}
         filled: dict[tuple[str, str], int] = {}
         at_tail = [choice for choice in self.choices if choice.strategy in staged]
@@ -122,8 +141,12 @@ class Plan:
             yield Site(tuple(layers), *key)
 
     def owners(self, names: Mapping[str, Sequence[str]]) -> dict[str, Owner]:
-        """The owners of parameters that are owned whole, by dotted name; `names` gives those of each layer."""
-        return owners_of(self.placement, {choice.layer: names[choice.layer] for choice in self.choices})
+        """The owners of parameters that are owned whole, by dotted name; `names` gives those of
+        each layer.
+        """
+        return owners_of(
+            self.placement, {choice.layer: names[choice.layer] for choice in self.choices}
+        )
 
     def choice(self, layer: str) -> Choice:
         """The choice for a layer (KeyError if the plan has none)."""
@@ -134,7 +157,9 @@ class Plan:
 
     def with_choice(self, choice: Choice) -> Plan:
         """The same plan with one layer served otherwise."""
-        return replace(self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices))
+        return replace(
+            self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices)
+        )
 
     def __str__(self) -> str:
         """The choices, a layer a line, under what is true of all."""
@@ -147,7 +172,10 @@ class Plan:
         head += [f"placement {self.placement}"] if self.placement != BALANCED else []
         head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
         width = max((len(choice.layer) for choice in self.choices), default=0)
-        rows = [f"  {choice.layer:{width}}  {choice.strategy} {choice.exchange}".rstrip() for choice in self.choices]
+        rows = [
+            f"  {choice.layer:{width}}  {choice.strategy} {choice.exchange}".rstrip()
+            for choice in self.choices
+        ]
         return "\n".join([", ".join(head), *rows])
 
     def to_json(self) -> str:
@@ -163,7 +191,9 @@ class Plan:
         try:
             Path(path).write_text(self.to_json())
         except OSError as error:
-            raise PlanError(f"the plan cannot be saved as {path}", got=str(error), do="give another path") from error
+            raise PlanError(
+                f"the plan cannot be saved as {path}", got=str(error), do="give another path"
+            ) from error
 
     @classmethod
     def from_json(cls, text: str, source: str = "the plan") -> Plan:
@@ -178,18 +208,27 @@ class Plan:
         except json.JSONDecodeError as error:
             raise PlanError(f"{source} is not JSON", got=str(error), do=redo) from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise PlanError(f"{source} is not a plan of format {FORMAT}", got=text.strip()[:80], do=redo)
+            raise PlanError(
+                f"{source} is not a plan of format {FORMAT}", got=text.strip()[:80], do=redo
+            )
         data.pop("written_by", None)
         rows = data.pop("choices", None)
         if not isinstance(rows, list):
-            raise PlanError(f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo)
+            raise PlanError(
+                f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo
+            )
         choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
         plan = _record(cls, {**data, "choices": choices}, source)
         check_form(plan.placement, f"{source}: the placement")
         if plan.staleness is not None and plan.staleness < 0:
-            raise PlanError(f"{source}: staleness is a number of steps, or null for no bound", do=redo)
+            raise PlanError(
+                f"{source}: staleness is a number of steps, or null for no bound", do=redo
+            )
         if min(plan.ranks, plan.bucket_bytes, plan.lanes, plan.micro_batches, plan.chunks) < 1:
-            raise PlanError(f"{source}: ranks, bucket_bytes, lanes, micro_batches and chunks are at least 1", do=redo)
+            raise PlanError(
+                f"{source}: ranks, bucket_bytes, lanes, micro_batches and chunks are at least 1",
+                do=redo,
+            )
         if plan.late < 0:
             raise PlanError(f"{source}: late is a number of sites", got=str(plan.late), do=redo)
         return plan
@@ -200,7 +239,9 @@ class Plan:
         try:
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"the plan file {path} cannot be read", got=str(error), do="check the path") from None
+            raise PlanError(
+                f"the plan file {path} cannot be read", got=str(error), do="check the path"
+            ) from None
         return cls.from_json(text, source=str(path))
 
 
@@ -219,16 +260,26 @@ def _record(kind: type[T], row: Any, source: str) -> T:
     """Build a frozen dataclass from a JSON object, refusing what does not fit by name."""
     fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
     if not isinstance(row, dict):
-        raise PlanError(f"{source} is not an object", got=repr(row)[:80], expected=", ".join(fields))
+        raise PlanError(
+            f"{source} is not an object", got=repr(row)[:80], expected=", ".join(fields)
+        )
     unknown = sorted(set(row) - set(fields))
     if unknown:
-        raise PlanError(f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields))
+        raise PlanError(
+            f"{source} has unknown fields", got=", ".join(unknown), expected=", ".join(fields)
+        )
     for name, value in row.items():
         if not isinstance(value, _TYPES[fields[name].type]) or (
             isinstance(value, bool) != (fields[name].type == "bool")
         ):
-            raise PlanError(f"{source}: {name} is of the wrong type", got=repr(value), expected=fields[name].type)
+            raise PlanError(
+                f"{source}: {name} is of the wrong type",
+                got=repr(value),
+                expected=fields[name].type,
+            )
     try:
         return kind(**row)
     except TypeError as error:
-        raise PlanError(f"{source} lacks a field", got=str(error), expected=", ".join(fields)) from error
+        raise PlanError(
+            f"{source} lacks a field", got=str(error), expected=", ".join(fields)
+        ) from error

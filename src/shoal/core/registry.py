@@ -1,4 +1,6 @@
-"""Finds what a folder offers: one class of the asked contract a file. Adding a scheme is adding a file."""
+"""Finds what a folder offers: one class of the asked contract a file. Adding a scheme is adding a
+file.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,20 @@ def _classes(package: ModuleType, contract: Any) -> dict[str, Any]:
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for _, value in inspect.getmembers(module, inspect.isclass):
-            if issubclass(value, contract) and value.__module__ == module.__name__ and not inspect.isabstract(value):
+            if (
+                issubclass(value, contract)
+                and value.__module__ == module.__name__
+                and not inspect.isabstract(value)
+            ):
                 kind: Any = value
                 classes[kind.name] = kind
     return dict(sorted(classes.items()))
 
 
 def named(package: ModuleType, contract: type[T], name: str) -> T:
-    """One of them by name, with its default options (PlanError that lists the names and the nearest one)."""
+    """One of them by name, with its default options (PlanError that lists the names and the nearest
+    one).
+    """
     classes = found(package, contract)
     if name not in classes:
         near = difflib.get_close_matches(name, classes, n=1)

@@ -1,9 +1,10 @@
 """The network library's own all-reduce: one call, in whatever way gloo or NCCL have tuned best.
 
-Stated as a ring, which is what both run on large tensors and what `Comm.all_reduce` itself is: 2·(P−1) steps, and each
-rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall. Both halves happen in `reduce`, so that
-nothing is left to hide in the next forward.
-Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+Stated as a ring, which is what both run on large tensors and what `Comm.all_reduce` itself is:
+2·(P−1) steps, and each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall.
+Both halves happen in `reduce`, so that nothing is left to hide in the next forward.
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+JPDC 69(2), 2009.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class AllReduce(Exchange):
     native: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Every slice twice, save the two that a rank's place in the ring spares it (as in `Comm.all_reduce`)."""
+        """Every slice twice, save the two that a rank's place in the ring spares it (as in
+        `Comm.all_reduce`).
+        """
         ranks, twice = topology.size, 2 * bucket.nbytes
         sizes = [size * bucket.itemsize for size in cut_sizes(bucket.numel, ranks)]
         if ranks == 1:

@@ -1,8 +1,9 @@
-"""Chunks on their way from one rank: a few receives are posted ahead, so that the link is busy while one is added.
+"""Chunks on their way from one rank: a few receives are posted ahead, so that the link is busy
+while one is added.
 
-Why here: gloo sends nothing before the receiver has said that it is ready, and says so behind whatever the same
-connection has still to send. Who posts a receive only when it needs the chunk waits for a way to the sender and back.
-Costs no byte; the memory of the chunks ahead.
+Why here: gloo sends nothing before the receiver has said that it is ready, and says so behind
+whatever the same connection has still to send. Who posts a receive only when it needs the chunk
+waits for a way to the sender and back. Costs no byte; the memory of the chunks ahead.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ AHEAD = 3
 
 
 def arrivals(comm: Comm, source: int, landing: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Receive into each of `landing` in turn and give it out when it has come; the first are posted at once.
+    """Receive into each of `landing` in turn and give it out when it has come; the first are posted
+    at once.
 
     What is given out is the caller's until it asks for the next.
     """
@@ -37,7 +39,9 @@ def arrivals(comm: Comm, source: int, landing: Iterable[Tensor]) -> Iterator[Ten
 
 
 def landing_beside(chunks: Sequence[Tensor]) -> list[Tensor]:
-    """Where chunks of these sizes may land for a while: as many buffers as there are receives ahead, taking turns."""
+    """Where chunks of these sizes may land for a while: as many buffers as there are receives
+    ahead, taking turns.
+    """
     if not chunks:
         return []
     buffers = chunks[0].new_empty(AHEAD, max(chunk.numel() for chunk in chunks))
@@ -45,7 +49,9 @@ def landing_beside(chunks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def once_sent(chunks: Sequence[Tensor], sends: Sequence[Pending]) -> Iterator[Tensor]:
-    """Each chunk as soon as it has been sent: then a total may land there. `sends` may grow, `AHEAD` before its use."""
+    """Each chunk as soon as it has been sent: then a total may land there. `sends` may grow,
+    `AHEAD` before its use.
+    """
     for index, chunk in enumerate(chunks):
         sends[index].wait()
         yield chunk

@@ -1,13 +1,17 @@
-"""Every slice goes straight to its owner, who adds and sends it straight back: every rank is the master of one slice.
+"""Every slice goes straight to its owner, who adds and sends it straight back: every rank is the
+master of one slice.
 
     reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in rank order
     gather   rank r ◀── slice o, summed ───── owner o
 
-2 steps, whatever P. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer
-elements than ranks) are sent by nobody and awaited by nobody. Added in the order of the ranks, so that the bits depend
-neither on which message comes first nor on how parameters are put into buckets.
-Source: CaffeOnSpark's socket exchange, in which every node is master of a slice; the pairwise exchange for
-reduce-scatter of Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+2 steps, whatever P. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall;
+empty slices (fewer elements than ranks) are sent by nobody and awaited by nobody. Added in the
+order of the ranks, so that the bits depend neither on which message comes first nor on how
+parameters are put into buckets.
+Source: CaffeOnSpark's socket exchange, in which every node is master of a slice; the pairwise
+exchange for
+reduce-scatter of Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from shoal.core.contracts import Bucket, Comm, Pending, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
-_AT_ONCE = 3  # messages of a rank: what many senders at once send one receiver overruns its link's queue
+# messages of a rank: what many senders at once send one receiver overruns its link's queue
+_AT_ONCE = 3
 
 
 @final
@@ -34,10 +39,13 @@ class Direct(SplitExchange):
     serves: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """A worker sends foreign slices once and its own to every other worker; a server its own. As much comes in."""
+        """A worker sends foreign slices once and its own to every other worker; a server its own.
+        As much comes in.
+        """
         workers, sizes = topology.workers, bucket.slice_bytes(topology.size)
         both_ways = tuple(
-            sum(sizes) - own + (workers - 1) * own if r < workers else workers * own for r, own in enumerate(sizes)
+            sum(sizes) - own + (workers - 1) * own if r < workers else workers * own
+            for r, own in enumerate(sizes)
         )
         leaving = [0] * topology.size
         for ranks in topology.ranks_on.values():
@@ -50,18 +58,25 @@ class Direct(SplitExchange):
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send foreign slices to their owners; add up one's own."""
         mine = slices[comm.rank]
-        home = comm.rank if comm.rank < comm.workers else 0  # whose part `mine` holds: a server's begins with rank 0's
+        # whose part `mine` holds: a server's begins with rank 0's
+        home = comm.rank if comm.rank < comm.workers else 0
         landing = iter(mine.new_empty(comm.workers - 1, mine.numel()).unbind())
         parts = [mine if r == home else next(landing) for r in range(comm.workers)]
 
-        receives = {r: comm.receive(parts[r], r) for r in comm.others if r < comm.workers and mine.numel()}
-        sends = _sent(comm, [(slices[r], r) for r in comm.others if comm.rank < comm.workers and slices[r].numel()])
+        receives = {
+            r: comm.receive(parts[r], r) for r in comm.others if r < comm.workers and mine.numel()
+        }
+        sends = _sent(
+            comm,
+            [(slices[r], r) for r in comm.others if comm.rank < comm.workers and slices[r].numel()],
+        )
         total = parts[0]
         for r, part in enumerate(parts):
             if r in receives:
                 receives[r].wait()
             if r == home and r > 0:
-                total = mine.add_(total)  # a + b has the bits of b + a, and from here on the sum stands in its place
+                # a + b has the bits of b + a, and from here on the sum stands in its place
+                total = mine.add_(total)
             elif r > 0:
                 total.add_(part)
         for send in sends:
@@ -70,9 +85,15 @@ class Direct(SplitExchange):
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send one's own slice to all workers; receive what others own in place."""
         mine = slices[comm.rank]
-        pending = [comm.receive(slices[r], r) for r in comm.others if comm.rank < comm.workers and slices[r].numel()]
+        pending = [
+            comm.receive(slices[r], r)
+            for r in comm.others
+            if comm.rank < comm.workers and slices[r].numel()
+        ]
         at_host = mine.cpu()  # once for all, where it lies on a GPU
-        pending += _sent(comm, [(at_host, r) for r in comm.others if r < comm.workers and mine.numel()])
+        pending += _sent(
+            comm, [(at_host, r) for r in comm.others if r < comm.workers and mine.numel()]
+        )
         for each in pending:
             each.wait()
 
@@ -80,7 +101,8 @@ class Direct(SplitExchange):
 def _sent(comm: Comm, messages: Sequence[tuple[Tensor, int]]) -> list[Pending]:
     """Send each tensor to its rank, in order; the last ones are still under way.
 
-    With servers all at once: else every worker would begin with the same ones, and the others would have nothing to do.
+    With servers all at once: else every worker would begin with the same ones, and the others would
+    have nothing to do.
     """
     at_once = _AT_ONCE if comm.workers == comm.size else max(1, len(messages))
     sends: list[Pending] = []

@@ -1,19 +1,24 @@
-"""Inside each host first, then one slice a host across: the link that a host's ranks share carries no slice twice.
+"""Inside each host first, then one slice a host across: the link that a host's ranks share carries
+no slice twice.
 
-    host a, ranks 0 1      host b, ranks 2 3        slice 0 belongs to rank 0; its collector on b is rank 2
+    host a, ranks 0 1      host b, ranks 2 3        slice 0 belongs to rank 0; its collector on b is
+                                                    rank 2
 
     reduce 1   1 ── slice 0 ──▶ 0    3 ── slice 0 ──▶ 2     every rank to its host's collector, who adds in rank order
            2   0 ◀─── b's slice 0, summed ─────────── 2     collectors to the owner, who adds the hosts' sums in order
     gather 1   0 ──── slice 0 ──────────────────────▶ 2     the owner to collectors, and to the ranks beside it
            2   0 ── slice 0 ──▶ 1    2 ── slice 0 ──▶ 3     collectors to the ranks beside them
 
-On its own host an owner collects its slice itself; on another the rank does that has the owner's place there, counted
-round where that host has fewer. 4 steps; 2 where each rank has a host of its own (then these are the messages of
-`direct`) or all share one. On H hosts of equally many ranks, 2·n·(H−1)/H bytes leave each, where `direct` sends P/H
-times as many; a rank sends and receives 2·n·(P−1)/P in all, like there. Hosts may have different numbers of ranks, in
-any numbering. Empty slices are sent by nobody and awaited by nobody.
-Source: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4 (sum within a server, all-reduce between servers,
-broadcast within), cut into slices so that all of a host's ranks take part, as in Horovod's hierarchical all-reduce.
+On its own host an owner collects its slice itself; on another the rank does that has the owner's
+place there, counted round where that host has fewer. 4 steps; 2 where each rank has a host of its
+own (then these are the messages of `direct`) or all share one. On H hosts of equally many ranks,
+2·n·(H−1)/H bytes leave each, where `direct` sends P/H times as many; a rank sends and receives
+2·n·(P−1)/P in all, like there. Hosts may have different numbers of ranks, in any numbering. Empty
+slices are sent by nobody and awaited by nobody.
+Source: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4 (sum within a server,
+all-reduce between servers,
+broadcast within), cut into slices so that all of a host's ranks take part, as in Horovod's
+hierarchical all-reduce.
 """
 
 from __future__ import annotations
@@ -41,15 +46,20 @@ class Hierarchical(SplitExchange):
         return 1 < len(topology.ranks_on) < topology.size
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """As `direct` sends foreign slices and its own back; but what crosses, a rank does for those it collects."""
+        """As `direct` sends foreign slices and its own back; but what crosses, a rank does for
+        those it collects.
+        """
         ranks, others = range(topology.size), len(topology.ranks_on) - 1
         sizes = bucket.slice_bytes(topology.size)
-        at_place = [0] * topology.ranks_per_host  # of all slices whose owners have that place on their hosts
+        # of all slices whose owners have that place on their hosts
+        at_place = [0] * topology.ranks_per_host
         for place, size in zip(topology.local_ranks, sizes, strict=True):
             at_place[place] += size
         beside = [len(topology.ranks_on[host]) - 1 for host in topology.hosts]
         collected = [sum(at_place[topology.local_ranks[r] :: beside[r] + 1]) for r in ranks]
-        both_ways = tuple(sum(sizes) - sizes[r] + beside[r] * collected[r] + others * sizes[r] for r in ranks)
+        both_ways = tuple(
+            sum(sizes) - sizes[r] + beside[r] * collected[r] + others * sizes[r] for r in ranks
+        )
         return Traffic(
             sent=both_ways,
             received=both_ways,
@@ -60,7 +70,11 @@ class Hierarchical(SplitExchange):
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up what one collects inside the host, then the hosts' sums of one's own slice."""
         hosts = comm.topology.ranks_on
-        mine, own_host, collected = slices[comm.rank], comm.topology.hosts[comm.rank], _collected(slices, comm)
+        mine, own_host, collected = (
+            slices[comm.rank],
+            comm.topology.hosts[comm.rank],
+            _collected(slices, comm),
+        )
         beside = [r for r in hosts[own_host] if r != comm.rank]
         afar = [_collector(comm.rank, host, comm.topology) for host in hosts if host != own_host]
 
@@ -76,7 +90,9 @@ class Hierarchical(SplitExchange):
             send.wait()
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """The same way back: own slice to all collectors, what one collects to the ranks beside one."""
+        """The same way back: own slice to all collectors, what one collects to the ranks beside
+        one.
+        """
         hosts = comm.topology.ranks_on
         mine, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
         beside = [r for r in hosts[own_host] if r != comm.rank]
@@ -84,7 +100,9 @@ class Hierarchical(SplitExchange):
         collected = _collected(slices, comm)[::-1]  # its own first, then as the owners send
 
         across = {o: comm.receive(slices[o], o) for o in collected if o != comm.rank}
-        pending = [comm.receive(slices[o], r) for r in beside for o in _collected(slices, comm, r)[::-1]]
+        pending = [
+            comm.receive(slices[o], r) for r in beside for o in _collected(slices, comm, r)[::-1]
+        ]
         pending += [comm.send(mine, r) for r in afar if mine.numel()]
         for o in collected:
             if o != comm.rank:
@@ -101,10 +119,16 @@ def _collector(owner: int, host: str, topology: Topology) -> int:
 
 
 def _collected(slices: Sequence[Tensor], comm: Comm, rank: int | None = None) -> list[int]:
-    """The owners of what a rank (without one, this) collects, save empty slices: from the next rank on, itself last."""
+    """The owners of what a rank (without one, this) collects, save empty slices: from the next rank
+    on, itself last.
+    """
     topology, rank = comm.topology, comm.rank if rank is None else rank
     owners = [(rank + step) % comm.size for step in range(1, comm.size + 1)]
-    return [o for o in owners if slices[o].numel() and _collector(o, topology.hosts[rank], topology) == rank]
+    return [
+        o
+        for o in owners
+        if slices[o].numel() and _collector(o, topology.hosts[rank], topology) == rank
+    ]
 
 
 def _receive(comm: Comm, like: Tensor, sources: Sequence[int]) -> list[tuple[Tensor, Pending]]:
@@ -114,7 +138,9 @@ def _receive(comm: Comm, like: Tensor, sources: Sequence[int]) -> list[tuple[Ten
 
 
 def _add(own: Tensor, others: Sequence[tuple[Tensor, Pending]], place: int) -> None:
-    """Add what comes to `own`, which stands at its `place` among them, in that order: the bits depend on no owner."""
+    """Add what comes to `own`, which stands at its `place` among them, in that order: the bits
+    depend on no owner.
+    """
     total: Tensor | None = None
     for part, pending in others[:place]:
         pending.wait()

@@ -1,17 +1,20 @@
-"""Slices travel round a ring of neighbours: each rank talks to two others only, however many there are.
+"""Slices travel round a ring of neighbours: each rank talks to two others only, however many there
+are.
 
     step      0        1        2          P = 4, seen on rank r
-    sends     r−1      r−2      r−3        reduce: a slice goes r+1, r+2, … and ends, summed, on its owner r
+    sends     r−1      r−2      r−3        reduce: a slice goes r+1, r+2, … and ends, summed, on its
+                                           owner r
     receives  r−2      r−3      r
     sends     r        r−1      r−2        gather: and once more round
     receives  r−1      r−2      r−3
 
-A slice travels in chunks, each of which goes on as soon as it is added, while the next ones arrive: so the link does
-not idle from step to step. P−1 steps each way, and one more for every further chunk of a slice, as in any pipeline;
-each is the latency of a message. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall; empty
-slices (fewer elements than ranks) are sent by nobody and awaited by nobody. A slice is added in ring order, always the
-same.
-Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69(2), 2009.
+A slice travels in chunks, each of which goes on as soon as it is added, while the next ones arrive:
+so the link does not idle from step to step. P−1 steps each way, and one more for every further
+chunk of a slice, as in any pipeline; each is the latency of a message. Each rank sends and receives
+2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer elements than ranks) are sent
+by nobody and awaited by nobody. A slice is added in ring order, always the same.
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+JPDC 69(2), 2009.
 """
 
 from __future__ import annotations
@@ -33,17 +36,23 @@ from shoal.exchange.arrivals import arrivals, landing_beside
 @final
 @dataclass(frozen=True)
 class Ring(SplitExchange):
-    """Reduce-scatter and all-gather among neighbours; `chunk_bytes` is the most that one message carries."""
+    """Reduce-scatter and all-gather among neighbours; `chunk_bytes` is the most that one message
+    carries.
+    """
 
     name: ClassVar[str] = "ring"
     chunk_bytes: int = 4 * 1024 * 1024
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1:
-            raise UsageError("a ring's chunk_bytes is at least 1", got=str(self.chunk_bytes), do="leave it out")
+            raise UsageError(
+                "a ring's chunk_bytes is at least 1", got=str(self.chunk_bytes), do="leave it out"
+            )
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Every slice twice, save those a rank does not send (r, then r+1) or receive (r−1, then r)."""
+        """Every slice twice, save those a rank does not send (r, then r+1) or receive (r−1, then
+        r).
+        """
         ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
         twice = 2 * sum(sizes)
         sent = tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks))
@@ -64,7 +73,9 @@ class Ring(SplitExchange):
         self._pass_on(slices, comm, first=comm.rank, add=False)
 
     def _pass_on(self, slices: Sequence[Tensor], comm: Comm, first: int, add: bool) -> None:
-        """Send slice `first` to the right; add or take what comes from the left, and send all of it on but the last."""
+        """Send slice `first` to the right; add or take what comes from the left, and send all of it
+        on but the last.
+        """
         if comm.size == 1:
             return
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size

@@ -1,16 +1,22 @@
-"""Sums climb a binary tree and the total comes down again, in chunks that follow one another without a gap.
+"""Sums climb a binary tree and the total comes down again, in chunks that follow one another
+without a gap.
 
             0             rank i's children are 2i + 1 and 2i + 2
           /   \\
-         1     2          chunk c climbs while chunk c − lag comes down, lag = this rank's way to the root and back:
+         1     2          chunk c climbs while chunk c − lag comes down, lag = this rank's way to
+                          the root and back:
         / \\   /           the two directions of every link are busy at once
        3   4 5
 
-2·depth + chunks − 1 steps, depth = floor(log2 P). A rank sends n to its parent and n to each child, and receives as
-much: the busiest sends 1, 2, 2, 3, 3 … × n for P = 2, 3, 4, 5, 6 …, against less than 2·n on the ring. So it wins only
-where latency rules. Without chunks the levels would add up. After `reduce` the root alone could hold the sum, not each
-rank its slice, so `reduce` does both ways and `gather` nothing. An empty tensor sends nothing.
-Source: FireCaffe (Iandola et al., CVPR 2016), on reduction trees; the pipelining of one tree in Sanders, Speck and
+2·depth + chunks − 1 steps, depth = floor(log2 P). A rank sends n to its parent and n to each child,
+and receives as
+much: the busiest sends 1, 2, 2, 3, 3 … × n for P = 2, 3, 4, 5, 6 …, against less than 2·n on the
+ring. So it wins only
+where latency rules. Without chunks the levels would add up. After `reduce` the root alone could
+hold the sum, not each rank its slice, so `reduce` does both ways and `gather` nothing. An empty
+tensor sends nothing.
+Source: FireCaffe (Iandola et al., CVPR 2016), on reduction trees; the pipelining of one tree in
+Sanders, Speck and
 Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009.
 """
 
@@ -39,14 +45,19 @@ class Tree(Exchange):
 
     def __post_init__(self) -> None:
         if self.chunk_bytes < 1:
-            raise UsageError("a tree's chunk_bytes is at least 1", got=str(self.chunk_bytes), do="leave it out")
+            raise UsageError(
+                "a tree's chunk_bytes is at least 1", got=str(self.chunk_bytes), do="leave it out"
+            )
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """The whole bucket once along every edge, each way."""
         ranks = topology.size
         edges = [[*_children(r, ranks), *([(r - 1) // 2] if r else [])] for r in range(ranks)]
         both_ways = tuple(bucket.nbytes * len(ends) for ends in edges)
-        leaving = tuple(bucket.nbytes * sum(topology.apart(r, end) for end in ends) for r, ends in enumerate(edges))
+        leaving = tuple(
+            bucket.nbytes * sum(topology.apart(r, end) for end in ends)
+            for r, ends in enumerate(edges)
+        )
         chunks = -(-bucket.numel // max(1, self.chunk_bytes // bucket.itemsize))
         rounds = 2 * _depth(ranks) + chunks - 1 if ranks > 1 and chunks else 0
         return Traffic(sent=both_ways, received=both_ways, rounds=rounds, leaving=leaving)
@@ -67,7 +78,9 @@ class Tree(Exchange):
                 if comm.rank > 0:
                     up.append(comm.send(chunks[step], parent))
             if step == lag:
-                falling = arrivals(comm, parent, once_sent(chunks, up)) if comm.rank > 0 else iter(chunks)
+                falling = (
+                    arrivals(comm, parent, once_sent(chunks, up)) if comm.rank > 0 else iter(chunks)
+                )
             if step >= lag:  # an earlier one down
                 total = next(falling)
                 down += [comm.send(total, child) for child in children]

@@ -1,6 +1,8 @@
-"""A cluster on one machine: every host a network namespace, every link shaped to the rate of a real one.
+"""A cluster on one machine: every host a network namespace, every link shaped to the rate of a real
+one.
 
-      host h0              host h1          …        a namespace each, named shoal-<launcher's pid>-<n>-h0 …
+      host h0              host h1          …        a namespace each, named shoal-<launcher's
+                                                     pid>-<n>-h0 …
    eth0 10.0.0.1        eth0 10.0.0.2
       │ tbf                │ tbf                     1  host -> switch, shaped
       │ tbf                │ tbf                     2  switch -> host, shaped: many senders share the receiver's link
@@ -8,9 +10,10 @@
    │ bridge   10.0.0.254             │               3  the switch's namespace, where the rendezvous store listens:
    └─────────────────────────────────┘                  it lives in the launcher, so it outlives every rank
 
-Why here: what Shoal decides depends on the network, and one must be able to see it decide without owning four machines.
-Nothing touches the machine's own network, so labs stand side by side with the same addresses. Hosts share processors,
-disk and host name ($SHOAL_HOST tells them apart); they do not see the outside world.
+Why here: what Shoal decides depends on the network, and one must be able to see it decide without
+owning four machines. Nothing touches the machine's own network, so labs stand side by side with the
+same addresses. Hosts share processors, disk and host name ($SHOAL_HOST tells them apart); they do
+not see the outside world.
 
 Cost: about 30 ms a host to build. Root, Linux, iproute2.
 """
@@ -49,21 +52,26 @@ SYNTAX = {
 
 @final
 class Lab(Launcher):
-    """Hosts as network namespaces with shaped links; rank r of a job runs on host h<r // ranks_per_host>.
+    """Hosts as network namespaces with shaped links; rank r of a job runs on host h<r //
+    ranks_per_host>.
 
-    `launch` builds the lab and takes it down again. Inside `with Lab(...) as lab:` it stays up between launches.
+    `launch` builds the lab and takes it down again. Inside `with Lab(...) as lab:` it stays up
+    between launches.
 
     Arguments:
         hosts: how many.
-        rate: of each link in each direction, as `tc` writes it (1gbit, 200mbit); None or "none" for no limit.
+        rate: of each link in each direction, as `tc` writes it (1gbit, 200mbit); None or "none" for
+            no limit.
         delay: added on the way from any host to any other (5ms); needs a kernel with netem.
-        burst: what a link lets pass at once. 32kb starves a 1gbit link; after a pause, one burst passes for free.
-        ranks_per_host: how many ranks share a host and its link; what they send each other stays on its loopback.
-        congestion: how TCP finds its pace from host to host, whatever the machine's own way is: Linux's default, cubic;
-            or bbr, reno …, as the kernel has them.
-        queue: how long a packet may wait at a link before it is dropped. TCP fills what there is, so that all that is
-            sent waits as long, acknowledgements of what comes the other way too: a switch with shallow buffers or a
-            fair queue (fq_codel) has some milliseconds.
+        burst: what a link lets pass at once. 32kb starves a 1gbit link; after a pause, one burst
+            passes for free.
+        ranks_per_host: how many ranks share a host and its link; what they send each other stays on
+            its loopback.
+        congestion: how TCP finds its pace from host to host, whatever the machine's own way is:
+            Linux's default, cubic; or bbr, reno …, as the kernel has them.
+        queue: how long a packet may wait at a link before it is dropped. TCP fills what there is,
+            so that all that is sent waits as long, acknowledgements of what comes the other way
+            too: a switch with shallow buffers or a fair queue (fq_codel) has some milliseconds.
 
     Raises: LabError for options that no lab can have.
 
@@ -85,7 +93,11 @@ class Lab(Launcher):
         queue: str = QUEUE,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
-            raise LabError(f"a lab has 1 to {MAX_HOSTS} hosts", got=f"hosts={hosts}", do="ask for another number")
+            raise LabError(
+                f"a lab has 1 to {MAX_HOSTS} hosts",
+                got=f"hosts={hosts}",
+                do="ask for another number",
+            )
         if ranks_per_host < 1:
             raise LabError(
                 "every host of a lab has at least one rank",
@@ -98,11 +110,21 @@ class Lab(Launcher):
         self.delay = delay
         self.burst, self.queue = burst, queue
         self.congestion = congestion
-        self.namespaces: tuple[str, ...] = ()  # of the hosts in order, then of the switch; empty while it is down
-        for option, value in (("rate", self.rate), ("burst", burst), ("delay", delay), ("queue", queue)):
+        # of the hosts in order, then of the switch; empty while it is down
+        self.namespaces: tuple[str, ...] = ()
+        for option, value in (
+            ("rate", self.rate),
+            ("burst", burst),
+            ("delay", delay),
+            ("queue", queue),
+        ):
             pattern, expected = SYNTAX[option]
-            if value is not None and (not re.fullmatch(pattern, value) or float(re.split("[a-z]", value)[0]) == 0):
-                raise LabError(f"a lab cannot have this {option}", got=repr(value), expected=expected)
+            if value is not None and (
+                not re.fullmatch(pattern, value) or float(re.split("[a-z]", value)[0]) == 0
+            ):
+                raise LabError(
+                    f"a lab cannot have this {option}", got=repr(value), expected=expected
+                )
 
     def missing(self) -> str | None:
         """What this machine lacks for it, or None."""
@@ -117,15 +139,18 @@ class Lab(Launcher):
     def launch(self, job: Job) -> Result:
         """Run the job to its end, `ranks_per_host` ranks on each host.
 
-        Raises: LabError where the lab cannot be built, UsageError for a job that cannot start. KeyboardInterrupt after
-        Ctrl-C, when nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
+        Raises: LabError where the lab cannot be built, UsageError for a job that cannot start.
+            KeyboardInterrupt after
+        Ctrl-C, when nothing is left; a SIGTERM ends this process in the same way, after cleaning
+        up.
         """
         check(job)
         if job.ranks != self.hosts * self.ranks_per_host:
             raise LabError(
                 "a lab runs as many ranks on every host",
                 got=f"{job.ranks} ranks",
-                expected=f"{self.hosts} hosts × {self.ranks_per_host} = {self.hosts * self.ranks_per_host} ranks",
+                expected=f"{self.hosts} hosts × {self.ranks_per_host} = "
+                f"{self.hosts * self.ranks_per_host} ranks",
             )
         with Interrupts() as interrupts, nullcontext() if self.namespaces else self:
             store = inside(self.namespaces[-1], partial(new_store, SWITCH_ADDRESS))
@@ -146,7 +171,12 @@ class Lab(Launcher):
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         names, self.namespaces = self.namespaces, ()
         take_down(names)
 
@@ -154,13 +184,23 @@ class Lab(Launcher):
         host, local_rank = divmod(rank, self.ranks_per_host)
         label = f"h{host}" if self.ranks_per_host == 1 else f"h{host}.{local_rank}"
         meeting = variables(SWITCH_ADDRESS, port, rank, job.ranks, local_rank, self.ranks_per_host)
-        variables_here = environment(job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{host}", **meeting)
-        return Command(("ip", "netns", "exec", self.namespaces[host], *job.command), variables_here, label)
+        variables_here = environment(
+            job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{host}", **meeting
+        )
+        return Command(
+            ("ip", "netns", "exec", self.namespaces[host], *job.command), variables_here, label
+        )
 
     def _check_kernel(self) -> None:
-        """Try each queue on a loopback device that vanishes with the attempt: a kernel without one says so here."""
+        """Try each queue on a loopback device that vanishes with the attempt: a kernel without one
+        says so here.
+        """
         for queue in (self._tbf(), self._netem()):
-            if queue and (complaint := attempt("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *queue)):
+            if queue and (
+                complaint := attempt(
+                    "unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", *queue
+                )
+            ):
                 option = "delay" if queue[0] == "netem" else "rate"
                 raise LabError(
                     f"this kernel cannot shape links by {option}: it lacks tc's {queue[0]}",
@@ -169,14 +209,20 @@ class Lab(Launcher):
                 )
 
     def _tbf(self) -> tuple[str, ...]:
-        return ("tbf", "rate", self.rate, "burst", self.burst, "latency", self.queue) if self.rate else ()
+        return (
+            ("tbf", "rate", self.rate, "burst", self.burst, "latency", self.queue)
+            if self.rate
+            else ()
+        )
 
     def _netem(self) -> tuple[str, ...]:
         return ("netem", "delay", self.delay, "limit", "10000") if self.delay else ()
 
     def _build(self) -> None:
         *hosts, switch = self.namespaces
-        addresses = {f"h{host}": f"10.0.0.{host + 1}" for host in range(self.hosts)} | {"switch": SWITCH_ADDRESS}
+        addresses = {f"h{host}": f"10.0.0.{host + 1}" for host in range(self.hosts)} | {
+            "switch": SWITCH_ADDRESS
+        }
         for namespace in hosts:
             execute("ip", "netns", "add", namespace)
         for namespace in self.namespaces:
@@ -195,19 +241,26 @@ class Lab(Launcher):
             self._shape(switch, port, delayed=False)
 
     def _set_congestion(self, host: str, address: str) -> None:
-        """By the route, not by sysctl, in which a namespace may only set what the machine allows to everybody."""
+        """By the route, not by sysctl, in which a namespace may only set what the machine allows to
+        everybody.
+        """
         route = f"{NETWORK} dev {INTERFACE} src {address} congctl {self.congestion}"
         if complaint := attempt("ip", "-n", host, "route", "replace", *route.split()):
             raise LabError(
                 f"this kernel has no congestion control {self.congestion!r}",
                 got=complaint,
-                do=f"use one of: {AVAILABLE.read_text().strip()}; or load its module: modprobe tcp_{self.congestion}",
+                do=f"use one of: {AVAILABLE.read_text().strip()}; or load its module: modprobe "
+                f"tcp_{self.congestion}",
             )
 
     def _shape(self, namespace: str, device: str, delayed: bool) -> None:
-        """Put the queues on one end of a link: its rate on both ends, the delay on the host's only (one way, once)."""
+        """Put the queues on one end of a link: its rate on both ends, the delay on the host's only
+        (one way, once).
+        """
         queues = [queue for queue in (self._netem() if delayed else (), self._tbf()) if queue]
-        for place, queue in zip((("root", "handle", "1:"), ("parent", "1:1", "handle", "2:")), queues, strict=False):
+        for place, queue in zip(
+            (("root", "handle", "1:"), ("parent", "1:1", "handle", "2:")), queues, strict=False
+        ):
             execute("tc", "-n", namespace, "qdisc", "add", "dev", device, *place, *queue)
 
 

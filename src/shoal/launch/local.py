@@ -1,7 +1,8 @@
 """Ranks as processes of this machine, with the environment variables that torchrun would set.
 
-Why here beside torchrun: it tells which rank failed first, gives the others time to say why, and holds the rendezvous
-store itself, so that the store outlives every rank and a verdict can be read when rank 0 is the one that died.
+Why here beside torchrun: it tells which rank failed first, gives the others time to say why, and
+holds the rendezvous store itself, so that the store outlives every rank and a verdict can be read
+when rank 0 is the one that died.
 
 Cost: a TCP server in the launcher; no polling.
 """
@@ -34,7 +35,8 @@ class Local(Launcher):
     def launch(self, job: Job) -> Result:
         """Run the job to its end.
 
-        Raises: UsageError for a job that cannot start, before anything does. KeyboardInterrupt after Ctrl-C, when
+        Raises: UsageError for a job that cannot start, before anything does. KeyboardInterrupt
+            after Ctrl-C, when
         nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
         """
         check(job)

@@ -1,7 +1,9 @@
-"""Network namespaces by name: made, entered by a thread, swept, and taken down with all that runs in them.
+"""Network namespaces by name: made, entered by a thread, swept, and taken down with all that runs
+in them.
 
-Why here: the kernel frees a namespace only when its name, its processes and its sockets are gone, and a launcher that
-was killed leaves all three. A name says whose it is, `shoal-<launcher's pid>-<n>-<host>`, so the next lab can tell.
+Why here: the kernel frees a namespace only when its name, its processes and its sockets are gone,
+and a launcher that was killed leaves all three. A name says whose it is, `shoal-<launcher's
+pid>-<n>-<host>`, so the next lab can tell.
 
 Cost: a few milliseconds each, most of it starting `ip`.
 """
@@ -25,12 +27,16 @@ from shoal.launch.processes import kill_all
 T = TypeVar("T")
 
 NAMES = Path("/run/netns")  # where `ip netns` keeps the names
-SETTINGS = Path("/etc/netns")  # SETTINGS/name/hosts is /etc/hosts to whatever `ip netns exec name` starts
-NEW_MOUNTS, BIND, PRIVATE = 0x20000, 0x1000, 0x4000 | 0x40000  # CLONE_NEWNS, MS_BIND, MS_REC | MS_PRIVATE
+# SETTINGS/name/hosts is /etc/hosts to whatever `ip netns exec name` starts
+SETTINGS = Path("/etc/netns")
+# CLONE_NEWNS, MS_BIND, MS_REC | MS_PRIVATE
+NEW_MOUNTS, BIND, PRIVATE = 0x20000, 0x1000, 0x4000 | 0x40000
 
 
 def claim(last: str) -> str:
-    """Make the namespace `shoal-<pid>-<n>-<last>` with the first free n; the lab that holds it owns all its prefix."""
+    """Make the namespace `shoal-<pid>-<n>-<last>` with the first free n; the lab that holds it owns
+    all its prefix.
+    """
     number = 0
     while complaint := attempt("ip", "netns", "add", f"shoal-{os.getpid()}-{number}-{last}"):
         if not (NAMES / f"shoal-{os.getpid()}-{number}-{last}").exists():
@@ -42,19 +48,22 @@ def claim(last: str) -> str:
 def name_hosts(namespace: str, addresses: Mapping[str, str]) -> None:
     """Give host names to addresses inside the namespace, beside those of the machine.
 
-    Each is listed as an IPv4-mapped address too: PyTorch's store looks its peer's name up by that one, and where no
-    name server can be reached it prints a warning for each rank.
+    Each is listed as an IPv4-mapped address too: PyTorch's store looks its peer's name up by that
+    one, and where no name server can be reached it prints a warning for each rank.
     """
-    lines = [f"{address} {name}\n::ffff:{address} {name}-mapped\n" for name, address in addresses.items()]
+    lines = [
+        f"{address} {name}\n::ffff:{address} {name}-mapped\n" for name, address in addresses.items()
+    ]
     (SETTINGS / namespace).mkdir(parents=True, exist_ok=True)
     (SETTINGS / namespace / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(lines))
 
 
 def inside(namespace: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread that has entered the namespace, with its host names, as `ip netns exec` would.
+    """Run `work` on a thread that has entered the namespace, with its host names, as `ip netns
+    exec` would.
 
-    Namespaces belong to threads, so nothing changes for the rest of the process. A socket stays in the namespace that
-    it was made in, whichever thread serves it later.
+    Namespaces belong to threads, so nothing changes for the rest of the process. A socket stays in
+    the namespace that it was made in, whichever thread serves it later.
     """
 
     def enter_and_work() -> T:
@@ -101,8 +110,12 @@ def attempt(*command: str) -> str:
 
 
 def _shielded(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a session of its own: Ctrl-C in the terminal must not stop a lab half built or half gone."""
-    return subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+    """Run a command in a session of its own: Ctrl-C in the terminal must not stop a lab half built
+    or half gone.
+    """
+    return subprocess.run(
+        command, capture_output=True, text=True, start_new_session=True, check=False
+    )
 
 
 def _processes(namespace: str) -> list[int]:

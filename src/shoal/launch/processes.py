@@ -2,11 +2,13 @@
 
 Why here: every launcher needs the same three promises, and each has a trap of its own.
 
-1. The first failure in time is the verdict, unless the ranks themselves know better, so process descriptors (pidfd)
-   wake one loop the moment a rank ends.
-2. Output passes line by line while ranks run, so the same loop reads the pipes; no threads, no locks.
+1. The first failure in time is the verdict, unless the ranks themselves know better, so process
+   descriptors (pidfd) wake one loop the moment a rank ends.
+2. Output passes line by line while ranks run, so the same loop reads the pipes; no threads, no
+locks.
 3. Nothing stays, by whatever way the launcher ends:
-   an end, an error, Ctrl-C, SIGTERM   the loop ends the groups, then kills whatever still carries the job's mark
+   an end, an error, Ctrl-C, SIGTERM   the loop ends the groups, then kills whatever still carries
+                                       the job's mark
    kill -9 of the launcher             the kernel kills the ranks (`setpriv --pdeathsig`)
 
 Cost: one thread that sleeps while nothing is printed. Linux only.
@@ -37,7 +39,8 @@ from shoal.core.job import Job, Result
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
-MARK = "SHOAL_JOB"  # an environment variable that every process of a job inherits, whatever session it moves to
+# an environment variable that every process of a job inherits, whatever session it moves to
+MARK = "SHOAL_JOB"
 
 
 @dataclass(frozen=True)
@@ -60,32 +63,43 @@ def missing_tools(*tools: str) -> str | None:
 def check(job: Job) -> None:
     """Raise UsageError for a job that cannot start, before anything does."""
     if job.ranks < 1:
-        raise UsageError("a job needs at least one rank", got=f"ranks={job.ranks}", do="ask for 1 or more")
+        raise UsageError(
+            "a job needs at least one rank", got=f"ranks={job.ranks}", do="ask for 1 or more"
+        )
     if not job.command:
         raise UsageError("there is no command to run", do="give one, e.g. python script.py")
     if shutil.which(job.command[0], path=job.environment.get("PATH")) is None:
         raise UsageError(
             f"there is no program {job.command[0]!r} to run",
             got=" ".join(job.command),
-            do="check the spelling; a script without execute permission starts as: python script.py",
+            do="check the spelling; a script without execute permission starts as: python "
+            "script.py",
         )
 
 
 def environment(job: Job, **launcher: str) -> dict[str, str]:
     """One rank's environment: what the launcher sets, and above it what the job sets.
 
-    Cores are shared out among ranks, and Python's output is unbuffered so that lines come when they are printed; both
-    only where the user has not said otherwise.
+    Cores are shared out among ranks, and Python's output is unbuffered so that lines come when they
+    are printed; both only where the user has not said otherwise.
     """
     threads = max(1, int(min(bound_cores(), quota_cores()) // job.ranks))
     polite = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    return {**polite, **os.environ, "SHOAL_HOST": socket.gethostname(), **launcher, **job.environment}
+    return {
+        **polite,
+        **os.environ,
+        "SHOAL_HOST": socket.gethostname(),
+        **launcher,
+        **job.environment,
+    }
 
 
 class Interrupts:
-    """Holds Ctrl-C, SIGTERM and SIGHUP back until all is cleaned up, then lets the signal do what it would have done.
+    """Holds Ctrl-C, SIGTERM and SIGHUP back until all is cleaned up, then lets the signal do what
+    it would have done.
 
-    Off the main thread, where Python takes no signals, it holds nothing. A signal that was being ignored stays ignored.
+    Off the main thread, where Python takes no signals, it holds nothing. A signal that was being
+    ignored stays ignored.
     """
 
     def __init__(self) -> None:
@@ -101,7 +115,12 @@ class Interrupts:
                     signal.signal(number, lambda number, _: self.received.append(number))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
         if self.received:
@@ -114,10 +133,12 @@ def run(
     interrupts: Interrupts,
     agreed: Callable[[], tuple[str, int | None] | None] = lambda: None,
 ) -> Result:
-    """Run all commands to their end (see `Job` for the grace). A single command keeps the terminal to itself.
+    """Run all commands to their end (see `Job` for the grace). A single command keeps the terminal
+    to itself.
 
-    `agreed` gives what the ranks themselves found to have befallen the job, if anything, and the rank that failed: it
-    is said last, and goes before which rank ended first, since those that hear of a failure may end before its rank.
+    `agreed` gives what the ranks themselves found to have befallen the job, if anything, and the
+    rank that failed: it is said last, and goes before which rank ended first, since those that hear
+    of a failure may end before its rank.
     """
     mark = uuid.uuid4().hex
     ranks = _Ranks(commands, mark, grace_s, interrupts)
@@ -141,7 +162,9 @@ def run(
 class _Ranks:
     """The processes of one `run`, and the one loop that watches them."""
 
-    def __init__(self, commands: Sequence[Command], mark: str, grace_s: float, interrupts: Interrupts) -> None:
+    def __init__(
+        self, commands: Sequence[Command], mark: str, grace_s: float, interrupts: Interrupts
+    ) -> None:
         self.exit_codes = [0] * len(commands)
         self.first_failure: int | None = None
         self.alive: dict[int, subprocess.Popen[bytes]] = {}
@@ -150,7 +173,8 @@ class _Ranks:
         self._grace_s = grace_s
         self._interrupts = interrupts
         self._obeyed = 0  # how many interrupts have been acted on
-        self._ending: list[tuple[float, int]] = []  # what is still to be sent to all groups: (when, signal)
+        # what is still to be sent to all groups: (when, signal)
+        self._ending: list[tuple[float, int]] = []
         self._selector = selectors.DefaultSelector()
         self._lines: list[tuple[IO[bytes], Lines]] = []
 
@@ -167,25 +191,33 @@ class _Ranks:
             )
             self.alive[rank] = process
             descriptor = os.pidfd_open(process.pid)
-            self._selector.register(descriptor, selectors.EVENT_READ, (self._ended, rank, descriptor))
+            self._selector.register(
+                descriptor, selectors.EVENT_READ, (self._ended, rank, descriptor)
+            )
             for pipe, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 if pipe is not None:
                     lines = Lines(f"[{command.label}] ", sink)
                     self._lines.append((pipe, lines))
-                    self._selector.register(pipe, selectors.EVENT_READ, (self._printed, pipe, lines))
+                    self._selector.register(
+                        pipe, selectors.EVENT_READ, (self._printed, pipe, lines)
+                    )
 
     def turn(self) -> None:
         """Wait for something to happen, a tenth of a second at most, and act on it."""
         for key, _ in self._selector.select(timeout=0.1):
             act, *what = key.data
             act(*what)
-        if len(self._interrupts.received) > self._obeyed:  # the first is passed on, a second one means now
+        # the first is passed on, a second one means now
+        if len(self._interrupts.received) > self._obeyed:
             again, number = self._obeyed > 0, self._interrupts.received[-1]
             self._obeyed = len(self._interrupts.received)
             self._end_after(0.0, signal.SIGKILL if again else number)
         while self._ending and self._ending[0][0] <= time.monotonic():
             _, number = self._ending.pop(0)
-            _say(f"sending {signal.Signals(number).name} to {', '.join(self._commands[r].label for r in self.alive)}")
+            _say(
+                f"sending {signal.Signals(number).name} to "
+                f"{', '.join(self._commands[r].label for r in self.alive)}"
+            )
             self._send(number)
 
     def kill(self) -> None:
@@ -195,7 +227,9 @@ class _Ranks:
             process.wait()
 
     def close(self) -> None:
-        """Pass on what is still in the pipes; their writers are dead, so the end of each is near."""
+        """Pass on what is still in the pipes; their writers are dead, so the end of each is
+        near.
+        """
         for pipe, lines in self._lines:
             os.set_blocking(pipe.fileno(), False)
             with suppress(BlockingIOError):  # a stranger that we could not kill holds the other end
@@ -219,13 +253,17 @@ class _Ranks:
         self._selector.unregister(descriptor)
         os.close(descriptor)
         code = self.alive.pop(rank).wait()
-        self.exit_codes[rank] = code if code >= 0 else 128 - code  # the shell's way to say "by signal N"
+        # the shell's way to say "by signal N"
+        self.exit_codes[rank] = code if code >= 0 else 128 - code
         if code == 0 or self.first_failure is not None:
             return
         self.first_failure = rank
         if self.alive and not self._ending and not self._interrupts.received:
             how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
-            _say(f"{self._commands[rank].label} ended first ({how}); the others have {self._grace_s:g} s to end")
+            _say(
+                f"{self._commands[rank].label} ended first ({how}); the others have "
+                f"{self._grace_s:g} s to end"
+            )
             self._end_after(self._grace_s, signal.SIGTERM)
 
     def _send(self, number: int) -> None:
@@ -241,15 +279,16 @@ class _Ranks:
 class Lines:
     """One rank's output stream: whole lines pass, each with a prefix.
 
-    A progress bar rewrites its line with carriage returns. On a terminal each state of it passes; in a file only the
-    last, as a terminal would show it.
+    A progress bar rewrites its line with carriage returns. On a terminal each state of it passes;
+    in a file only the last, as a terminal would show it.
     """
 
     def __init__(self, prefix: str, sink: TextIO) -> None:
         self._prefix = prefix
         self._sink = sink
         self._rest = b""
-        self._clear = "\x1b[K" if sink.isatty() else ""  # wipes what a longer state of a bar left behind
+        # wipes what a longer state of a bar left behind
+        self._clear = "\x1b[K" if sink.isatty() else ""
 
     def feed(self, data: bytes) -> None:
         """Take what the rank wrote, in pieces of any size."""
@@ -271,11 +310,15 @@ class Lines:
     def _write(self, states: Sequence[bytes], end: str) -> None:
         for state in states:
             if end == "\n" or (state and self._clear):
-                self._sink.write(f"{self._prefix}{state.decode(errors='replace')}{self._clear}{end}")
+                self._sink.write(
+                    f"{self._prefix}{state.decode(errors='replace')}{self._clear}{end}"
+                )
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """Kill the processes that `find` lists until it lists none: one may be forking while it is killed."""
+    """Kill the processes that `find` lists until it lists none: one may be forking while it is
+    killed.
+    """
     give_up = time.monotonic() + KILL_AFTER_S
     while (found := find()) and time.monotonic() < give_up:
         for pid in found:

@@ -1,7 +1,9 @@
-"""Where ranks meet: a key-value store in the launcher, and the environment variables that lead there.
+"""Where ranks meet: a key-value store in the launcher, and the environment variables that lead
+there.
 
-Why here: under plain env:// rendezvous rank 0 holds the store, and all that was written is lost when rank 0 dies.
-Torchrun's agent holds it instead, and one variable tells ranks so; Shoal's launchers do the same.
+Why here: under plain env:// rendezvous rank 0 holds the store, and all that was written is lost
+when rank 0 dies. Torchrun's agent holds it instead, and one variable tells ranks so; Shoal's
+launchers do the same.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from shoal.core.job import VERDICT, scope
 
 
 def new_store(address: str) -> TCPStore:
-    """A store that listens on a free port of every address here, `address` among them, while it is referenced."""
+    """A store that listens on a free port of every address here, `address` among them, while it is
+    referenced.
+    """
     return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
-def variables(address: str, port: int, rank: int, ranks: int, local_rank: int, local_ranks: int) -> dict[str, str]:
+def variables(
+    address: str, port: int, rank: int, ranks: int, local_rank: int, local_ranks: int
+) -> dict[str, str]:
     """What torchrun would set for this rank, with the store at `address` and `port`."""
     return {
         "RANK": str(rank),
@@ -32,7 +38,9 @@ def variables(address: str, port: int, rank: int, ranks: int, local_rank: int, l
 
 
 def agreed(store: TCPStore) -> tuple[str, int | None] | None:
-    """What the ranks agreed on to have befallen the job, and the rank that failed, if one did; None if nothing has."""
+    """What the ranks agreed on to have befallen the job, and the rank that failed, if one did; None
+    if nothing has.
+    """
     key = f"{scope()}/{VERDICT}"
     if not store.check([key]):
         return None

@@ -1,9 +1,10 @@
 """Hands a job to PyTorch's own launcher, `torch.distributed.run`, on this machine.
 
-Why here: to run under the very thing that users run under. A small shell around each rank writes its exit code down,
-because torchrun's own says only that some rank failed.
+Why here: to run under the very thing that users run under. A small shell around each rank writes
+its exit code down, because torchrun's own says only that some rank failed.
 
-Cost: torchrun's start, about two seconds; and a job's `grace_s`: torchrun ends the other ranks at once when one fails.
+Cost: torchrun's start, about two seconds; and a job's `grace_s`: torchrun ends the other ranks at
+once when one fails.
 """
 
 from __future__ import annotations
@@ -14,10 +15,19 @@ from pathlib import Path
 from typing import ClassVar, final
 
 from shoal.core.job import Job, Launcher, Result
-from shoal.launch.processes import DIE_WITH_PARENT, Command, Interrupts, check, environment, missing_tools, run
+from shoal.launch.processes import (
+    DIE_WITH_PARENT,
+    Command,
+    Interrupts,
+    check,
+    environment,
+    missing_tools,
+    run,
+)
 
-# Runs a rank and leaves its exit code in the file $SHOAL_EXITS/$RANK. Torchrun's SIGTERM reaches the whole group: the
-# shell outlives it (trap) to write the code. Each process dies with its parent, so kill -9 on torchrun reaches ranks.
+# Runs a rank and leaves its exit code in the file $SHOAL_EXITS/$RANK. Torchrun's SIGTERM reaches
+# the whole group: the shell outlives it (trap) to write the code. Each process dies with its
+# parent, so kill -9 on torchrun reaches ranks.
 RANK_SCRIPT = f"""
 trap : TERM INT
 {" ".join(DIE_WITH_PARENT)} "$@"
@@ -41,7 +51,8 @@ class Torchrun(Launcher):
     def launch(self, job: Job) -> Result:
         """Run the job to its end.
 
-        Raises: UsageError for a job that cannot start, before anything does. KeyboardInterrupt after Ctrl-C, when
+        Raises: UsageError for a job that cannot start, before anything does. KeyboardInterrupt
+            after Ctrl-C, when
         nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
         """
         check(job)
@@ -49,9 +60,14 @@ class Torchrun(Launcher):
             torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
             ranks = ("--nproc-per-node", str(job.ranks), "--no-python")
             rank = (*DIE_WITH_PARENT, "sh", "-c", RANK_SCRIPT, "sh", *job.command)
-            rank = tuple(word.replace("$", "$$") for word in rank)  # torchrun takes ${local_rank} and $$ for macros
+            # torchrun takes ${local_rank} and $$ for macros
+            rank = tuple(word.replace("$", "$$") for word in rank)
             variables = environment(job, GLOO_SOCKET_IFNAME="lo", SHOAL_EXITS=exits)
-            agent = run([Command((*torchrun, *ranks, *rank), variables, "torchrun")], job.grace_s, interrupts)
+            agent = run(
+                [Command((*torchrun, *ranks, *rank), variables, "torchrun")],
+                job.grace_s,
+                interrupts,
+            )
             return _result(job.ranks, agent, Path(exits))
 
 
@@ -61,7 +77,8 @@ def _result(ranks: int, agent: Result, exits: Path) -> Result:
     codes = [ENDED_BY_TORCHRUN] * ranks
     ended = sorted(exits.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for path in ended:
-        codes[int(path.name)] = int(path.read_text() or ENDED_BY_TORCHRUN)  # empty: killed while writing
+        # empty: killed while writing
+        codes[int(path.name)] = int(path.read_text() or ENDED_BY_TORCHRUN)
     failures = [int(path.name) for path in ended if codes[int(path.name)]]
     if not failures:  # torchrun itself failed, or was ended, before any rank
         return Result((agent.exit_code,) * ranks, 0)

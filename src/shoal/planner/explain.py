@@ -1,4 +1,6 @@
-"""Explains a plan: for each layer what it costs, what every alternative would cost, why, and where that would flip."""
+"""Explains a plan: for each layer what it costs, what every alternative would cost, why, and where
+that would flip.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,17 @@ from shoal.planner.timeline import Predictor, as_planned
 _MOST_COMPARED = 96  # layers; each alternative of each is a prediction of the whole step
 
 
-def explain(plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives: bool = True) -> Explanation:
+def explain(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives: bool = True
+) -> Explanation:
     """The plan with its reasons.
 
     Args:
         plan: for this model and this number of ranks.
         profile: the model, as profiled.
         cluster: the ranks and their links.
-        alternatives: also what else each layer could be served by; of many layers the 96 largest are compared so.
+        alternatives: also what else each layer could be served by; of many layers the 96 largest
+            are compared so.
 
     Returns:
         One row a layer, and the predicted step by its parts.
@@ -42,7 +47,8 @@ def explain(plan: Plan, profile: ModelProfile, cluster: Cluster, *, alternatives
         optimizer_s=timeline.optimizer_s,
         sent_bytes=timeline.sent_bytes,
         layers=tuple(
-            _layer(plan, choice, predictor, timeline.step_s, choice.layer in compared) for choice in plan.choices
+            _layer(plan, choice, predictor, timeline.step_s, choice.layer in compared)
+            for choice in plan.choices
         ),
         placement=plan.placement,
         stage=_stage(plan, predictor, cluster),
@@ -60,7 +66,9 @@ def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]
 
 def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
     """Who sends what to whom, where tail hosts run the end of the model."""
-    at_tail = [choice.layer for choice in plan.choices if predictor.strategy(choice.strategy).staged]
+    at_tail = [
+        choice.layer for choice in plan.choices if predictor.strategy(choice.strategy).staged
+    ]
     tails = [tail for name in at_tail if (tail := predictor.layer(name).tail) is not None]
     if not tails or not cluster.tail:
         return None
@@ -73,7 +81,9 @@ def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
     return Stage(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
 
 
-def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float, compared: bool) -> LayerExplanation:
+def _layer(
+    plan: Plan, choice: Choice, predictor: Predictor, step_s: float, compared: bool
+) -> LayerExplanation:
     layer = predictor.profile.layer(choice.layer)
     chosen = _alternative(plan, choice, predictor, step_s)
     others = tuple(
@@ -91,7 +101,9 @@ def _layer(plan: Plan, choice: Choice, predictor: Predictor, step_s: float, comp
         backward_s=layer.backward_s,
         chosen=chosen,
         others=others,
-        reason=_reason(chosen, [other for other in others if not other.refusal]) if compared else "",
+        reason=_reason(chosen, [other for other in others if not other.refusal])
+        if compared
+        else "",
         flips=_flips(layer, predictor),
     )
 
@@ -104,7 +116,9 @@ def _choices(name: str, predictor: Predictor) -> list[Choice]:
     ]
 
 
-def _alternative(plan: Plan, choice: Choice, predictor: Predictor, step_s: float | None) -> Alternative:
+def _alternative(
+    plan: Plan, choice: Choice, predictor: Predictor, step_s: float | None
+) -> Alternative:
     sent, alone_s = predictor.alone_s(choice)
     if step_s is None:
         plan = plan.with_choice(choice)
@@ -119,7 +133,11 @@ def _alternative(plan: Plan, choice: Choice, predictor: Predictor, step_s: float
 def _cheapest(name: str, predictor: Predictor) -> Choice:
     """How a layer is served that has lost the other half of its pair, as in the search."""
     layer = predictor.layer(name)
-    able = [choice for choice in _choices(name, predictor) if predictor.refusal(layer, choice.strategy) is None]
+    able = [
+        choice
+        for choice in _choices(name, predictor)
+        if predictor.refusal(layer, choice.strategy) is None
+    ]
     by_itself = [choice for choice in able if not predictor.needs(name, choice.strategy)]
     return min(by_itself, key=predictor.added_s)
 

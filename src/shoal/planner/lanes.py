@@ -1,15 +1,18 @@
-"""The lanes, the link and the processor of one rank during a predicted step: what is sent and computed, and until when.
+"""The lanes, the link and the processor of one rank during a predicted step: what is sent and
+computed, and until when.
 
-A lane does one job after the other. A job is parts of some seconds each, were it alone with what they take:
+A lane does one job after the other. A job is parts of some seconds each, were it alone with what
+they take:
 
     lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
     lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|      whoever is on the link has an even share of it
 
-What goes to servers is on the link in one direction, what comes from them in the other; all else is in both. Where a
-token bucket shapes the link, what was not used of it in a pause passes afterwards for next to nothing.
-So with the processor, which the main thread takes too while it computes: who wants more than an even share of it is
-slower for it, a lane that sends as well. A rank has as many processors as cores; where it has less than one, the part
-of a core that its main thread had in the profile. Costs some microseconds a part.
+What goes to servers is on the link in one direction, what comes from them in the other; all else is
+in both. Where a token bucket shapes the link, what was not used of it in a pause passes afterwards
+for next to nothing. So with the processor, which the main thread takes too while it computes: who
+wants more than an even share of it is slower for it, a lane that sends as well. A rank has as many
+processors as cores; where it has less than one, the part of a core that its main thread had in the
+profile. Costs some microseconds a part.
 """
 
 from __future__ import annotations
@@ -54,30 +57,42 @@ class Lanes:
     """Runs jobs on lanes that share a link and a processor, event by event."""
 
     def __init__(self, cluster: Cluster, number: int, burst_s: float = 0.0) -> None:
-        """So many lanes each way, on a link of which so many seconds pass as a burst to begin with."""
+        """So many lanes each way, on a link of which so many seconds pass as a burst to begin
+        with.
+        """
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
         self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
         ways = (BOTH, THERE, BACK) if cluster.servers else (BOTH,)
-        self._lanes: dict[int, list[deque[Job]]] = {way: [deque() for _ in range(number)] for way in ways}
+        self._lanes: dict[int, list[deque[Job]]] = {
+            way: [deque() for _ in range(number)] for way in ways
+        }
         self._duplex = cluster.duplex
         self.burst_s, self._most_burst_s = burst_s, cluster.link.burst_s
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*(lane for lanes in self._lanes.values() for lane in lanes), self._main)
         self.now_s = 0.0  # what has been run
-        self.used: list[tuple[float, float]] = []  # from when on how much of the link: 1 is all that it carries
+        # from when on how much of the link: 1 is all that it carries
+        self.used: list[tuple[float, float]] = []
 
-    def add(self, index: int, ready_s: float, *parts: Part, way: int = BOTH, after: Job | None = None) -> Job:
+    def add(
+        self, index: int, ready_s: float, *parts: Part, way: int = BOTH, after: Job | None = None
+    ) -> Job:
         """Queue a job on the lane of site `index` of those that go this way."""
         lanes = self._lanes[way]
         return self._queue(Job(ready_s, parts, after), lanes[index % len(lanes)])
 
     def named(self, index: int, way: int) -> tuple[str, str]:
-        """What the lanes are called that a site's gradients go over, and that its parameters come back over."""
+        """What the lanes are called that a site's gradients go over, and that its parameters come
+        back over.
+        """
         number = index % len(self._lanes[way])
-        return {BOTH: (f"lane {number}",) * 2}.get(way, (f"server lane {number}", f"lane {number} from servers"))
+        return {BOTH: (f"lane {number}",) * 2}.get(
+            way, (f"server lane {number}", f"lane {number} from servers")
+        )
 
     def wait(self, clock: float, pace: Pace, traffic: Traffic, beside_s: float = 0.0) -> float:
-        """Have the main thread at its `clock` send traffic, on the link beside lanes, compute for so long, and wait.
+        """Have the main thread at its `clock` send traffic, on the link beside lanes, compute for
+        so long, and wait.
 
         Returns:
             The new clock.
@@ -90,10 +105,17 @@ class Lanes:
 
     def exchange(self, pace: Pace, traffic: Traffic, way: int = BOTH) -> tuple[Part, Part, Part]:
         """Traffic as parts of a job."""
-        busy_byte_s, busy_s = pace.cpu.byte_s / self.turn, traffic.rounds * pace.cpu.round_s / self.turn
+        busy_byte_s, busy_s = (
+            pace.cpu.byte_s / self.turn,
+            traffic.rounds * pace.cpu.round_s / self.turn,
+        )
         byte_s = max(pace.wall.byte_s, busy_byte_s)
         sent = Part(traffic.worst * byte_s, busy_byte_s / byte_s if byte_s else 0.0, link=way)
-        return sent, self.compute(busy_s), Part(max(0.0, traffic.rounds * pace.wall.round_s - busy_s))
+        return (
+            sent,
+            self.compute(busy_s),
+            Part(max(0.0, traffic.rounds * pace.wall.round_s - busy_s)),
+        )
 
     def compute(self, seconds: float) -> Part:
         """Compute as a part of a job."""
@@ -104,7 +126,9 @@ class Lanes:
         return pace.cpu.of(traffic) / self.turn
 
     def pay(self, clock: float) -> float:
-        """Run the lanes while the main thread computes up to its `clock`, were it alone: its clock beside them."""
+        """Run the lanes while the main thread computes up to its `clock`, were it alone: its clock
+        beside them.
+        """
         left_s = clock - self.now_s
         while left_s > _OVER_S:
             left_s -= self._advance(left_s)
@@ -117,7 +141,9 @@ class Lanes:
                 self._advance(0.0)
 
     def _advance(self, main_s: float) -> float:
-        """Run until the next part ends, or the main thread has computed for so long; how long it has, were it alone."""
+        """Run until the next part ends, or the main thread has computed for so long; how long it
+        has, were it alone.
+        """
         busy = [(lane[0], lane) for lane in self._every if lane]
         if not busy:
             self._pass(main_s, 0.0)
@@ -130,7 +156,10 @@ class Lanes:
             shares[job.now.link] * (level / want if want > level else 1.0)
             for (job, _), want in zip(busy, wanted, strict=True)
         ]
-        used = max(sum(speed for link, speed in zip(links, speeds, strict=True) if link & way) for way in (THERE, BACK))
+        used = max(
+            sum(speed for link, speed in zip(links, speeds, strict=True) if link & way)
+            for way in (THERE, BACK)
+        )
         main_speed = min(1.0, level)
         passed_s = min([job.left_s / speed for (job, _), speed in zip(busy, speeds, strict=True)])
         if main_s:
@@ -146,7 +175,9 @@ class Lanes:
         return passed_s * main_speed
 
     def _pass(self, seconds: float, used: float) -> None:
-        """Let time pass in which so much of the link is used, 1 where all that it carries but for bursts."""
+        """Let time pass in which so much of the link is used, 1 where all that it carries but for
+        bursts.
+        """
         if seconds and used != (self.used[-1][1] if self.used else 0.0):
             self.used.append((self.now_s, used))
         self.now_s += seconds
@@ -161,7 +192,9 @@ class Lanes:
         return 1.0, kept / max(there, 1), kept / max(back, 1), quick / max(there, back, 1)
 
     def _level(self, wanted: Sequence[float]) -> float:
-        """What of a processor nobody gets more than, so that all get even shares of what others leave of theirs."""
+        """What of a processor nobody gets more than, so that all get even shares of what others
+        leave of theirs.
+        """
         left, level = self.processors, inf
         if sum(wanted) <= left:
             return level

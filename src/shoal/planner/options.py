@@ -1,4 +1,6 @@
-"""What each layer may be served by, as far as it may be worth it: what a search chooses among, and what pins say."""
+"""What each layer may be served by, as far as it may be worth it: what a search chooses among, and
+what pins say.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,30 @@ LEAST_CUT_BYTES = 1 << 20  # of a layer, or a pair, that is cut unasked
 def options_of(
     predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, Option], every_cut: bool
 ) -> dict[str, list[Option]]:
-    """What each layer may be served by, as (strategy, its own exchange or ''), the plainest first."""
+    """What each layer may be served by, as (strategy, its own exchange or ''), the plainest
+    first.
+    """
     options: dict[str, list[Option]] = {}
     for layer in predictor.profile.layers:
         if layer.name in pinned:
             options[layer.name] = [pinned[layer.name]]
             continue
-        names = sorted((n for n in allowed if predictor.refusal(layer, n) is None), key=lambda n: n != PLAIN)
-        names = [name for name in names if not predictor.needs(layer.name, name)]  # those come in pairs
+        names = sorted(
+            (n for n in allowed if predictor.refusal(layer, n) is None), key=lambda n: n != PLAIN
+        )
+        # those come in pairs
+        names = [name for name in names if not predictor.needs(layer.name, name)]
         if not every_cut:
             names = _worth_trying(predictor, layer, names)
         if not names:
-            reasons = "; ".join(f"{n}: {predictor.refusal(layer, n) or 'it serves pairs only'}" for n in allowed)
+            reasons = "; ".join(
+                f"{n}: {predictor.refusal(layer, n) or 'it serves pairs only'}" for n in allowed
+            )
             raise PlanError(
                 f"no allowed strategy serves layer {layer.name}",
                 got=reasons,
-                do=f'add "{PLAIN}" to strategies, which serves everything that is not given to a rank',
+                do=f'add "{PLAIN}" to strategies, which serves everything that is not given to a '
+                "rank",
             )
         options[layer.name] = [(name, "") for name in names]
     return options
@@ -46,11 +56,13 @@ def options_of(
 def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str]) -> list[str]:
     """Of the ways to cut the layer no more than the cheapest, and that if it may be worth it.
 
-    They differ in what they send. What the layer does not hide is waited for, and spares no more than what the layer
-    costs otherwise.
+    They differ in what they send. What the layer does not hide is waited for, and spares no more
+    than what the layer costs otherwise.
     """
     whole = [name for name in names if not predictor.strategy(name).cuts]
-    cuts = sorted((n for n in names if n not in whole), key=lambda name: _seconds(predictor, layer, name))
+    cuts = sorted(
+        (n for n in names if n not in whole), key=lambda name: _seconds(predictor, layer, name)
+    )
     if whole and cuts:
         least_s = min(_seconds(predictor, layer, name) for name in whole)
         if layer.nbytes < LEAST_CUT_BYTES or _seconds(predictor, layer, cuts[0]) >= least_s:
@@ -59,7 +71,9 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
 
 
 def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
-    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden but under the layer."""
+    """What a strategy adds to the compute of a layer, with what it sends, were nothing hidden but
+    under the layer.
+    """
     cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
     alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
     return alone_s - sum(cost.beside) + predictor.update_s(layer) * (cost.held + cost.elsewhere)
@@ -72,7 +86,9 @@ def pairs_of(
     pinned: Mapping[str, Option],
     every: bool,
 ) -> list[dict[str, Option]]:
-    """Layers that may be served together in a way in which neither is alone, where that may be worth it."""
+    """Layers that may be served together in a way in which neither is alone, where that may be
+    worth it.
+    """
     pairs: list[dict[str, Option]] = []
     for layer in predictor.profile.layers:
         for name in allowed:
@@ -84,13 +100,19 @@ def pairs_of(
             if not needed or pair in pairs or pair.keys() & pinned.keys():
                 continue
             layers = {each: predictor.layer(each) for each in served}
-            if any(its not in allowed or predictor.refusal(layers[other], its) for other, its in needed.items()):
+            if any(
+                its not in allowed or predictor.refusal(layers[other], its)
+                for other, its in needed.items()
+            ):
                 continue
             if predictor.strategy(name).staged:
                 pairs.append(pair)
                 continue
             together_s = sum(_seconds(predictor, layers[each], its) for each, its in served.items())
-            apart_s = sum(min(_seconds(predictor, layers[each], own) for own, _ in options[each]) for each in served)
+            apart_s = sum(
+                min(_seconds(predictor, layers[each], own) for own, _ in options[each])
+                for each in served
+            )
             large = sum(each.nbytes for each in layers.values()) >= LEAST_CUT_BYTES
             if every or (large and together_s < apart_s):
                 pairs.append(pair)
@@ -98,7 +120,9 @@ def pairs_of(
 
 
 def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, Option]:
-    """The pins, and what they say of other layers (PlanError where a layer cannot be served so, or pins disagree)."""
+    """The pins, and what they say of other layers (PlanError where a layer cannot be served so, or
+    pins disagree).
+    """
     every = dict(pinned)
     for name, (strategy, exchange) in pinned.items():
         _check_pin(predictor, predictor.layer(name), strategy, exchange)
@@ -121,7 +145,11 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
         exchange = ""  # how tail hosts share it: sharing.py
     if reason is None and exchange and not predictor.bucketed(strategy):
         reason = "it takes no exchange"
-    if reason is None and exchange and not predictor.strategy(strategy).takes(named(exchanges, Exchange, exchange)):
+    if (
+        reason is None
+        and exchange
+        and not predictor.strategy(strategy).takes(named(exchanges, Exchange, exchange))
+    ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
         raise PlanError(
@@ -132,12 +160,18 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
 
 
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
-    """The strategies that may be used, all by default (PlanError for a name that does not exist)."""
+    """The strategies that may be used, all by default (PlanError for a name that does not
+    exist).
+    """
     if strategies is None:
         return tuple(found(all_strategies, Strategy))
     listed = [] if isinstance(strategies, str) else list(strategies)
     if not listed:
-        raise PlanError("strategies is a list of names, at least one", got=repr(strategies), do='write ["replicate"]')
+        raise PlanError(
+            "strategies is a list of names, at least one",
+            got=repr(strategies),
+            do='write ["replicate"]',
+        )
     return tuple(named(all_strategies, Strategy, name).name for name in listed)
 
 
@@ -146,7 +180,11 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
     resolved: dict[str, Option] = {}
     for pattern, value in pins.items():
         if not isinstance(value, str):
-            raise PlanError(f"the pin of {pattern!r} is not a strategy's name", got=repr(value), do='write "factor"')
+            raise PlanError(
+                f"the pin of {pattern!r} is not a strategy's name",
+                got=repr(value),
+                do='write "factor"',
+            )
         strategy, _, exchange = value.partition(":")
         named(all_strategies, Strategy, strategy)
         if exchange and not named(all_strategies, Strategy, strategy).staged:
@@ -157,4 +195,6 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
 
 def common(names: Sequence[str], options: Mapping[str, Sequence[Option]]) -> list[Option]:
     """What each of these layers may be served by."""
-    return [option for option in options[names[0]] if all(option in options[name] for name in names)]
+    return [
+        option for option in options[names[0]] if all(option in options[name] for name in names)
+    ]

@@ -1,13 +1,14 @@
 """Chooses: the strategy of every layer, and the exchange and bucket size that carry the rest.
 
-Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that takes buckets, and
-from each layer's cheapest choice alone, with small buckets and, in a model of few layers, with large ones; takes the
-layers one at a time, largest first, and keeps a change that makes the step shorter; then pairs of layers, and the ways
-to carry buckets; then all of it once more; and changes two of the largest layers at once at the best end. A change must
-gain more than `_WORTH` of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks, which
-takes every rank to save or evaluate, must gain `CUT_WORTH`, and one whose buckets all go otherwise than by the
-library's all-reduce `OTHER_WORTH`. In a model of many layers small neighbours change together.
-Costs about layers × strategies × 5 predictions of some milliseconds.
+Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that
+takes buckets, and from each layer's cheapest choice alone, with small buckets and, in a model of
+few layers, with large ones; takes the layers one at a time, largest first, and keeps a change that
+makes the step shorter; then pairs of layers, and the ways to carry buckets; then all of it once
+more; and changes two of the largest layers at once at the best end. A change must gain more than
+`_WORTH` of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks,
+which takes every rank to save or evaluate, must gain `CUT_WORTH`, and one whose buckets all go
+otherwise than by the library's all-reduce `OTHER_WORTH`. In a model of many layers small neighbours
+change together. Costs about layers × strategies × 5 predictions of some milliseconds.
 """
 
 from __future__ import annotations
@@ -21,18 +22,30 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.placement import BALANCED, Placement, check_placement, owners_of
 from shoal.core.plan import Choice, Plan
-from shoal.planner.options import PLAIN, Option, common, known, options_of, pairs_of, resolve, with_needed
+from shoal.planner.options import (
+    PLAIN,
+    Option,
+    common,
+    known,
+    options_of,
+    pairs_of,
+    resolve,
+    with_needed,
+)
 from shoal.planner.timeline import Predictor, as_planned
 
 BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 LANES = 3  # in flight at once: with one, the link idles between buckets
-_LOW = 0.2  # of the model: what buckets that have memory at one time may be together, where memory is to be low
+# of the model: what buckets that have memory at one time may be together, where memory is to be low
+_LOW = 0.2
 _MOST = 96  # layers that are decided about one by one
 _FEWEST = 16  # groups of many
 _LARGEST = 4  # layers, of which two change together
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
-OTHER_WORTH = 0.04  # of the step: what must be gained on the library's own all-reduce if no layer's buckets go by it
-CUT_WORTH = 0.05  # of the step: what a plan must gain if saving and evaluating are to take every rank
+# of the step: what must be gained on the library's own all-reduce if no layer's buckets go by it
+OTHER_WORTH = 0.04
+# of the step: what a plan must gain if saving and evaluating are to take every rank
+CUT_WORTH = 0.05
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
 _START_BYTES = 4 << 20
 _Carrier = tuple[dict[str, str], int, int]  # each bucketed strategy's exchange, bucket bytes, lanes
@@ -55,17 +68,20 @@ def search(
     Args:
         profile: the model, as profiled.
         cluster: the ranks and their links.
-        pins: by dotted layer name or glob, the strategy ("factor"), or strategy and exchange ("replicate:ring").
+        pins: by dotted layer name or glob, the strategy ("factor"), or strategy and exchange
+            ("replicate:ring").
         strategies: names of those it may choose among; all by default.
-        placement: who owns what, where layers are given to owners. A layer with a parameter that is given to a rank is
-            served by what has owners.
+        placement: who owns what, where layers are given to owners. A layer with a parameter that is
+            given to a rank is served by what has owners.
         stale: the plan is for workers that run ahead of one another.
-        memory: with "low", buckets are so small that those which have memory at one time make a fifth of the model.
-        memory_limit: bytes that a rank may hold between steps: parameters, gradients, buckets and optimizer state.
+        memory: with "low", buckets are so small that those which have memory at one time make a
+            fifth of the model.
+        memory_limit: bytes that a rank may hold between steps: parameters, gradients, buckets and
+            optimizer state.
 
     Raises:
-        PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses it; or a placement
-            that cannot be; or no plan was found that keeps the limit of memory.
+        PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses
+            it; or a placement that cannot be; or no plan was found that keeps the limit of memory.
     """
     allowed = known(strategies)
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
@@ -73,13 +89,19 @@ def search(
     pinned = with_needed(predictor, resolve(pins or {}, [layer.name for layer in profile.layers]))
     options = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
     pairs = pairs_of(predictor, options, allowed, pinned, every=memory_limit is not None)
-    limit = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]
+    limit = (
+        _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]
+    )
     sizes = [nbytes for nbytes in BUCKET_BYTES if nbytes <= limit] or [BUCKET_BYTES[0]]
-    return replace(_Search(predictor, options, sizes, memory_limit, pairs).best(), placement=placement)
+    return replace(
+        _Search(predictor, options, sizes, memory_limit, pairs).best(), placement=placement
+    )
 
 
 class _Search:
-    """One descent; holds how buckets are carried, and each layer's strategy (with its own exchange, where pinned)."""
+    """One descent; holds how buckets are carried, and each layer's strategy (with its own exchange,
+    where pinned).
+    """
 
     def __init__(
         self,
@@ -97,22 +119,41 @@ class _Search:
         self._large = len(self._order) > _MOST  # so that trying takes long
         self._together = _neighbours(predictor.profile.layers, options)
         self._pairs = pairs
-        used = {strategy for own in options.values() for strategy, _ in own if predictor.bucketed(strategy)}
+        used = {
+            strategy
+            for own in options.values()
+            for strategy, _ in own
+            if predictor.bucketed(strategy)
+        }
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: each[0] for name, each in self._exchanges.items()}
         self._start: _Carrier = (first, min(_START_BYTES, bucket_bytes[-1]), LANES)
-        self._steps: dict[tuple[tuple[Choice, ...], int, int], float] = {}  # starts meet, and come to the same plans
+        # starts meet, and come to the same plans
+        self._steps: dict[tuple[tuple[Choice, ...], int, int], float] = {}
 
     def best(self) -> Plan:
         """Descend from every start and keep the best end."""
         starts = [{name: self._cheapest(name) for name in self._order}]
         for strategy in reversed(self._exchanges):  # as much of one strategy as there can be
-            kinds = {n: [o for o in options if o[0] == strategy] or options for n, options in self._options.items()}
+            kinds = {
+                n: [o for o in options if o[0] == strategy] or options
+                for n, options in self._options.items()
+            }
             starts.insert(0, {name: options[0] for name, options in kinds.items()})
         different = [start for i, start in enumerate(starts) if start not in starts[:i]]
-        sizes = [self._start[1]] if self._large else sorted({self._start[1], self._bucket_bytes[-1]}, reverse=True)
+        sizes = (
+            [self._start[1]]
+            if self._large
+            else sorted({self._start[1], self._bucket_bytes[-1]}, reverse=True)
+        )
         ends = [self._descend(start, nbytes) for start in different for nbytes in sizes]
-        best = min(ends, key=lambda end: (end[0], [option[0] != PLAIN for option in end[1].values()].count(True)))
+        best = min(
+            ends,
+            key=lambda end: (
+                end[0],
+                [option[0] != PLAIN for option in end[1].values()].count(True),
+            ),
+        )
         _, picks, (exchange_of, bucket_bytes, lanes) = self._with_two_changed(best)
         choices = self._choices(picks, exchange_of)
         cluster, profile = self._predictor.cluster, self._predictor.profile
@@ -122,10 +163,18 @@ class _Search:
                 "no plan was found that keeps the limit of memory",
                 got=f"memory_limit={self._memory_limit:g}",
                 expected=f"{held:.4g} bytes a rank, or more",
-                do="take more ranks or an optimizer with less state; allow strategies that cut layers, and pin fewer",
+                do="take more ranks or an optimizer with less state; allow strategies that cut "
+                "layers, and pin fewer",
             )
         step = self._predictor.predict(choices, bucket_bytes, lanes)
-        plan = Plan(cluster.size, profile.digest, tuple(choices), bucket_bytes, lanes, predicted_s=step.step_s)
+        plan = Plan(
+            cluster.size,
+            profile.digest,
+            tuple(choices),
+            bucket_bytes,
+            lanes,
+            predicted_s=step.step_s,
+        )
         return replace(plan, late=step.late)
 
     def _descend(self, picks: dict[str, Option], bucket_bytes: int) -> _End:
@@ -149,8 +198,12 @@ class _Search:
         best_s, carrier = self._carried(picks, carrier, best_s)
         return best_s, picks, carrier
 
-    def _carried(self, picks: dict[str, Option], carrier: _Carrier, best_s: float) -> tuple[float, _Carrier]:
-        """The best step and the way to carry buckets that has it: bucket sizes, then each strategy's exchanges."""
+    def _carried(
+        self, picks: dict[str, Option], carrier: _Carrier, best_s: float
+    ) -> tuple[float, _Carrier]:
+        """The best step and the way to carry buckets that has it: bucket sizes, then each
+        strategy's exchanges.
+        """
 
         def others() -> Iterator[_Carrier]:
             for nbytes in self._bucket_bytes:
@@ -173,7 +226,9 @@ class _Search:
         yield from self._pairs
 
     def _with_two_changed(self, end: _End) -> _End:
-        """What comes of changing two of the largest layers at once, in a small model with other buckets at that."""
+        """What comes of changing two of the largest layers at once, in a small model with other
+        buckets at that.
+        """
         changes = [
             dict.fromkeys(one, its) | dict.fromkeys(other, others)
             for one, other in combinations(self._together[:_LARGEST], 2)
@@ -203,7 +258,9 @@ class _Search:
         given = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
         if given not in self._steps:
             step_s = self._predictor.predict(*given).step_s
-            self._steps[given] = step_s * self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*given))
+            self._steps[given] = (
+                step_s * self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*given))
+            )
         return self._steps[given]
 
     def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
@@ -215,8 +272,14 @@ class _Search:
 
     def _worth(self, picks: Mapping[str, Option], carried: Mapping[str, str]) -> float:
         """How much shorter a plain step may be predicted that is as good."""
-        exchanges = [own or carried[strategy] for strategy, own in picks.values() if self._predictor.bucketed(strategy)]
-        other = sum(not self._predictor.native(exchange) for exchange in exchanges) / max(len(picks), 1)
+        exchanges = [
+            own or carried[strategy]
+            for strategy, own in picks.values()
+            if self._predictor.bucketed(strategy)
+        ]
+        other = sum(not self._predictor.native(exchange) for exchange in exchanges) / max(
+            len(picks), 1
+        )
         cut = any(self._predictor.strategy(strategy).cuts for strategy, _ in picks.values())
         return (1 + OTHER_WORTH * other) * (1 + CUT_WORTH * cut)
 
@@ -225,12 +288,17 @@ class _Search:
 
     def _alone(self, name: str, option: Option) -> float:
         strategy, own = option
-        return self._predictor.added_s(Choice(name, strategy, own or self._start[0].get(strategy, "")))
+        return self._predictor.added_s(
+            Choice(name, strategy, own or self._start[0].get(strategy, ""))
+        )
 
 
-def _neighbours(layers: Sequence[LayerProfile], options: Mapping[str, Sequence[Option]]) -> list[tuple[str, ...]]:
-    """The layers by name, largest first; of more than `_MOST` those that follow one another, have options in common and
-    are small together come as one, in so few groups that their number times that of layers stays what it is."""
+def _neighbours(
+    layers: Sequence[LayerProfile], options: Mapping[str, Sequence[Option]]
+) -> list[tuple[str, ...]]:
+    """The layers by name, largest first; of more than `_MOST` those that follow one another, have
+    options in common and are small together come as one, in so few groups that their number times
+    that of layers stays what it is."""
     limit, most = 0, min(_MOST, max(_FEWEST, _MOST**2 // max(len(layers), 1)))
     while True:
         groups: list[list[LayerProfile]] = []

@@ -1,7 +1,8 @@
-"""What is decided for the plan that a search has found: chunks, micro-batches at the tail, and how tail hosts share.
+"""What is decided for the plan that a search has found: chunks, micro-batches at the tail, and how
+tail hosts share.
 
-The last is a plan within the plan, for a job of their own: each has the rows of its workers, W/T times those of one,
-and the layers are served as those of any job.
+The last is a plan within the plan, for a job of their own: each has the rows of its workers, W/T
+times those of one, and the layers are served as those of any job.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def plan_for(
     staleness: int | None = 0,
     **how: Any,
 ) -> Plan:
-    """The plan that `search` finds, in how many chunks rows come to layers that workers cut, and how tail hosts share.
+    """The plan that `search` finds, in how many chunks rows come to layers that workers cut, and
+    how tail hosts share.
 
     Args:
         profile: the model, as profiled in so many micro-batches.
@@ -39,16 +41,25 @@ def plan_for(
         how: as for `search`.
     """
     cluster = replace(cluster, ahead=staleness != 0)
-    made = replace(search(profile, cluster, stale=cluster.ahead, **how), micro_batches=micro_batches)
+    made = replace(
+        search(profile, cluster, stale=cluster.ahead, **how), micro_batches=micro_batches
+    )
     if any(found(strategies, Strategy)[choice.strategy].cuts for choice in made.choices):
-        made = min((repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS), key=_with_chunks_s)
+        made = min(
+            (repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS),
+            key=_with_chunks_s,
+        )
     if cluster.tail:
-        made = min((repredicted(replace(made, joined=j), profile, cluster) for j in (True, False)), key=_predicted)
+        made = min(
+            (repredicted(replace(made, joined=j), profile, cluster) for j in (True, False)),
+            key=_predicted,
+        )
     return with_sharing(replace(made, staleness=staleness), profile, cluster)
 
 
 def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
-    """The plan with a strategy, in its choices' `exchange`, by which tail hosts share each layer that they have.
+    """The plan with a strategy, in its choices' `exchange`, by which tail hosts share each layer
+    that they have.
 
     Raises:
         PlanError: the plan names one that cannot be.
@@ -60,15 +71,21 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         if given:
             layer, how = next(iter(given.items()))
             do = 'pin it to "stage" alone, or take more tail hosts'
-            raise PlanError(f"one tail host shares layer {layer} with nobody", got=f"stage:{how}", do=do)
+            raise PlanError(
+                f"one tail host shares layer {layer} with nobody", got=f"stage:{how}", do=do
+            )
         return plan
     if not at_tail:
         return plan
-    usable = [name for name, kind in kinds.items() if not (kind.staged or kind.served or name == "head")]
+    usable = [
+        name for name, kind in kinds.items() if not (kind.staged or kind.served or name == "head")
+    ]
     for layer, how in given.items():
         if named(strategies, Strategy, how.partition(":")[0]).name not in usable:
             expected = ", ".join(usable)
-            raise PlanError(f"tail hosts cannot share layer {layer} so", got=f"stage:{how}", expected=expected)
+            raise PlanError(
+                f"tail hosts cannot share layer {layer} so", got=f"stage:{how}", expected=expected
+            )
     inner = search(
         _of_tail([choice.layer for choice in at_tail], profile, cluster),
         replace(cluster, topology=Topology(cluster.tail), tail=(), servers=()),
@@ -91,7 +108,9 @@ def _predicted(plan: Plan) -> float:
 
 def _of_tail(names: list[str], profile: ModelProfile, cluster: Cluster) -> ModelProfile:
     """The end of the model as its hosts have it."""
-    tail = max((tail for n in names if (tail := profile.layer(n).tail)), key=lambda each: len(each.layers))
+    tail = max(
+        (tail for n in names if (tail := profile.layer(n).tail)), key=lambda each: len(each.layers)
+    )
     more = cluster.size / len(cluster.tail)
     layers = [layer for layer in profile.layers if layer.name in tail.layers]
 

@@ -1,26 +1,28 @@
 """The timeline of one step: what a plan's transfers cost beside the backward they hide under.
 
-One rank's main thread computes; its lanes take transfers in the plan's order, share one link, and compute too:
+One rank's main thread computes; its lanes take transfers in the plan's order, share one link, and
+compute too:
 
     backward   |── layer 9 ──|── layer 8 ──|─────── layer 7 ───────|──┄┄       profile's times and strategy's changes
     lane 0                   |▒▒ send 9 ▒▒|== multiply ==|                      link, then the lane's own compute
     lane 1                                 |··· waits ···|▒▒▒▒ send 8, 7 ▒▒▒▒|  a transfer starts when its last layer's
-                                                                                gradient is there and a lane is free
+                                                                                gradient is there
+                                                                                and a lane is free
     step = forward + waited + max(backward, last lane) + optimizer              (predict)
 
-Of a site whose owners update it, the first half of the traffic is sent so, and waited for by nobody; update and second
-half follow on its lane (from servers on another) from the optimizer's step on, last site first, and the next forward
-waits layer by layer:
+Of a site whose owners update it, the first half of the traffic is sent so, and waited for by
+nobody; update and second half follow on its lane (from servers on another) from the optimizer's
+step on, last site first, and the next forward waits layer by layer:
 
     forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's own: a steady state
     lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|
 
-The rows that go to and from a layer that is cut over ranks are sent by the main thread, which computes beside some of
-them and waits for the rest, on the link that it shares with the lanes.
+The rows that go to and from a layer that is cut over ranks are sent by the main thread, which
+computes beside some of them and waits for the rest, on the link that it shares with the lanes.
 
-Lanes share the link evenly, each at its exchange's pace, and the processor with the main thread: both are slower where
-it is short, for what lanes compute and for the processor time of exchanges (lanes.py). What hides costs nothing until
-link or processor is full. Equations: docs/planner.md.
+Lanes share the link evenly, each at its exchange's pace, and the processor with the main thread:
+both are slower where it is short, for what lanes compute and for the processor time of exchanges
+(lanes.py). What hides costs nothing until link or processor is full. Equations: docs/planner.md.
 """
 
 from __future__ import annotations
@@ -83,24 +85,35 @@ class Timeline:
         return total(self.traffics).worst
 
     def events(self) -> list[Event]:
-        """The step as events from the start of its backward: what a trace of it should look like."""
+        """The step as events from the start of its backward: what a trace of it should look
+        like.
+        """
         optimizer_end_s = self.end_s + self.optimizer_s
         main = [
             Event("backward", MAIN, 0.0, self.backward_s),
             Event("wait for gradients", MAIN, self.backward_s, self.end_s),
             Event("optimizer", MAIN, self.end_s, optimizer_end_s),
-            Event("forward, waits included", MAIN, optimizer_end_s, optimizer_end_s + self.forward_s + self.waited_s),
+            Event(
+                "forward, waits included",
+                MAIN,
+                optimizer_end_s,
+                optimizer_end_s + self.forward_s + self.waited_s,
+            ),
         ]
         for index, span in enumerate(self.spans):
             label = f"site {index} ({span.site.strategy}: {', '.join(span.site.layers[:2])})"
             main.append(Event(f"exchange {label}", span.lanes[0], span.ready_s, span.end_s))
             if span.back_s:
                 begin_s = max(span.end_s, self.end_s)
-                main.append(Event(f"update and return {label}", span.lanes[1], begin_s, span.back_s))
+                main.append(
+                    Event(f"update and return {label}", span.lanes[1], begin_s, span.back_s)
+                )
         return main
 
     def rates(self, bytes_per_s: float) -> list[Rate]:
-        """What the link carries, in the busier direction, as it is taken for one of so many bytes a second."""
+        """What the link carries, in the busier direction, as it is taken for one of so many bytes a
+        second.
+        """
         return [Rate("link", at_s, used * bytes_per_s * 8e-6) for at_s, used in self.used]
 
 
@@ -119,11 +132,17 @@ class Predictor:
         self._nbytes = {layer.name: layer.nbytes for layer in profile.layers}
         self._total_nbytes = max(sum(self._nbytes.values()), 1)
         self._ready_s = {layer.name: layer.ready_s for layer in profile.layers}
-        self._needed_s = [(layer.name, layer.needed_s) for layer in sorted(profile.layers, key=attrgetter("needed_s"))]
+        self._needed_s = [
+            (layer.name, layer.needed_s)
+            for layer in sorted(profile.layers, key=attrgetter("needed_s"))
+        ]
         self._strategies = {name: kind() for name, kind in found(strategies, Strategy).items()}
         self._bucketed = frozenset(name for name, kind in self._strategies.items() if kind.bucketed)
-        placed = any(p.owner is not None for layer in profile.layers for p in layer.parameters)  # then nothing is cut
-        self._owning = frozenset(name for name in self._bucketed if self._strategies[name].owns and not placed)
+        # then nothing is cut
+        placed = any(p.owner is not None for layer in profile.layers for p in layer.parameters)
+        self._owning = frozenset(
+            name for name in self._bucketed if self._strategies[name].owns and not placed
+        )
         self._staged = frozenset(name for name, kind in self._strategies.items() if kind.staged)
         self._served = frozenset(name for name in self._bucketed if self._strategies[name].served)
         self._costs: dict[Site, Cost] = {}
@@ -144,7 +163,9 @@ class Predictor:
         return self._strategies[name]
 
     def needs(self, layer: str, strategy: str) -> dict[str, str]:
-        """Other layers, each with the strategy that it must have where this one serves the layer."""
+        """Other layers, each with the strategy that it must have where this one serves the
+        layer.
+        """
         return self._strategies[strategy].needs(self._layers[layer])
 
     def _sites(self, plan: Plan) -> Iterator[Site]:
@@ -159,21 +180,33 @@ class Predictor:
         return named(exchanges, Exchange, exchange).native
 
     def carriers(self, strategy: str) -> list[str]:
-        """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes none."""
+        """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes
+        none.
+        """
         if not self.bucketed(strategy):
             return [""]
         kinds = {name: kind() for name, kind in found(exchanges, Exchange).items()}
-        fitting = {name: each for name, each in kinds.items() if each.exact and each.fits(self.cluster.topology)}
+        fitting = {
+            name: each
+            for name, each in kinds.items()
+            if each.exact and each.fits(self.cluster.topology)
+        }
         return [name for name, each in fitting.items() if self._strategies[strategy].takes(each)]
 
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
         if site not in self._costs:
-            carrier = named(exchanges, Exchange, site.exchange) if self.bucketed(site.strategy) else None
+            carrier = (
+                named(exchanges, Exchange, site.exchange) if self.bucketed(site.strategy) else None
+            )
             layers = [self._layers[name] for name in site.layers]
             if site.parts > 1:
-                layers = [layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers]
-            self._costs[site] = self._strategies[site.strategy].estimate(layers, carrier, self.cluster)
+                layers = [
+                    layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers
+                ]
+            self._costs[site] = self._strategies[site.strategy].estimate(
+                layers, carrier, self.cluster
+            )
         return self._costs[site]
 
     def update_s(self, layer: LayerProfile) -> float:
@@ -183,7 +216,8 @@ class Predictor:
     def alone_s(self, choice: Choice) -> tuple[float, float]:
         """Bytes, and seconds of link and lane, of one layer served by itself."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
-        again_s = cost.traffic.worst * cost.pace.wall.byte_s * (choice.strategy in self._served)  # one way, then back
+        # one way, then back
+        again_s = cost.traffic.worst * cost.pace.wall.byte_s * (choice.strategy in self._served)
         return cost.traffic.worst, cost.pace.wall.of(cost.traffic) + again_s + cost.lane_s
 
     def added_s(self, choice: Choice) -> float:
@@ -195,25 +229,38 @@ class Predictor:
         """The layers that need another, which these choices serve otherwise."""
         served = {choice.layer: choice.strategy for choice in choices}
         needs = {name: self.needs(name, strategy) for name, strategy in served.items()}
-        return [name for name, others in needs.items() if any(served[other] != its for other, its in others.items())]
+        return [
+            name
+            for name, others in needs.items()
+            if any(served[other] != its for other, its in others.items())
+        ]
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
-        """What the busiest rank holds between steps: parameters, optimizer state, gradients and buckets."""
+        """What the busiest rank holds between steps: parameters, optimizer state, gradients and
+        buckets.
+        """
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
         state_per_byte = self.profile.state_bytes / self._total_nbytes
         held = 0.0
         for site in self._sites(plan):
             cost = self.cost(site)
             nbytes = sum(self._nbytes[name] for name in site.layers) / site.parts
-            held += nbytes * (cost.held + state_per_byte * (cost.owned or cost.held)) + cost.memory_bytes
+            held += (
+                nbytes * (cost.held + state_per_byte * (cost.owned or cost.held))
+                + cost.memory_bytes
+            )
         return held
 
     def as_is(self, plan: Plan) -> Timeline:
         """The timeline of a step under a plan."""
         return self.predict(plan.choices, plan.bucket_bytes, plan.lanes, plan.late)
 
-    def predict(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int, late: int | None = None) -> Timeline:
-        """The timeline of a step under these choices; None: those come back first from servers that are late."""
+    def predict(
+        self, choices: Sequence[Choice], bucket_bytes: int, lanes: int, late: int | None = None
+    ) -> Timeline:
+        """The timeline of a step under these choices; None: those come back first from servers that
+        are late.
+        """
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
         served = [(site, self.cost(site)) for site in self._sites(plan)]
         sent = [(site, cost) for site, cost in served if cost.awaited is None]
@@ -222,15 +269,20 @@ class Predictor:
         for site, cost in served:
             changes[site.layers[0 if site.strategy in self._staged else -1]] += cost.backward_s
         timeline = self._run(sent, changes, cuts, Lanes(self.cluster, lanes), late)
-        if self.cluster.link.burst_s > _BURST * timeline.step_s:  # what a step leaves of a burst the next one has
-            timeline = self._run(sent, changes, cuts, Lanes(self.cluster, lanes, timeline.burst_s), late)
+        # what a step leaves of a burst the next one has
+        if self.cluster.link.burst_s > _BURST * timeline.step_s:
+            timeline = self._run(
+                sent, changes, cuts, Lanes(self.cluster, lanes, timeline.burst_s), late
+            )
         return timeline
 
     def floor_s(self, plan: Plan) -> float:
-        """What no schedule of this plan can beat: its compute, or its bytes that leave a host at the rate of the link.
+        """What no schedule of this plan can beat: its compute, or its bytes that leave a host at
+        the rate of the link.
 
-        Compute is the main thread's, with what lanes compute and the processor time of the bytes where they share its
-        processor. For what a main thread waits for there is no more than its bytes.
+        Compute is the main thread's, with what lanes compute and the processor time of the bytes
+        where they share its processor. For what a main thread waits for there is no more than its
+        bytes.
         """
         costs = [self.cost(site) for site in self._sites(plan)]
         lanes = Lanes(self.cluster, plan.lanes)
@@ -287,7 +339,11 @@ class Predictor:
         for index, job in returned.items():
             for name in served[index][0].layers:
                 back[name].append(job)
-        cut_bytes = sum(self._nbytes[name] * (1 - cost.held) for site, cost in cuts.values() for name in site.layers)
+        cut_bytes = sum(
+            self._nbytes[name] * (1 - cost.held)
+            for site, cost in cuts.values()
+            for name in site.layers
+        )
         elsewhere_bytes = sum(self._nbytes[name] for name in back) + cut_bytes
         optimizer_s = profile.optimizer_s * (1 - elsewhere_bytes / self._total_nbytes)
         forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, back, cuts, lanes)
@@ -305,15 +361,18 @@ class Predictor:
         ]
         traffics = tuple(cost.traffic for _, cost in (*served, *cuts.values()))
         parts = forward_s, waited_s, backward_s, end_s, optimizer_s
-        return Timeline(*parts, tuple(spans), traffics, late, lanes.burst_s, (*lanes.used, (lanes.now_s, 0.0)))
+        return Timeline(
+            *parts, tuple(spans), traffics, late, lanes.burst_s, (*lanes.used, (lanes.now_s, 0.0))
+        )
 
     def _last_rank(
         self, changes: Mapping[str, float], cuts: Container[str], lanes: Lanes
     ) -> Iterator[tuple[str, float]]:
-        """The backward of the rank for which all others wait: each layer, and seconds since the one before.
+        """The backward of the rank for which all others wait: each layer, and seconds since the one
+        before.
 
-        Where ranks share cores they do not keep step, but take turns: the last has to wait, and is then faster. They
-        meet at each layer that is cut over them.
+        Where ranks share cores they do not keep step, but take turns: the last has to wait, and is
+        then faster. They meet at each layer that is cut over them.
         """
         turn = lanes.turn
         profiled, run, spared_s = 0.0, [], 0.0
@@ -328,13 +387,17 @@ class Predictor:
                     yield each, turn * seconds + (0.0 if index else waits_s)
                 run = []
 
-    def _return(self, site: Site, cost: Cost, number: int, way: int, now: float, sent: Job, lanes: Lanes) -> Job:
+    def _return(
+        self, site: Site, cost: Cost, number: int, way: int, now: float, sent: Job, lanes: Lanes
+    ) -> Job:
         """A site's parameters, updated by their owners and sent back."""
         share = sum(self._nbytes[name] for name in site.layers) / site.parts / self._total_nbytes
         update = lanes.compute(self.profile.optimizer_s * share * cost.owned)
         way = BACK if way == THERE else way
         back = lanes.exchange(cost.pace, _one_half(cost.traffic, way), way)
-        return lanes.add(number, now, update, *back, lanes.compute(cost.lane_s), way=way, after=sent)
+        return lanes.add(
+            number, now, update, *back, lanes.compute(cost.lane_s), way=way, after=sent
+        )
 
     def _forward(
         self,
@@ -344,9 +407,11 @@ class Predictor:
         cuts: Mapping[str, tuple[Site, Cost]],
         lanes: Lanes,
     ) -> tuple[float, float]:
-        """Seconds of the forward, and of its waiting for parameters and for the rows that go to and from cut layers.
+        """Seconds of the forward, and of its waiting for parameters and for the rows that go to and
+        from cut layers.
 
-        It begins after the optimizer; what is updated elsewhere is so from the `end` of backward on.
+        It begins after the optimizer; what is updated elsewhere is so from the `end` of backward
+        on.
         """
         clock, passed, waited_s, change_s = begin, 0.0, 0.0, 0.0
         for name, needed_s in self._needed_s:
@@ -358,7 +423,11 @@ class Predictor:
             clock = lanes.pay(clock)
             if name in cuts:
                 site, cost = cuts[name]
-                updated = end + sum(self.update_s(self._layers[each]) for each in site.layers) * cost.elsewhere
+                updated = (
+                    end
+                    + sum(self.update_s(self._layers[each]) for each in site.layers)
+                    * cost.elsewhere
+                )
                 begin_s, clock = clock, _waited(cost, 0, max(clock, updated), lanes)
                 waited_s += clock - begin_s - cost.beside[0]
                 change_s += cost.forward_s - cost.beside[0]
@@ -370,8 +439,12 @@ class Predictor:
         return clock - begin - waited_s, waited_s
 
 
-def _going(served: Sequence[tuple[Site, Cost]], by_servers: Container[str]) -> list[tuple[int, int]]:
-    """Each site's number among those that go the same way, and the directions of the link that it first takes."""
+def _going(
+    served: Sequence[tuple[Site, Cost]], by_servers: Container[str]
+) -> list[tuple[int, int]]:
+    """Each site's number among those that go the same way, and the directions of the link that it
+    first takes.
+    """
     numbers = {BOTH: count(), THERE: count()}
     ways = [THERE if site.strategy in by_servers else BOTH for site, _ in served]
     return [(next(numbers[way]), way) for way in ways]
@@ -384,16 +457,22 @@ def _one_half(traffic: Traffic, way: int) -> Traffic:
 def _send(cost: Cost, number: int, way: int, now: float, lanes: Lanes) -> Job:
     """A site's gradients, whole or to their owners."""
     if cost.owned:
-        return lanes.add(number, now, *lanes.exchange(cost.pace, _one_half(cost.traffic, way), way), way=way)
-    return lanes.add(number, now, *lanes.exchange(cost.pace, cost.traffic), lanes.compute(cost.lane_s))
+        return lanes.add(
+            number, now, *lanes.exchange(cost.pace, _one_half(cost.traffic, way), way), way=way
+        )
+    return lanes.add(
+        number, now, *lanes.exchange(cost.pace, cost.traffic), lanes.compute(cost.lane_s)
+    )
 
 
 def _waited(cost: Cost, way: int, clock: float, lanes: Lanes) -> float:
-    """When the main thread goes on that comes to a cut layer in forward (0), or has computed it in backward (1), at its
-    `clock`: the first seconds of that compute, or the last, are beside what it waits for."""
+    """When the main thread goes on that comes to a cut layer in forward (0), or has computed it in
+    backward (1), at its `clock`: the first seconds of that compute, or the last, are beside what it
+    waits for."""
     assert cost.awaited is not None
     beside_s = cost.beside[way]
     if way == 1:
-        beside_s = min(lanes.turn * beside_s, max(0.0, clock - lanes.now_s))  # as `_last_rank` has that compute
+        # as `_last_rank` has that compute
+        beside_s = min(lanes.turn * beside_s, max(0.0, clock - lanes.now_s))
         clock = lanes.pay(clock - beside_s)
     return lanes.wait(clock, cost.pace, cost.awaited[way], beside_s)

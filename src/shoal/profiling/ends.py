@@ -1,9 +1,11 @@
-"""What is done with what: different ids that embeddings look up; outputs that go into a loss, or to one other layer.
+"""What is done with what: different ids that embeddings look up; outputs that go into a loss, or to
+one other layer.
 
-A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed cut; one whose output
-goes to one other linear layer, with element-wise work between, can leave it cut for that. Found by trying, whatever the
-modules between: one forward in which every linear layer's output is what a cut layer would give (comm/cut_output.py),
-on a lone rank; outputs tell what is done with them.
+A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed
+cut; one whose output goes to one other linear layer, with element-wise work between, can leave it
+cut for that. Found by trying, whatever the modules between: one forward in which every linear
+layer's output is what a cut layer would give (comm/cut_output.py), on a lone rank; outputs tell
+what is done with them.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ from shoal.profiling.sample import Sample, tensors_in
 class Ends:
     """By layer, what one forward showed."""
 
-    losses: dict[str, list[Use]]  # of linear layers whose output goes into a loss and would not have to be gathered
-    feeds: dict[str, str]  # of linear layers: the one that takes all of their output, and takes nothing else
+    # of linear layers whose output goes into a loss and would not have to be gathered
+    losses: dict[str, list[Use]]
+    # of linear layers: the one that takes all of their output, and takes nothing else
+    feeds: dict[str, str]
 
     @classmethod
     def of(cls, sample: Sample, layers: Sequence[Layer], rowwise: Mapping[str, bool]) -> Ends:
@@ -75,10 +79,13 @@ class Ends:
         losses = {
             name: own
             for name, own in uses.items()
-            if any(use.loss_rows for use in own) and all(use.loss_rows or use.softmax_rows for use in own)
+            if any(use.loss_rows for use in own)
+            and all(use.loss_rows or use.softmax_rows for use in own)
         }
         alone = {name: own[0].layer for name, own in uses.items() if len(set(own)) == 1}
-        return cls(losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}})
+        return cls(
+            losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}}
+        )
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""What a model is made of: its layers, who owns which parameter, and a digest that tells two models apart.
+"""What a model is made of: its layers, who owns which parameter, and a digest that tells two models
+apart.
 
-A *layer* is a module that directly owns a trainable parameter. A parameter that several modules share belongs to the
-first of them in `named_parameters()` order. Every rank must see the same layers, so this is also where two ranks'
-models are compared.
+A *layer* is a module that directly owns a trainable parameter. A parameter that several modules
+share belongs to the first of them in `named_parameters()` order. Every rank must see the same
+layers, so this is also where two ranks' models are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Layer:
 
 
 def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:
-    """The model's layers in registration order; those without a trainable parameter are left out."""
+    """The model's layers in registration order; those without a trainable parameter are left
+    out.
+    """
     layers: list[Layer] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -47,7 +50,8 @@ def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:
 
 
 def layer_signatures(model: nn.Module) -> dict[str, str]:
-    """What each module that owns parameters or buffers is: its type, and their names, shapes and types.
+    """What each module that owns parameters or buffers is: its type, and their names, shapes and
+    types.
 
     Two ranks whose signatures are equal have the same model as far as a plan can tell.
     """
@@ -60,7 +64,9 @@ def layer_signatures(model: nn.Module) -> dict[str, str]:
             frozen = "" if parameter.requires_grad else " frozen"
             tied = "" if first == f"{prefix}.{leaf}" else f" tied to {first}"
             parts.append(f"{leaf} {_form(parameter)}{frozen}{tied}")
-        parts += [f"{leaf} {_form(buffer)} buffer" for leaf, buffer in module.named_buffers(recurse=False)]
+        parts += [
+            f"{leaf} {_form(buffer)} buffer" for leaf, buffer in module.named_buffers(recurse=False)
+        ]
         if parts:
             signatures[prefix or ROOT] = f"{type(module).__name__}: " + ", ".join(parts)
     return signatures
@@ -89,7 +95,8 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
                     where=f"rank {rank}, layer {name}",
                     got=other.get(name, "no such layer"),
                     expected=first.get(name, "no such layer"),
-                    do="build the same model on every rank; if its shape depends on data, broadcast that first",
+                    do="build the same model on every rank; if its shape depends on data, "
+                    "broadcast that first",
                     rank=rank,
                 )
 

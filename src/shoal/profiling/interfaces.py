@@ -24,16 +24,25 @@ def carried() -> dict[str, int]:
         lines = _COUNTERS.read_text().splitlines()[2:]
     except OSError:
         return {}
-    counts = {name.strip(): numbers.split() for name, _, numbers in (line.partition(":") for line in lines)}
+    counts = {
+        name.strip(): numbers.split()
+        for name, _, numbers in (line.partition(":") for line in lines)
+    }
     ways = {"sent": _SENT, "received": _RECEIVED}
-    return {f"{name}, {way}": int(each[column]) for name, each in counts.items() for way, column in ways.items()}
+    return {
+        f"{name}, {way}": int(each[column])
+        for name, each in counts.items()
+        for way, column in ways.items()
+    }
 
 
 @contextmanager
 def watching(recorder: Recorder) -> Iterator[None]:
     """Note every few milliseconds what each interface carries, from a thread of its own."""
     ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(recorder, ended), name="shoal-interfaces", daemon=True)
+    thread = threading.Thread(
+        target=_watch, args=(recorder, ended), name="shoal-interfaces", daemon=True
+    )
     thread.start()
     try:
         yield

@@ -1,8 +1,9 @@
-"""Measures a model on a sample: for each layer its size as a product, its times, and when its gradients come.
+"""Measures a model on a sample: for each layer its size as a product, its times, and when its
+gradients come.
 
-Every rank measures at the same time, so that cores which several ranks share are priced as training will find them;
-the profile is the maximum over ranks, the same on every rank. Costs some training steps (of a slow model two, of a
-quick one half a second's) and leaves no trace: see untraced.py.
+Every rank measures at the same time, so that cores which several ranks share are priced as training
+will find them; the profile is the maximum over ranks, the same on every rank. Costs some training
+steps (of a slow model two, of a quick one half a second's) and leaves no trace: see untraced.py.
 """
 
 from __future__ import annotations
@@ -54,15 +55,18 @@ def profile_model(
         model: any module; it is run in training mode and left as it was.
         loss_fn: takes (output, y) and returns a scalar; None where the model returns its own loss.
         optimizers: those of the model; their step is measured on copies.
-        sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of keyword arguments.
+        sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of
+            keyword arguments.
         comm: the ranks that measure together; with one rank nothing is exchanged.
-        micro_batches: that a batch is cut into, where the end of the model may run on hosts of its own.
+        micro_batches: that a batch is cut into, where the end of the model may run on hosts of its
+            own.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
 
     Raises:
-        SampleError: the model or the loss does not take the sample (on every rank, if it is so on any).
+        SampleError: the model or the loss does not take the sample (on every rank, if it is so on
+            any).
         RanksDiffer: the ranks have different models.
     """
     checked = agreed(comm, lambda: Sample.of(model, loss_fn, sample), SampleError)
@@ -72,13 +76,18 @@ def profile_model(
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
         by_rows = agreed(comm, lambda: rowwise(checked, layers, comm.size), SampleError)
-        readers, distinct, seen, tails, step = _measured_step(checked, layers, by_rows, clock, comm, micro_batches)
+        readers, distinct, seen, tails, step = _measured_step(
+            checked, layers, by_rows, clock, comm, micro_batches
+        )
         rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
         products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
         _meet(comm)
-        costs = measure_products({name: product for name, product in products.items() if product}, comm.size)
+        costs = measure_products(
+            {name: product for name, product in products.items() if product}, comm.size
+        )
         known = sum(cost.page_faults for cost in costs.values())
-        anew = min(1.0, step.page_faults / known) if known else 1.0  # at most: backward takes other memory too
+        # at most: backward takes other memory too
+        anew = min(1.0, step.page_faults / known) if known else 1.0
         _meet(comm)
         update = OptimizerCost.of(optimizers)
         outside = outside_use(model, layers, readers.borrowed, by_rows)
@@ -88,7 +97,12 @@ def profile_model(
             layers=tuple(
                 replace(
                     _layer_profile(
-                        layer, step, rows[layer.name], costs.get(layer.name, ProductCost()), anew, outside[layer.name]
+                        layer,
+                        step,
+                        rows[layer.name],
+                        costs.get(layer.name, ProductCost()),
+                        anew,
+                        outside[layer.name],
                     ),
                     rowwise=by_rows[layer.name],
                     loss_rows=sum(use.loss_rows for use in seen.losses.get(layer.name, [])),
@@ -97,8 +111,12 @@ def profile_model(
                     feeds=seen.feeds.get(layer.name, ""),
                     fed_by=fed_by.get(layer.name, ""),
                     distinct=distinct.get(layer.name, 0),
-                    whole_update=_first(together[p].whole for p in layer.parameters.values() if p in together),
-                    joint_update=_first(together[p].joint for p in layer.parameters.values() if p in together),
+                    whole_update=_first(
+                        together[p].whole for p in layer.parameters.values() if p in together
+                    ),
+                    joint_update=_first(
+                        together[p].joint for p in layer.parameters.values() if p in together
+                    ),
                     unread=bool(layer.parameters.keys() & step.ready_s.keys() - readers.read),
                     tail=tails.found.get(layer.name),
                     no_tail=tails.reasons.get(layer.name, ""),
@@ -122,16 +140,23 @@ def _meet(comm: Comm) -> None:
 
 
 def _measured_step(
-    sample: Sample, layers: Sequence[Layer], by_rows: Mapping[str, bool], clock: Clock, comm: Comm, pieces: int | None
+    sample: Sample,
+    layers: Sequence[Layer],
+    by_rows: Mapping[str, bool],
+    clock: Clock,
+    comm: Comm,
+    pieces: int | None,
 ) -> tuple[Readers, dict[str, int], Ends, Tails, Step]:
-    """Warm up, finding borrowed weights, what goes into the loss, and the model's ends; then measure some steps in a
-    row, as in training.
+    """Warm up, finding borrowed weights, what goes into the loss, and the model's ends; then
+    measure some steps in a row, as in training.
 
-    Where ranks share cores, one step is long in forward and short in backward, and the next the other way round: so
-    each rank's times are medians. In training all wait in every step for whoever is slowest in it, which is more than
-    any rank takes in the median: the medians are stretched to that. Steps that are over before the kernel has given
-    every rank its turn are taken by the dozen: one that was interrupted is ten times as long, and who waits lets others
-    have the core.
+    Where ranks share cores, one step is long in forward and short in backward, and the next the
+    other way round: so each rank's times are medians. In training all wait in every step for
+    whoever is slowest in it, which is more than
+    any rank takes in the median: the medians are stretched to that. Steps that are over before the
+    kernel has given
+    every rank its turn are taken by the dozen: one that was interrupted is ten times as long, and
+    who waits lets others have the core.
     """
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
@@ -140,7 +165,13 @@ def _measured_step(
         with Readers(sample.model, layers).watching() as readers, ids_counted(layers) as distinct:
             sample.loss()
         tails = Tails.find(sample, layers, pieces) if pieces else Tails({}, {})
-        return readers, distinct, Ends.of(sample, layers, by_rows), tails, watch_step(sample, layers, clock)
+        return (
+            readers,
+            distinct,
+            Ends.of(sample, layers, by_rows),
+            tails,
+            watch_step(sample, layers, clock),
+        )
 
     def measure() -> Step:
         drop_gradients(parameters)
@@ -155,26 +186,34 @@ def _measured_step(
     steps += [measure() for _ in range(1, count)]
     drop_gradients(parameters)
     mine = usual(steps)
-    ranks: list[list[float]] = comm.gather_objects([mine.total_s, *(step.total_s for step in steps)])
+    ranks: list[list[float]] = comm.gather_objects(
+        [mine.total_s, *(step.total_s for step in steps)]
+    )
     usual_s = max(total_s for total_s, *_ in ranks)
     size = min(count, math.ceil(_TURN_S / usual_s))
     groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
-    slowest_s = median(max(sum(each[1 + i] for i in group) for each in ranks) / size for group in groups)
+    slowest_s = median(
+        max(sum(each[1 + i] for i in group) for each in ranks) / size for group in groups
+    )
     return readers, distinct, seen, tails, mine.times(max(1.0, slowest_s / usual_s))
 
 
 def _layer_profile(
     layer: Layer, step: Step, rows: int, product: ProductCost, anew: float, outside: str
 ) -> LayerProfile:
-    """What was measured of a layer; of the memory of its gradient the part `anew` was new in every step."""
+    """What was measured of a layer; of the memory of its gradient the part `anew` was new in every
+    step.
+    """
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
         outside = "its gradient comes without a call of the layer"
     inputs, outputs = _shape(layer.module)
     product_s = product.fixed_s + product.s_per_row * rows
-    others_s = product_s if watched.input_grad and isinstance(layer.module, nn.Linear) else 0.0  # as much for x's own
-    most_s = max(product_s, watched.backward_s - others_s)  # page faults take any time, but no more than was taken
+    # as much for x's own
+    others_s = product_s if watched.input_grad and isinstance(layer.module, nn.Linear) else 0.0
+    # page faults take any time, but no more than was taken
+    most_s = max(product_s, watched.backward_s - others_s)
     return LayerProfile(
         name=layer.name,
         kind=kind_of(layer.module),
@@ -233,7 +272,9 @@ def _device(layers: Sequence[Layer]) -> torch.device:
 def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     """The ranks' profiles in one: the most of every number."""
     return ModelProfile(
-        layers=tuple(_maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)),
+        layers=tuple(
+            _maximum_layer(layers) for layers in zip(*(p.layers for p in profiles), strict=True)
+        ),
         forward_s=max(p.forward_s for p in profiles),
         backward_s=max(p.backward_s for p in profiles),
         optimizer_s=max(p.optimizer_s for p in profiles),
@@ -260,7 +301,9 @@ def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
         taken=max(layer.taken for layer in layers),
         rowwise=all(layer.rowwise for layer in layers),
         distinct=max(layer.distinct for layer in layers),
-        loss_rows=max(layer.loss_rows for layer in layers) if all(layer.loss_rows for layer in layers) else 0,
+        loss_rows=max(layer.loss_rows for layer in layers)
+        if all(layer.loss_rows for layer in layers)
+        else 0,
         loss_calls=max(layer.loss_calls for layer in layers),
         softmax_rows=max(layer.softmax_rows for layer in layers),
         feeds=_same(layer.feeds for layer in layers),
@@ -287,9 +330,11 @@ def _same(names: Iterable[str]) -> str:
 
 
 def _in_backward_order(profile: ModelProfile) -> ModelProfile:
-    """Layers by the moment of their last gradient, unused ones last; what registers later comes sooner among equals.
+    """Layers by the moment of their last gradient, unused ones last; what registers later comes
+    sooner among equals.
 
-    An order that every rank saw in every step is also that of its medians, and of the ranks' maxima.
+    An order that every rank saw in every step is also that of its medians, and of the ranks'
+    maxima.
     """
     registered = enumerate(profile.layers)
     order = sorted(registered, key=lambda entry: (entry[1].ready_s, -entry[0]))

@@ -1,10 +1,11 @@
 """Measures the links: latency, rate and processor cost of a byte.
 
-Every rank sends to another host and receives from one, all at once, back to back. So ranks that share a host each find
-their share of its link; on one host alone they find what they can send each other. After a pause a shaped link (the
-lab's, or a cloud's) lets a burst pass for free, so each size begins with messages that are not counted, and the large
-ones decide the rate; how much it is, a train of messages after a pause tells by how much too early it comes. What the
-ranks agree on is the slowest rank's, so that all go on alike and return the same.
+Every rank sends to another host and receives from one, all at once, back to back. So ranks that
+share a host each find their share of its link; on one host alone they find what they can send each
+other. After a pause a shaped link (the lab's, or a cloud's) lets a burst pass for free, so each
+size begins with messages that are not counted, and the large ones decide the rate; how much it is,
+a train of messages after a pause tells by how much too early it comes. What the ranks agree on is
+the slowest rank's, so that all go on alike and return the same.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
 _CAR, _TRAIN, _TRAINS = 1 << 16, 8, 3  # bytes of a message; so many after each of so many pauses
 _PAUSE_S, _LONGEST_S = 0.05, 0.5  # of a pause; of all trains
-_GROUPS, _MOST_IN_GROUP = 9, 16  # of messages timed together, so that clumps even out; the median group counts
+# of messages timed together, so that clumps even out; the median group counts
+_GROUPS, _MOST_IN_GROUP = 9, 16
 
 
-def probe_link(comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, budget_s: float = 3.0) -> Link:
+def probe_link(
+    comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, budget_s: float = 3.0
+) -> Link:
     """Measure what one rank's way to the others carries while all of them use theirs.
 
     Args:
@@ -39,10 +43,10 @@ def probe_link(comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, bu
         budget_s: about how long it may take; at most twice that.
 
     Returns:
-        The same link on every rank, with a burst up to half a megabyte. `cpu_s_per_byte` is the whole process's: where
-        ranks are threads it counts them all. With one rank there is nothing to measure: no latency, no limit. Where one
-        host holds more than half of the ranks, some of them must send within it, and the share of the others is found
-        larger than it is.
+        The same link on every rank, with a burst up to half a megabyte. `cpu_s_per_byte` is the
+        whole process's: where ranks are threads it counts them all. With one rank there is nothing
+        to measure: no latency, no limit. Where one host holds more than half of the ranks, some of
+        them must send within it, and the share of the others is found larger than it is.
     """
     if comm.size == 1:
         return Link(latency_s=0.0, bytes_per_s=math.inf)
@@ -56,15 +60,20 @@ def probe_link(comm: Comm, *, sharing: int = 1, sizes: Sequence[int] = SIZES, bu
             latency_s, s_per_byte = fit_line(seconds)
             if 2 * (latency_s + s_per_byte * size) > left_s:  # one to warm up, one to measure
                 break
-        seconds[size], cpu_s_per_byte = _time_messages(comm, size, left_s / (len(ordered) - index), sharing)
+        seconds[size], cpu_s_per_byte = _time_messages(
+            comm, size, left_s / (len(ordered) - index), sharing
+        )
     latency_s, s_per_byte = fit_line(seconds)
     link = Link(latency_s, 1 / max(s_per_byte, 1e-13), cpu_s_per_byte)
-    return replace(link, burst_bytes=_burst(comm, link, seconds.get(_CAR, link.latency_s + _CAR / link.bytes_per_s)))
+    return replace(
+        link,
+        burst_bytes=_burst(comm, link, seconds.get(_CAR, link.latency_s + _CAR / link.bytes_per_s)),
+    )
 
 
 def _burst(comm: Comm, link: Link, steady_s: float) -> float:
-    """Bytes that pass for free after a pause: by how much sooner a train of messages is through than its cars were that
-    took `steady_s` each."""
+    """Bytes that pass for free after a pause: by how much sooner a train of messages is through
+    than its cars were that took `steady_s` each."""
     if _TRAINS * _TRAIN * steady_s > _LONGEST_S:
         return 0.0
     shift = _shifter(comm, _CAR)
@@ -78,14 +87,17 @@ def _burst(comm: Comm, link: Link, steady_s: float) -> float:
 
 
 def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tuple[float, float]:
-    """(seconds a message, processor seconds a byte) of messages of one size, back to back, in about `allowed_s`."""
+    """(seconds a message, processor seconds a byte) of messages of one size, back to back, in about
+    `allowed_s`.
+    """
     shift = _shifter(comm, size)
     warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
     one_s = max(comm.gather_objects(shift(warm_up)))
     in_group = max(1, min(int(allowed_s / one_s / _GROUPS), _MOST_IN_GROUP))
     groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
     cpu_start = ProcessorTime.now()
-    message_s = median(shift(in_group) for _ in range(groups))  # the first one may profit from the pause
+    # the first one may profit from the pause
+    message_s = median(shift(in_group) for _ in range(groups))
     cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (groups * in_group * size)
     ranks = comm.gather_objects((message_s, cpu_s_per_byte))
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
@@ -110,7 +122,9 @@ def _shifter(comm: Comm, size: int) -> Callable[[int], float]:
 
 
 def _partners(comm: Comm) -> tuple[int, int]:
-    """Whom this rank receives from, and sends to: as far away as the largest host is long, with the hosts in a ring."""
+    """Whom this rank receives from, and sends to: as far away as the largest host is long, with the
+    hosts in a ring.
+    """
     ring = [rank for ranks in comm.topology.ranks_on.values() for rank in ranks]
     place, away = ring.index(comm.rank), comm.topology.ranks_per_host % comm.size or 1
     return ring[place - away], ring[(place + away) % comm.size]

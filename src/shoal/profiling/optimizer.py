@@ -1,7 +1,8 @@
-"""What the optimizers' step costs, measured on scratch copies: neither the real one nor its parameters are touched.
+"""What the optimizers' step costs, measured on scratch copies: neither the real one nor its
+parameters are touched.
 
-A step is almost all memory traffic, so its time grows with the number of elements: what does not fit under the cap is
-scaled up from what does.
+A step is almost all memory traffic, so its time grows with the number of elements: what does not
+fit under the cap is scaled up from what does.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch.optim import Optimizer
 from shoal.profiling.timeline import Clock
 from shoal.profiling.updates import unhooked_step
 
-_MOST_ELEMENTS = 16_000_000  # 64 MB of float32: beyond every cache, and still small beside a model's own memory
-_PASSES = 5  # over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
+# 64 MB of float32: beyond every cache, and still small beside a model's own memory
+_MOST_ELEMENTS = 16_000_000
+# over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
+_PASSES = 5
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,19 @@ def _cost(optimizer: Optimizer) -> OptimizerCost:
     try:
         copy = type(optimizer)(groups, **_options(optimizer))
         measured, kept = clock.usual(partial(unhooked_step, copy)), copy.state.values()
-    except Exception:  # it needs a closure, other arguments, sparse gradients … : whatever it is, its cost is memory
+    # it needs a closure, other arguments, sparse gradients … : whatever it is, its cost is memory
+    except Exception:
         measured, kept = _PASSES * _copy_seconds(tensors, clock), optimizer.state.values()
-    state_bytes = sum(value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor))
+    state_bytes = sum(
+        value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor)
+    )
     return OptimizerCost(measured / share, state_bytes / share)
 
 
 def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
-    """Its groups with copies for parameters, up to the cap, and the share of its elements that they make."""
+    """Its groups with copies for parameters, up to the cap, and the share of its elements that they
+    make.
+    """
     left, taken, total = _MOST_ELEMENTS, 0, 0
     groups = []
     for group in optimizer.param_groups:
@@ -72,7 +80,9 @@ def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
 
 
 def _copy(parameter: Tensor, most: int) -> Tensor:
-    """A leaf like the parameter, cut in its first dimension to about `most` elements, with a gradient."""
+    """A leaf like the parameter, cut in its first dimension to about `most` elements, with a
+    gradient.
+    """
     part = parameter.detach()
     if part.numel() > most:
         part = part[: max(1, most * part.shape[0] // part.numel())]
@@ -88,7 +98,9 @@ def _options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _copy_seconds(tensors: list[Tensor], clock: Clock) -> float:
-    """Seconds to pass over these tensors' bytes once, at the rate at which memory is copied here."""
+    """Seconds to pass over these tensors' bytes once, at the rate at which memory is copied
+    here.
+    """
     nbytes = sum(tensor.nbytes for tensor in tensors)
     source = torch.zeros(max(nbytes, 1 << 20), dtype=torch.uint8, device=tensors[0].device)
     target = torch.zeros_like(source)

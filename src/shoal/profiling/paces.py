@@ -1,14 +1,17 @@
-"""Measures the pace of each exchange as the engine will run it: seconds of the wall and of the processor.
+"""Measures the pace of each exchange as the engine will run it: seconds of the wall and of the
+processor.
 
 As many buckets are in flight as there are lanes, back to back, small ones and large ones:
 
-    seconds of a round of buckets, one on each lane  = messages in a row · round_s + lanes · bytes · byte_s
+    seconds of a round of buckets, one on each lane  = messages in a row · round_s + lanes · bytes ·
+                                                     byte_s
     processor seconds of one bucket                  = messages in a row · round_s + bytes · byte_s
 
-Processor time is short beside the clock's grain, so no byte is taken to cost less than one of the link's own messages.
-Nobody computes meanwhile. Ranks that share cores do not keep step: when the last of them comes to a gradient the others
-wait for it, and their processors are free. (Measured with every rank computing, on four ranks and two cores, an
-all-reduce of 64 KB took anything from 2 to 400 ms: no figure to plan with.)
+Processor time is short beside the clock's grain, so no byte is taken to cost less than one of the
+link's own messages. Nobody computes meanwhile. Ranks that share cores do not keep step: when the
+last of them comes to a gradient the others wait for it, and their processors are free. (Measured
+with every rank computing, on four ranks and two cores, an all-reduce of 64 KB took anything from 2
+to 400 ms: no figure to plan with.)
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
-_SMALL, _LARGE = 1 << 16, (4 << 20, 1 << 20, 1 << 18)  # bytes of a bucket; of the large, the first that fits
+# bytes of a bucket; of the large, the first that fits
+_SMALL, _LARGE = 1 << 16, (4 << 20, 1 << 20, 1 << 18)
 _BUDGET_S = 0.5  # for each exchange and size
 _TIMES = 2  # what else the machine does only adds: the least counts
 _MOST_ROUNDS = 64
@@ -38,7 +42,12 @@ _COMPUTED = 384  # rows and columns of the product between two moves: some milli
 
 
 def probe_paces(
-    comm: Comm, link: Link, exchanges: Mapping[str, Exchange], *, lanes: Sequence[Comm], sharing: int = 1
+    comm: Comm,
+    link: Link,
+    exchanges: Mapping[str, Exchange],
+    *,
+    lanes: Sequence[Comm],
+    sharing: int = 1,
 ) -> dict[str, Pace]:
     """Measure what each exchange takes to move its stated bytes.
 
@@ -50,8 +59,9 @@ def probe_paces(
         sharing: how many of the ranks run on this rank's machine.
 
     Returns:
-        By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends nothing. The processor
-        time is the whole process's: where ranks are threads it counts them all.
+        By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends
+        nothing. The processor time is the whole process's: where ranks are threads it counts them
+        all.
     """
     with ThreadPoolExecutor(len(lanes), thread_name_prefix="probe lane") as pool:
 
@@ -72,12 +82,17 @@ def probe_paces(
             return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 
         def pace(exchange: Exchange) -> Pace:
-            traffic = {nbytes: exchange.traffic(Bucket(nbytes // 4, 4), comm.topology) for nbytes in (_SMALL, *_LARGE)}
+            traffic = {
+                nbytes: exchange.traffic(Bucket(nbytes // 4, 4), comm.topology)
+                for nbytes in (_SMALL, *_LARGE)
+            }
             if not traffic[_SMALL].worst:
                 return Pace(Price(0.0, 0.0), Price(0.0, 0.0))
-            wall, cpu = {}, {}  # seconds of a message by its bytes: a large bucket may go in more messages
+            # seconds of a message by its bytes: a large bucket may go in more messages
+            wall, cpu = {}, {}
             for nbytes in (_SMALL, _large(traffic, link, len(lanes))):
-                first_s, _ = run(exchange, nbytes, 1)  # makes the connections, and uses up the burst
+                # makes the connections, and uses up the burst
+                first_s, _ = run(exchange, nbytes, 1)
                 rounds = max(1, min(int(_BUDGET_S / _TIMES / first_s), _MOST_ROUNDS))
                 runs = [run(exchange, nbytes, rounds) for _ in range(_TIMES)]
                 seconds, cpu_seconds = (min(each) for each in zip(*runs, strict=True))
@@ -92,10 +107,11 @@ def probe_paces(
 
 
 def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing: int = 1) -> Pace:
-    """Measure what main threads wait for: rows from every rank to every other, one move at a time, between computing.
+    """Measure what main threads wait for: rows from every rank to every other, one move at a time,
+    between computing.
 
-    Ranks that share cores come to a move one after the other, about a time slice of the kernel's apart, and wait for
-    the last.
+    Ranks that share cores come to a move one after the other, about a time slice of the kernel's
+    apart, and wait for the last.
 
     Args:
         comm: the ranks, all of which call this at once.
@@ -121,16 +137,22 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
 
     moving, computing = (direct.reduce, direct.gather), (_nothing, _nothing)
     times = max(1, min(int(_BUDGET_S / _TIMES / seconds(1, moving)), _MOST_ROUNDS))
-    both_s, computed_s = (min(seconds(times, halves) for _ in range(_TIMES)) for halves in (moving, computing))
+    both_s, computed_s = (
+        min(seconds(times, halves) for _ in range(_TIMES)) for halves in (moving, computing)
+    )
     traffic = direct.traffic(Bucket(flat.numel(), flat.itemsize), comm.topology)
     round_s = max(0.0, both_s - computed_s - traffic.worst * pace.wall.byte_s) / traffic.rounds
     return Pace(Price(max(pace.wall.round_s, round_s), pace.wall.byte_s), pace.cpu)
 
 
-def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], num_lanes: int, nbytes: int) -> float:
-    """Measure how much of its rate each direction of the links keeps while buckets go to servers and come from them.
+def probe_duplex(
+    comm: Comm, exchange: SplitExchange, shares: Sequence[float], num_lanes: int, nbytes: int
+) -> float:
+    """Measure how much of its rate each direction of the links keeps while buckets go to servers
+    and come from them.
 
-    Where packets wait long at a link, what acknowledges those that come waits behind those that go, and TCP with it.
+    Where packets wait long at a link, what acknowledges those that come waits behind those that go,
+    and TCP with it.
 
     Args:
         comm: all ranks, servers too, all of which call this at once.
@@ -140,9 +162,12 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
         nbytes: of a bucket.
 
     Returns:
-        1 where neither direction knows of the other, on every rank the same; a half where they take turns.
+        1 where neither direction knows of the other, on every rank the same; a half where they take
+        turns.
     """
-    there, back = ([comm.channel(f"duplex-{way}{i}") for i in range(num_lanes)] for way in ("there", "back"))
+    there, back = (
+        [comm.channel(f"duplex-{way}{i}") for i in range(num_lanes)] for way in ("there", "back")
+    )
     sizes = [int(nbytes // 4 * share) for share in shares]
     with ThreadPoolExecutor(2 * num_lanes, thread_name_prefix="probe lane") as pool:
 
@@ -152,11 +177,15 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
                 half(slices, lane)
             return time.perf_counter()
 
-        def seconds(rounds: int, *ways: tuple[Callable[[Sequence[Tensor], Comm], None], Sequence[Comm]]) -> list[float]:
+        def seconds(
+            rounds: int, *ways: tuple[Callable[[Sequence[Tensor], Comm], None], Sequence[Comm]]
+        ) -> list[float]:
             """Until each way was done, the soonest first."""
             comm.gather_objects(None)
             start = time.perf_counter()
-            errands = [[pool.submit(serve, half, lane, rounds) for lane in lanes] for half, lanes in ways]
+            errands = [
+                [pool.submit(serve, half, lane, rounds) for lane in lanes] for half, lanes in ways
+            ]
             mine = [max(errand.result() for errand in way) - start for way in errands]
             return sorted(max(ranks) for ranks in zip(*comm.gather_objects(mine), strict=True))
 
@@ -164,8 +193,12 @@ def probe_duplex(comm: Comm, exchange: SplitExchange, shares: Sequence[float], n
         rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)[-1]), _MOST_ROUNDS))
         turns = [(seconds(rounds, going), seconds(rounds, going, coming)) for _ in range(_TIMES)]
         alone_s = min(alone_s for (alone_s,), _ in turns)
-        # what is left of one way when the other is done goes alone: so much of it was not done beside the other
-        done_s = [(alone_s + max(0.0, alone_s - (last_s - both_s)), 2 * both_s) for _, (both_s, last_s) in turns]
+        # what is left of one way when the other is done goes alone: so much of it was not done
+        # beside the other
+        done_s = [
+            (alone_s + max(0.0, alone_s - (last_s - both_s)), 2 * both_s)
+            for _, (both_s, last_s) in turns
+        ]
         kept = min(1.0, max(alone / both for alone, both in done_s))
     for lane in (*there, *back):
         lane.close()
@@ -177,7 +210,8 @@ def _nothing(flat: Tensor, lane: Comm) -> None:
 
 
 def probe_pack(comm: Comm) -> float:
-    """Seconds that a byte of gradient takes into its bucket (read, scaled, written) while every rank packs.
+    """Seconds that a byte of gradient takes into its bucket (read, scaled, written) while every
+    rank packs.
 
     Neither is in a cache: between two steps everything else was.
     """
@@ -194,7 +228,9 @@ def probe_pack(comm: Comm) -> float:
 
 
 def _large(traffic: Mapping[int, Traffic], link: Link, in_flight: int) -> int:
-    """The largest bucket of which three rounds go through the link within the budget, else the smallest."""
+    """The largest bucket of which three rounds go through the link within the budget, else the
+    smallest.
+    """
     for nbytes in _LARGE:
         if 3 * in_flight * traffic[nbytes].worst / link.bytes_per_s <= _BUDGET_S:
             break

@@ -1,9 +1,11 @@
-"""Processor time that a rank's communication takes: what its process is billed, and what the kernel spends besides.
+"""Processor time that a rank's communication takes: what its process is billed, and what the kernel
+spends besides.
 
-A packet that comes is handled in an interrupt, at the cost of whoever computes just then, or in a kernel thread: of
-what a byte takes by gloo over TCP, a quarter is on no process's bill. Of the machine's interrupts a rank's share is
-counted, as all its ranks send alike while they measure; never more than its share of all the time that the machine was
-busy, since kernels differ in whether a process is billed for interrupts in its own time.
+A packet that comes is handled in an interrupt, at the cost of whoever computes just then, or in a
+kernel thread: of what a byte takes by gloo over TCP, a quarter is on no process's bill. Of the
+machine's interrupts a rank's share is counted, as all its ranks send alike while they measure;
+never more than its share of all the time that the machine was busy, since kernels differ in whether
+a process is billed for interrupts in its own time.
 
 Linux counts by ticks of 10 ms, so it takes some tenths of a second to measure.
 """
@@ -35,7 +37,9 @@ class ProcessorTime:
             total = _STAT.read_text().split("\n", 1)[0].split()
         except OSError:
             return cls(process_s, 0.0, 0.0)
-        user, nice, system, _, _, hard, soft = (int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in total[1:8])
+        user, nice, system, _, _, hard, soft = (
+            int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in total[1:8]
+        )
         return cls(process_s, hard + soft, user + nice + system + hard + soft)
 
     def since(self, start: ProcessorTime, sharing: int) -> float:
@@ -46,5 +50,11 @@ class ProcessorTime:
 
 
 def page_faults() -> int:
-    """How often the kernel has given this thread new memory, zeroed; 0 where that is not told (no Linux)."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt if hasattr(resource, "RUSAGE_THREAD") else 0
+    """How often the kernel has given this thread new memory, zeroed; 0 where that is not told (no
+    Linux).
+    """
+    return (
+        resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        if hasattr(resource, "RUSAGE_THREAD")
+        else 0
+    )

@@ -1,10 +1,11 @@
 """What the gradient of one weight costs to compute: over k rows, and as autograd computes it.
 
-A strategy that rebuilds gradients (factor) computes them over the rows of all P ranks instead of its own K, so the
-cost is measured at two sizes P apart and a line laid through them. nn.Linear: the product dyᵀ·x into a buffer that is
-there already. nn.Embedding: k rows added into a table of zeros, where zeroing the table is the fixed part. Autograd
-takes memory for every gradient. Where that is new to the process, on a CPU the kernel's zeroing of its pages costs as
-much as the product. The allocator decides whether it is, and page faults tell.
+A strategy that rebuilds gradients (factor) computes them over the rows of all P ranks instead of
+its own K, so the cost is measured at two sizes P apart and a line laid through them. nn.Linear: the
+product dyᵀ·x into a buffer that is there already. nn.Embedding: k rows added into a table of zeros,
+where zeroing the table is the fixed part. Autograd takes memory for every gradient. Where that is
+new to the process, on a CPU the kernel's zeroing of its pages costs as much as the product. The
+allocator decides whether it is, and page faults tell.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Product:
 
     @classmethod
     def of(cls, module: nn.Module, rows: int) -> Product | None:
-        """The product that a module's weight gradient is, or None if it is of another kind or was not run."""
+        """The product that a module's weight gradient is, or None if it is of another kind or was
+        not run.
+        """
         if rows == 0 or not isinstance(module, nn.Linear | nn.Embedding):
             return None
         if module.weight.numel() == 0:
@@ -45,10 +48,18 @@ class Product:
             shape = module.in_features, module.out_features
         else:
             shape = module.num_embeddings, module.embedding_dim
-        return cls(isinstance(module, nn.Embedding), rows, *shape, module.weight.dtype, module.weight.device)
+        return cls(
+            isinstance(module, nn.Embedding),
+            rows,
+            *shape,
+            module.weight.dtype,
+            module.weight.device,
+        )
 
     def sizes(self, ranks: int) -> tuple[int, int]:
-        """Two numbers of rows to measure at: K and P·K, both scaled down where that would be too much work."""
+        """Two numbers of rows to measure at: K and P·K, both scaled down where that would be too
+        much work.
+        """
         factor = ranks if ranks > 1 else 4
         per_row = self.outputs * (1 if self.embedding else self.inputs)
         widest = self.outputs if self.embedding else max(self.inputs, self.outputs)
@@ -57,7 +68,9 @@ class Product:
         return max(1, high // factor), high
 
     def work(self, rows: int, anew: bool = False) -> Callable[[], object]:
-        """The product over that many rows, its operands made beforehand, and its buffer too unless taken `anew`."""
+        """The product over that many rows, its operands made beforehand, and its buffer too unless
+        taken `anew`.
+        """
         dy = torch.rand(rows, self.outputs, dtype=self.dtype, device=self.device)
         if self.embedding:
             table = dy.new_zeros(self.inputs, self.outputs)
@@ -74,7 +87,9 @@ class Product:
 
 @dataclass(frozen=True)
 class ProductCost:
-    """Seconds of a product over k rows, `fixed_s` + k · `s_per_row`, and of taking new memory for it, and how much."""
+    """Seconds of a product over k rows, `fixed_s` + k · `s_per_row`, and of taking new memory for
+    it, and how much.
+    """
 
     fixed_s: float = 0.0
     s_per_row: float = 0.0

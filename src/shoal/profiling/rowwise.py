@@ -1,8 +1,9 @@
 """Finds layers each of whose outputs is made of one row of the weight: those can be cut by outputs.
 
-A layer of rows [a, b) of weight and bias then gives outputs [a, b). Torch's own nn.Linear and nn.Conv2d (of one group)
-do so. Of classes made from them (a head that scales its rows to length 1, as margin losses want) it is found by trying:
-the layer's own forward, on random numbers of float64, with each of the parts of its weight that ranks would have.
+A layer of rows [a, b) of weight and bias then gives outputs [a, b). Torch's own nn.Linear and
+nn.Conv2d (of one group) do so. Of classes made from them (a head that scales its rows to length 1,
+as margin losses want) it is found by trying: the layer's own forward, on random numbers of float64,
+with each of the parts of its weight that ranks would have.
 """
 
 from __future__ import annotations
@@ -48,14 +49,23 @@ def rowwise(sample: Sample, layers: Sequence[Layer], ranks: int) -> dict[str, bo
 
 
 def row_dims(module: nn.Module) -> int:
-    """How many dimensions a row has of what the layer is called with: features, or channels, height and width."""
+    """How many dimensions a row has of what the layer is called with: features, or channels, height
+    and width.
+    """
     return 1 if isinstance(module, nn.Linear) else 3
 
 
 def _made_of_weight(module: nn.Module) -> bool:
-    """Whether nothing but what it is called with, a trainable weight and its bias makes its outputs."""
+    """Whether nothing but what it is called with, a trainable weight and its bias makes its
+    outputs.
+    """
     weight = module._parameters.get("weight")
-    if not isinstance(module, _KINDS) or weight is None or not weight.requires_grad or "forward" in vars(module):
+    if (
+        not isinstance(module, _KINDS)
+        or weight is None
+        or not weight.requires_grad
+        or "forward" in vars(module)
+    ):
         return False
     if module._parameters.keys() - {"weight", "bias"} or module._buffers or module._modules:
         return False
@@ -78,20 +88,35 @@ class _Looked(nn.Parameter):
 
 @torch.no_grad()
 def _gives_parts(module: nn.Module, x: Tensor, ranks: int) -> bool:
-    """Whether parts of its parameters give those parts of its outputs, and each row that it is called with its own."""
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    """Whether parts of its parameters give those parts of its outputs, and each row that it is
+    called with its own.
+    """
+    own = {
+        name: parameter for name, parameter in module._parameters.items() if parameter is not None
+    }
     outputs, dim, row = len(own["weight"]), -row_dims(module), x.shape[-row_dims(module) :]
-    drawn = {name: torch.randn_like(parameter, dtype=torch.float64) for name, parameter in own.items()}
+    drawn = {
+        name: torch.randn_like(parameter, dtype=torch.float64) for name, parameter in own.items()
+    }
     rows = torch.randn(4, *row, dtype=torch.float64, device=x.device)
-    spans = [*pairwise(accumulate(cut_sizes(outputs, max(ranks, 2)), initial=0)), (0, 1), (1, outputs)]
+    spans = [
+        *pairwise(accumulate(cut_sizes(outputs, max(ranks, 2)), initial=0)),
+        (0, 1),
+        (1, outputs),
+    ]
     try:
         whole = _with_parameters(module, drawn, rows)
         pairs = [(_with_parameters(module, drawn, rows[1:3]), whole[1:3])]
         for start, stop in spans:
             part = {name: parameter[start:stop] for name, parameter in drawn.items()}
-            pairs.append((_with_parameters(module, part, rows), whole.narrow(dim, start, stop - start)))
+            pairs.append(
+                (_with_parameters(module, part, rows), whole.narrow(dim, start, stop - start))
+            )
         nearly = _NEARLY * whole.abs().max()
-        alike = all(got.shape == expected.shape and (got - expected).abs().max() <= nearly for got, expected in pairs)
+        alike = all(
+            got.shape == expected.shape and (got - expected).abs().max() <= nearly
+            for got, expected in pairs
+        )
     except Exception:  # of any kind: its forward is somebody's own
         return False
     finally:
@@ -101,6 +126,8 @@ def _gives_parts(module: nn.Module, x: Tensor, ranks: int) -> bool:
 
 def _with_parameters(module: nn.Module, values: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """What its own forward gives with these in place of its parameters."""
-    module._parameters.update({name: _Looked(value, requires_grad=False) for name, value in values.items()})
+    module._parameters.update(
+        {name: _Looked(value, requires_grad=False) for name, value in values.items()}
+    )
     output: Tensor = module.forward(x)
     return output

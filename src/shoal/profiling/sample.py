@@ -1,7 +1,8 @@
 """One training step's forward on the user's sample, in all the forms that a sample may take.
 
-`x` is a tensor, a tuple of positional or a mapping of keyword arguments of the model. The loss is `loss_fn(output, y)`,
-or, without a `loss_fn`, what the model returns itself: a scalar, or an output with `.loss` or `["loss"]`.
+`x` is a tensor, a tuple of positional or a mapping of keyword arguments of the model. The loss is
+`loss_fn(output, y)`, or, without a `loss_fn`, what the model returns itself: a scalar, or an output
+with `.loss` or `["loss"]`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ class Sample:
     @classmethod
     def of(cls, model: nn.Module, loss_fn: LossFn | None, sample: Any) -> Sample:
         """Check the pair's form (SampleError that says what is wrong with it); nothing runs yet."""
-        lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
+        lazy = [
+            name
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            if is_lazy(tensor)
+        ]
         if lazy:
             raise SampleError(
                 "the model has parameters without a shape yet (lazy modules)",
@@ -48,12 +53,15 @@ class Sample:
         x, y = sample
         sizes = [len(tensor) for tensor in tensors_in(x) if tensor.dim()]
         if sizes and not any(sizes):
-            raise SampleError("the sample has no rows", got=f"x = {describe(x)}", do="give a batch with some")
+            raise SampleError(
+                "the sample has no rows", got=f"x = {describe(x)}", do="give a batch with some"
+            )
         if loss_fn is None and y is not None:
             raise SampleError(
                 "the sample has a target, but there is no loss_fn to take it",
                 got=f"y = {describe(y)}",
-                do="give a loss_fn; or, where the model returns its own loss, put the target into x and None for y",
+                do="give a loss_fn; or, where the model returns its own loss, put the target into "
+                "x and None for y",
             )
         return cls(model, loss_fn, x, y)
 
@@ -72,7 +80,9 @@ class Sample:
         try:
             loss = self.loss_fn(output, self.y)
         except Exception as error:
-            raise self._refused(f"loss_fn does not take the model's output ({describe(output)})", error) from error
+            raise self._refused(
+                f"loss_fn does not take the model's output ({describe(output)})", error
+            ) from error
         return self._checked(loss, output)
 
     def backward(self, loss: Tensor) -> None:
@@ -97,7 +107,8 @@ class Sample:
         return SampleError(
             f"{what}: {type(error).__name__}: {error}",
             got=self._given(),
-            expected="x is a tensor, a tuple of positional or a dict of keyword arguments of the model",
+            expected="x is a tensor, a tuple of positional or a dict of keyword arguments of the "
+            "model",
             do="try loss_fn(model(x), y) on the same batch first",
         )
 
@@ -117,7 +128,9 @@ class Sample:
             expected="a scalar tensor that requires grad"
             + ("" if self.loss_fn else ", or an output that has one as .loss or ['loss']"),
             do="reduce it, for example with .mean()"
-            + ("" if self.loss_fn else ", or give a loss_fn where the model has no loss of its own"),
+            + (
+                "" if self.loss_fn else ", or give a loss_fn where the model has no loss of its own"
+            ),
         )
 
 
@@ -134,7 +147,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def describe(value: Any) -> str:
-    """A value as messages show it: tensors by shape and type, containers by what is in them, the rest by type."""
+    """A value as messages show it: tensors by shape and type, containers by what is in them, the
+    rest by type.
+    """
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
     if isinstance(value, Mapping):
@@ -142,7 +157,11 @@ def describe(value: Any) -> str:
     if isinstance(value, tuple | list):
         shown = ", ".join(describe(each) for each in value[:4]) + (", …" if len(value) > 4 else "")
         return f"({shown})" if isinstance(value, tuple) else f"[{shown}]"
-    return repr(value) if value is None or isinstance(value, int | float | bool) else type(value).__name__
+    return (
+        repr(value)
+        if value is None or isinstance(value, int | float | bool)
+        else type(value).__name__
+    )
 
 
 def called(model: nn.Module, x: Any) -> Any:
@@ -155,7 +174,9 @@ def called(model: nn.Module, x: Any) -> Any:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss of a model that returns its own: the output, or its "loss"; None where there is none."""
+    """The loss of a model that returns its own: the output, or its "loss"; None where there is
+    none.
+    """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

@@ -1,7 +1,9 @@
-"""Finds the ends of a model that can run on hosts of their own: what they put out goes to the loss and nowhere else.
+"""Finds the ends of a model that can run on hosts of their own: what they put out goes to the loss
+and nowhere else.
 
-An end is a module whose output is the very tensor that the model returns (`classifier`), or the last children of an
-nn.Sequential whose output is (4 to 6 of `classifier`). Found by one forward in which every module is watched.
+An end is a module whose output is the very tensor that the model returns (`classifier`), or the
+last children of an nn.Sequential whose output is (4 to 6 of `classifier`). Found by one forward in
+which every module is watched.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from shoal.core.pieces import cut_sizes
 from shoal.profiling.identity import Layer
 from shoal.profiling.sample import Sample, tensors_in
 
-Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]  # of every module: what with, by position and name; output
+# of every module: what with, by position and name; output
+Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]
 _WITHIN = 1e-3  # as sums of other lengths may differ in float16
 _CUT = (
-    "in micro-batches what comes before it gives something else (batch normalisation, or rows that are not the first "
+    "in micro-batches what comes before it gives something else (batch normalisation, or rows that "
+    "are not the first "
     "dimension); micro_batches=1 does not cut the batch"
 )
 _NONE = "no module that has it puts out what the model returns"
@@ -61,7 +65,11 @@ class Tails:
         differing = _differing(sample, {modules[0] for modules in ends}, micro_batches)
         for modules in ends:
             inside = [sample.model.get_submodule(name) for name in modules]
-            mine = [layer.name for layer in layers if any(layer.module in module.modules() for module in inside)]
+            mine = [
+                layer.name
+                for layer in layers
+                if any(layer.module in module.modules() for module in inside)
+            ]
             reason = _unfit(sample, inside, [calls[name] for name in modules])
             for name in mine:
                 if reason or modules[0] in differing:
@@ -69,7 +77,9 @@ class Tails:
                 elif name not in found:
                     nbytes = _bytes(sample, inside, calls[modules[0]][0][0][0], loss, micro_batches)
                     found[name] = Tail(modules, tuple(mine), micro_batches, *nbytes)
-        return cls(found, {name: "" if name in found else reason for name, reason in reasons.items()})
+        return cls(
+            found, {name: "" if name in found else reason for name, reason in reasons.items()}
+        )
 
 
 def timed(profile: ModelProfile) -> ModelProfile:
@@ -79,17 +89,23 @@ def timed(profile: ModelProfile) -> ModelProfile:
         if tail is None:
             return None
         layers = [profile.layer(name) for name in tail.layers]
-        before_s, ready_s = min(layer.needed_s for layer in layers), max(layer.ready_s for layer in layers)
+        before_s, ready_s = (
+            min(layer.needed_s for layer in layers),
+            max(layer.ready_s for layer in layers),
+        )
         return replace(
             tail,
             body_forward_s=before_s,
             body_backward_s=max(0.0, profile.backward_s - ready_s),
             forward_s=max(0.0, profile.forward_s - before_s),
             backward_s=ready_s,
-            pass_s=3 * sum(layer.product_fixed_s for layer in layers),  # output, and the gradients of input and weight
+            # output, and the gradients of input and weight
+            pass_s=3 * sum(layer.product_fixed_s for layer in layers),
         )
 
-    return replace(profile, layers=tuple(replace(layer, tail=its(layer.tail)) for layer in profile.layers))
+    return replace(
+        profile, layers=tuple(replace(layer, tail=its(layer.tail)) for layer in profile.layers)
+    )
 
 
 @contextmanager
@@ -128,10 +144,15 @@ def _unfit_loss(sample: Sample, output: Any) -> str:
 
 
 def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
-    """The modules that would be called with something else if the batch were cut, as evaluation shows."""
+    """The modules that would be called with something else if the batch were cut, as evaluation
+    shows.
+    """
     if micro_batches == 1:
         return set()
-    if any(isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training for each in sample.model.modules()):
+    if any(
+        isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training
+        for each in sample.model.modules()
+    ):
         return set(first)
     training = [(module, module.training) for module in sample.model.modules()]
 
@@ -153,22 +174,35 @@ def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
 
 
 def _close(whole: Tensor, parts: Sequence[Tensor]) -> bool:
-    if len({part.shape[1:] for part in parts if part.dim()}) != 1 or not all(part.dim() for part in parts):
+    if len({part.shape[1:] for part in parts if part.dim()}) != 1 or not all(
+        part.dim() for part in parts
+    ):
         return False
     joined = torch.cat(list(parts))
-    return joined.shape == whole.shape and torch.allclose(joined.double(), whole.double(), rtol=_WITHIN, atol=_WITHIN)
+    return joined.shape == whole.shape and torch.allclose(
+        joined.double(), whole.double(), rtol=_WITHIN, atol=_WITHIN
+    )
 
 
 def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ...]]:
     """The modules of every end, by name, in the order of their calls."""
-    takers = [name for name, own in calls.items() if any(arg is output for args, _, _ in own for arg in args)]
+    takers = [
+        name
+        for name, own in calls.items()
+        if any(arg is output for args, _, _ in own for arg in args)
+    ]
     for name, module in model.named_modules():
         if [each[2] is output for each in calls.get(name, ())] != [True]:
             continue
-        children = [f"{name}.{child}".lstrip(".") for child in module._modules] if type(module) is nn.Sequential else []
+        children = (
+            [f"{name}.{child}".lstrip(".") for child in module._modules]
+            if type(module) is nn.Sequential
+            else []
+        )
         for end in ((name,), *(tuple(children[start:]) for start in range(1, len(children)))):
             inside = tuple(f"{each}." for each in end)
-            within = all(f"{taker}.".startswith(inside) for taker in takers)  # a dropout of nothing gives what it takes
+            # a dropout of nothing gives what it takes
+            within = all(f"{taker}.".startswith(inside) for taker in takers)
             if within and end != ("",) and all(each in calls for each in end):
                 yield end
 
@@ -176,7 +210,12 @@ def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ..
 def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -> str:
     """Why these modules, which end the model, cannot run elsewhere, or ''."""
     for its in calls:
-        if len(its) != 1 or its[0][1] or len(its[0][0]) != 1 or not isinstance(its[0][0][0], Tensor):
+        if (
+            len(its) != 1
+            or its[0][1]
+            or len(its[0][0]) != 1
+            or not isinstance(its[0][0][0], Tensor)
+        ):
             return "a module of the model's end is not called once and with one tensor"
     if any(has_hooks(each) for module in modules for each in module.modules()):
         return "a module of the model's end has hooks, which would not be called here"
@@ -191,7 +230,9 @@ def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -
     rows = _rows(sample)
     if not taken.dim() or not put_out.dim() or len(taken) % rows or len(put_out) % rows:
         return "the model's end does not have the batch's rows in its first dimension"
-    if any(parameter.device.type != "cpu" for module in modules for parameter in module.parameters()):
+    if any(
+        parameter.device.type != "cpu" for module in modules for parameter in module.parameters()
+    ):
         return "tail hosts have CPUs only"
     return ""
 
@@ -205,19 +246,27 @@ def _bytes(
 ) -> tuple[float, float]:
     """What a worker sends to the end of the model in a step, and gets from it."""
     every = modules_of(modules, sample.loss_fn)
-    parameters = list(parameters_of({str(number): module for number, module in enumerate(modules)}).values())
+    parameters = list(
+        parameters_of({str(number): module for number, module in enumerate(modules)}).values()
+    )
     sizes = cut_sizes(_rows(sample), micro_batches)
     per_row = len(taken) // sum(sizes)
     activations = [
-        torch.empty(size * per_row, *taken.shape[1:], dtype=taken.dtype, device="meta") if size else None
+        torch.empty(size * per_row, *taken.shape[1:], dtype=taken.dtype, device="meta")
+        if size
+        else None
         for size in sizes
     ]
     letters: list[Any] = [
-        forward_letter(None if index else modes(every, parameters), activation, of_gradients=True, back=True)
+        forward_letter(
+            None if index else modes(every, parameters), activation, of_gradients=True, back=True
+        )
         for index, activation in enumerate(activations)
     ]
     letters.append(loss_letter((sample.y,), {}, of_gradients=True))
-    letters.append(backward_letter([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss}))
+    letters.append(
+        backward_letter([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss})
+    )
     letters.append(None)  # the step
     back = taken.nbytes if taken.requires_grad else 0
     return float(sum(map(letter_bytes, letters))), float(back + letter_bytes(loss))

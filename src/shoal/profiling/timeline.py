@@ -1,11 +1,13 @@
-"""One training step, watched: when each gradient is there, and what each layer's forward and backward take.
+"""One training step, watched: when each gradient is there, and what each layer's forward and
+backward take.
 
               enter A  leave A      enter B   leave B    loss     dB arrives    dA arrives        end
     forward  ────┤ A's    ├────────────┤ B's     ├────────┼──────────┤ B's          ├ A's          ┤  backward
 
-Forward time is a layer's own, without the layers inside it. In backward a layer's time begins where the gradient of
-its output arrives and ends where the next layer's does: what stands between two layers (an activation, a pooling) is
-billed to the one before it. Everything is read from the same steps, so that order and times agree with each other.
+Forward time is a layer's own, without the layers inside it. In backward a layer's time begins where
+the gradient of its output arrives and ends where the next layer's does: what stands between two
+layers (an activation, a pooling) is billed to the one before it. Everything is read from the same
+steps, so that order and times agree with each other.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _FEWEST, _MOST, _ENOUGH_S = 3, 25, 0.05
 
 
 class Clock:
-    """Takes moments without waiting for the device, and tells afterwards the seconds between two of them."""
+    """Takes moments without waiting for the device, and tells afterwards the seconds between two of
+    them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
@@ -43,7 +47,8 @@ class Clock:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # not the current device's, which may be another
+        # not the current device's, which may be another
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: Mark, end: Mark) -> float:
@@ -54,7 +59,9 @@ class Clock:
         return float(start.elapsed_time(end)) / 1000
 
     def usual(self, work: Callable[[], object]) -> float:
-        """Seconds that `work` takes, the median of a few times (of many, where it is quick) after one to warm up."""
+        """Seconds that `work` takes, the median of a few times (of many, where it is quick) after
+        one to warm up.
+        """
         first_s = self._time(work)
         times = max(_FEWEST, min(int(_ENOUGH_S / max(first_s, 1e-9)), _MOST))
         return median(self._time(work) for _ in range(times))
@@ -82,7 +89,9 @@ class Watched:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: layers by name, and for each parameter that got a gradient the seconds into backward until it did."""
+    """One step: layers by name, and for each parameter that got a gradient the seconds into
+    backward until it did.
+    """
 
     layers: dict[str, Watched]
     ready_s: dict[str, float]
@@ -115,7 +124,9 @@ class Step:
 
 
 def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
-    """Run one forward and backward and watch it; gradients are left in `.grad`, every hook is taken away."""
+    """Run one forward and backward and watch it; gradients are left in `.grad`, every hook is taken
+    away.
+    """
     watch = _Watch(clock)
     with ExitStack() as hooks:
         for layer in layers:
@@ -137,7 +148,9 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
                 elements=watch.elements[layer.name],
                 activation_bytes=watch.activation_bytes[layer.name],
                 input_grad=layer.name in watch.input_grad,
-                needed_s=clock.seconds(start, watch.entered[layer.name]) if layer.name in watch.entered else 0.0,
+                needed_s=clock.seconds(start, watch.entered[layer.name])
+                if layer.name in watch.entered
+                else 0.0,
                 forward_s=forward_s[layer.name],
                 backward_s=backward_s[layer.name],
             )
@@ -151,7 +164,9 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
 
 
 def usual(steps: Sequence[Step]) -> Step:
-    """Each time's median over some steps of the same model; what is counted, from the last of them."""
+    """Each time's median over some steps of the same model; what is counted, from the last of
+    them.
+    """
     last, used = steps[-1], {name for step in steps for name in step.ready_s}
     return Step(
         layers={
@@ -164,7 +179,10 @@ def usual(steps: Sequence[Step]) -> Step:
             )
             for name, watched in last.layers.items()
         },
-        ready_s={name: median(step.ready_s[name] for step in steps if name in step.ready_s) for name in used},
+        ready_s={
+            name: median(step.ready_s[name] for step in steps if name in step.ready_s)
+            for name in used
+        },
         forward_s=median(step.forward_s for step in steps),
         backward_s=median(step.backward_s for step in steps),
         page_faults=median(step.page_faults for step in steps),
@@ -176,9 +194,11 @@ class _Watch:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.in_backward = False  # forward hooks fire there too, when activation checkpointing runs forward again
+        # forward hooks fire there too, when activation checkpointing runs forward again
+        self.in_backward = False
         self.running = [NOBODY]
-        self.hooked = WeakTensorKeyDictionary()  # outputs whose gradient is awaited, by the innermost layer's name
+        # outputs whose gradient is awaited, by the innermost layer's name
+        self.hooked = WeakTensorKeyDictionary()
         self.forward_log: list[tuple[Mark, str]] = []
         self.backward_log: list[tuple[Mark, str]] = []
         self.entered: dict[str, Mark] = {}  # the first time
@@ -206,7 +226,8 @@ class _Watch:
             for tensor in outputs:
                 if tensor.requires_grad and tensor not in self.hooked:
                     self.hooked[tensor] = layer.name
-                    hooks.callback(tensor.register_hook(arrive).remove)  # a parameter, put out as it is, stays
+                    # a parameter, put out as it is, stays
+                    hooks.callback(tensor.register_hook(arrive).remove)
             if not self.in_backward:
                 self.calls[layer.name] += 1
                 self.elements[layer.name] += sum(tensor.numel() for tensor in outputs)
@@ -220,11 +241,14 @@ class _Watch:
         hooks.callback(layer.module.register_forward_pre_hook(enter, with_kwargs=True).remove)
         hooks.callback(layer.module.register_forward_hook(leave).remove)
         for name, parameter in layer.parameters.items():
-            hooks.callback(parameter.register_post_accumulate_grad_hook(self._note_ready(name)).remove)
+            hooks.callback(
+                parameter.register_post_accumulate_grad_hook(self._note_ready(name)).remove
+            )
 
     def _note_ready(self, name: str) -> Callable[[Tensor], None]:
         def note(parameter: Tensor) -> None:
-            self.ready.pop(name, None)  # the last one counts, where a gradient comes in several parts
+            # the last one counts, where a gradient comes in several parts
+            self.ready.pop(name, None)
             self.ready[name] = self.clock.mark()
 
         return note

@@ -1,8 +1,10 @@
-"""Runs training steps on a model and leaves no trace of them: the state before is the state after, bit for bit.
+"""Runs training steps on a model and leaves no trace of them: the state before is the state after,
+bit for bit.
 
-Held: parameters and buffers (values and objects), `.grad` (the same objects), modules' plain attributes and training
-mode, and the random state of torch, `random` and numpy. Not held: what a module changes inside its own lists and dicts.
-Costs one copy of the parameters and buffers for as long as it lasts.
+Held: parameters and buffers (values and objects), `.grad` (the same objects), modules' plain
+attributes and training
+mode, and the random state of torch, `random` and numpy. Not held: what a module changes inside its
+own lists and dicts. Costs one copy of the parameters and buffers for as long as it lasts.
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from torch import Tensor, nn
 from shoal.profiling.identity import content
 from shoal.profiling.sample import Sample
 
-# The process has one random state, and ranks may be its threads. Two threads that read torch's at once can lock each
-# other out for good, since torch takes the generator's lock while it holds Python's.
+# The process has one random state, and ranks may be its threads. Two threads that read torch's at
+# once can lock each other out for good, since torch takes the generator's lock while it holds
+# Python's.
 RANDOM_STATE = threading.Lock()
 
 
 @contextmanager
 def untraced(sample: Sample) -> Iterator[None]:
-    """Put the sample's model (and loss, if that is a module) into training, without gradients; put all back at the end.
+    """Put the sample's model (and loss, if that is a module) into training, without gradients; put
+    all back at the end.
 
-    Threads that are ranks share the random state: let all of them enter before one draws, and all finish before one
-    leaves.
+    Threads that are ranks share the random state: let all of them enter before one draws, and all
+    finish before one leaves.
     """
     modules = list(sample.model.modules())
     if isinstance(sample.loss_fn, nn.Module):
@@ -47,7 +51,8 @@ def untraced(sample: Sample) -> Iterator[None]:
     try:
         with _forked(devices), torch.enable_grad():
             drop_gradients(leaves)
-            if not sample.model.training:  # a model in training may have single modules in eval on purpose
+            # a model in training may have single modules in eval on purpose
+            if not sample.model.training:
                 sample.model.train()
             yield
     finally:

@@ -1,10 +1,11 @@
-"""An optimizer's own update, run on other tensors than its own: on pieces of its parameters, or on a trial.
+"""An optimizer's own update, run on other tensors than its own: on pieces of its parameters, or on
+a trial.
 
-The copy has the class, the settings and the plain attributes of the original, but parameters, state and hooks of its
-own, so any torch optimizer is served as it is. Whether it may be given pieces is found by trying: it may, if updating
-two halves of a tensor by themselves gives what updating the whole gives. One that may not, since it looks at whole
-tensors (Adafactor, LARS), may still be given whole parameters, if updating two by themselves gives what updating both
-at once gives.
+The copy has the class, the settings and the plain attributes of the original, but parameters, state
+and hooks of its own, so any torch optimizer is served as it is. Whether it may be given pieces is
+found by trying: it may, if updating two halves of a tensor by themselves gives what updating the
+whole gives. One that may not, since it looks at whole tensors (Adafactor, LARS), may still be given
+whole parameters, if updating two by themselves gives what updating both at once gives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.pieces import has_line
 
-_SHAPES = (4, 6), (4, 3, 2, 1)  # of the trials: what optimizers that look at shapes look for, matrices and convolutions
+# of the trials: what optimizers that look at shapes look for, matrices and convolutions
+_SHAPES = (4, 6), (4, 3, 2, 1)
 _LARGE = 1e3
 _STEPS = 3
 _RATE = 1e-3  # at least
@@ -45,9 +47,16 @@ def made(kind: type[Optimizer], its_attributes: Mapping[str, Any]) -> Optimizer:
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Its attributes as they are now (a scaler sets some for one step), tensors cloned, without hooks."""
-    methods = {name for name, value in vars(optimizer).items() if isinstance(value, MethodType | FunctionType)}
-    methods |= {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}  # replaced ones
+    """Its attributes as they are now (a scaler sets some for one step), tensors cloned, without
+    hooks.
+    """
+    methods = {
+        name
+        for name, value in vars(optimizer).items()
+        if isinstance(value, MethodType | FunctionType)
+    }
+    # replaced ones
+    methods |= {name for name in vars(optimizer) if callable(getattr(type(optimizer), name, None))}
     return {
         name: OrderedDict() if name.endswith("_hooks") else _captured(value)
         for name, value in vars(optimizer).items()
@@ -56,7 +65,9 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def make_step(copy: Optimizer, groups: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
-    """Have a copy make a step with these groups, parameters and settings, and with these attributes."""
+    """Have a copy make a step with these groups, parameters and settings, and with these
+    attributes.
+    """
     for name in vars(copy).keys() - now.keys() - _ITS_OWN:
         delattr(copy, name)
     vars(copy).update(now)
@@ -65,7 +76,9 @@ def make_step(copy: Optimizer, groups: Sequence[Mapping[str, Any]], now: Mapping
 
 
 def unhooked_step(copy: Optimizer) -> None:
-    """A copy's step, without what users hang on every optimizer's (register_optimizer_step_post_hook)."""
+    """A copy's step, without what users hang on every optimizer's
+    (register_optimizer_step_post_hook).
+    """
     step: Any = type(copy).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
 
@@ -80,8 +93,12 @@ def _captured(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def part_of(state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """The state of a part of a parameter: that part of every tensor of its shape, a copy of everything else."""
+def part_of(
+    state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor], Tensor]
+) -> dict[str, Any]:
+    """The state of a part of a parameter: that part of every tensor of its shape, a copy of
+    everything else.
+    """
     return {
         name: part(value).clone()
         if isinstance(value, Tensor) and value.shape == parameter.shape
@@ -92,19 +109,29 @@ def part_of(state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor]
 
 @dataclass(frozen=True)
 class Together:
-    """Why a parameter's elements must be updated together, '' where they need not, and why not even by themselves."""
+    """Why a parameter's elements must be updated together, '' where they need not, and why not even
+    by themselves.
+    """
 
     whole: str  # why no part of it can be updated by itself
     joint: str = ""  # why not even all of it
 
 
-def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> dict[Tensor, Together]:
+def whole_updates(
+    parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]
+) -> dict[Tensor, Together]:
     """The parameters of which no part can be updated by itself, and why."""
-    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if group["params"]]
+    groups = [
+        (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if group["params"]
+    ]
     found = [(_try(optimizer, group), group["params"]) for optimizer, group in groups]
     reasons = {parameter: why for why, held in found if why.whole for parameter in held}
     listed = list(parameters)
-    if whole := [why for why, _ in found if why.whole]:  # what no optimizer has yet may join that one
+    # what no optimizer has yet may join that one
+    if whole := [why for why, _ in found if why.whole]:
         reasons |= dict.fromkeys(set(listed).difference(*(held for _, held in found)), whole[0])
     overlapping = _overlapping([p for p in listed if type(p) is nn.Parameter])
     for parameter in listed:
@@ -123,23 +150,31 @@ def whole_updates(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer])
 def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
     """Those that have memory together with another of them, as after `a.data = b.data`."""
     found: set[Tensor] = set()
-    reach: dict[torch.device, tuple[int, Tensor]] = {}  # where the memory ends that begins before, and whose it is
+    # where the memory ends that begins before, and whose it is
+    reach: dict[torch.device, tuple[int, Tensor]] = {}
     for each in sorted((p for p in parameters if p.numel()), key=lambda p: p.data_ptr()):
         end, other = reach.get(each.device, (0, each))
         if each.data_ptr() < end:
             found |= {each, other}
-        reach[each.device] = max((end, other), (each.data_ptr() + each.nbytes, each), key=lambda pair: pair[0])
+        reach[each.device] = max(
+            (end, other), (each.data_ptr() + each.nbytes, each), key=lambda pair: pair[0]
+        )
     return found
 
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
     """Why the group's parameters must be updated together."""
     matrix, convolution = _SHAPES
-    trials: list[tuple[Sequence[int], _Gradient]] = [(matrix, each) for each in (_drawn, _large, _across)]
+    trials: list[tuple[Sequence[int], _Gradient]] = [
+        (matrix, each) for each in (_drawn, _large, _across)
+    ]
     if any(parameter.dim() > len(matrix) for parameter in group["params"]):
         trials.append((convolution, _drawn))
     found = [_tried(optimizer, group, *trial) for trial in trials]
-    whole, joint = (next(filter(None, reasons), "") for reasons in ([t.whole for t in found], [t.joint for t in found]))
+    whole, joint = (
+        next(filter(None, reasons), "")
+        for reasons in ([t.whole for t in found], [t.joint for t in found])
+    )
     return Together(whole, joint)
 
 
@@ -156,37 +191,62 @@ def _large(numbers: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _across(numbers: Tensor, parameter: Tensor) -> Tensor:
-    """At right angles to each row, as gradients of weights before a normalisation are: AdamP does otherwise there."""
+    """At right angles to each row, as gradients of weights before a normalisation are: AdamP does
+    otherwise there.
+    """
     along = (numbers * parameter).sum(1, keepdim=True) / parameter.square().sum(1, keepdim=True)
     return numbers - along * parameter
 
 
-def _tried(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], gradient: _Gradient) -> Together:
+def _tried(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], gradient: _Gradient
+) -> Together:
     """Why they must, as a tensor of this shape shows with such gradients."""
     model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
     name = type(optimizer).__name__
     draw = torch.Generator("cpu").manual_seed(0)
-    begins, *drawn = (torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu") for _ in range(_STEPS + 1))
-    numbers = [each.to(model.device) for each in (begins, *(gradient(each, begins) for each in drawn))]
+    begins, *drawn = (
+        torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
+        for _ in range(_STEPS + 1)
+    )
+    numbers = [
+        each.to(model.device) for each in (begins, *(gradient(each, begins) for each in drawn))
+    ]
     state = optimizer.state.get(model, {})
-    shaped = all(v.shape == model.shape for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
-    begin = part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(shape)) if shaped else {}
+    shaped = all(
+        v.shape == model.shape for v in state.values() if isinstance(v, Tensor) and v.numel() > 1
+    )
+    begin = (
+        part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(shape))
+        if shaped
+        else {}
+    )
 
     def updated(*parts: Callable[[Tensor], Tensor], beside: bool = False) -> Tensor:
         """Parts of the trial tensor, each a parameter, updated by one optimizer.
 
-        Or, as in training, by one that takes its attributes `beside` another, which has none of the parameters.
+        Or, as in training, by one that takes its attributes `beside` another, which has none of the
+        parameters.
         """
-        parameters, trial = [nn.Parameter(part(numbers[0]).clone()) for part in parts], like(optimizer)
+        parameters, trial = (
+            [nn.Parameter(part(numbers[0]).clone()) for part in parts],
+            like(optimizer),
+        )
         its, other = settings(group), settings(group)
         for each in (its, other):
-            if not float(each.get("lr", _RATE)) >= _RATE:  # a warm-up begins at 0, at which nothing would show
-                each["lr"] = torch.full_like(each["lr"], _RATE) if isinstance(each["lr"], Tensor) else _RATE
+            # a warm-up begins at 0, at which nothing would show
+            if not float(each.get("lr", _RATE)) >= _RATE:
+                each["lr"] = (
+                    torch.full_like(each["lr"], _RATE) if isinstance(each["lr"], Tensor) else _RATE
+                )
         trial.param_groups = [{**its, "params": parameters}, {**other, "params": []}]
         real = like(optimizer)
         real.param_groups = [{**settings(each), "params": []} for each in trial.param_groups]
         if begin:
-            trial.state |= {p: part_of(begin, numbers[0], part) for p, part in zip(parameters, parts, strict=True)}
+            trial.state |= {
+                p: part_of(begin, numbers[0], part)
+                for p, part in zip(parameters, parts, strict=True)
+            }
         for its_gradient in numbers[1:]:
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part(its_gradient).clone()
@@ -202,7 +262,9 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int],
     def unlike(one: Tensor, other: Tensor) -> bool:
         return not torch.allclose(one, other, rtol=0, atol=_WITHIN * float(one.abs().max()))
 
-    def differ(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], together: Tensor) -> bool:
+    def differ(
+        one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], together: Tensor
+    ) -> bool:
         return unlike(together, torch.cat([updated(one), updated(other)]))
 
     whole = joint = ""
@@ -215,14 +277,18 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int],
         elif unlike(together, updated(lambda t: t[:2], lambda t: t[2:], beside=True)):
             joint = f"{name} keeps a state of parameters outside of its `state`"
     except Exception as error:
-        joint = f"{name} does not update a tensor by itself ({type(error).__name__}: {str(error)[:80]})"
+        joint = (
+            f"{name} does not update a tensor by itself ({type(error).__name__}: {str(error)[:80]})"
+        )
     try:
         if not shaped:
             whole = f"{name} keeps a state that is not of its parameter's shape"
         elif differ(lambda t: t.reshape(-1)[:7], lambda t: t.reshape(-1)[7:], updated(lambda t: t)):
             whole = f"{name} updates a tensor otherwise than its parts"
     except Exception as error:
-        whole = f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
+        whole = (
+            f"{name} does not update a part of a tensor ({type(error).__name__}: {str(error)[:80]})"
+        )
     return Together(whole or joint, joint)
 
 

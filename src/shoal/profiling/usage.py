@@ -1,9 +1,10 @@
 """Finds layers whose weight is used otherwise than by calling the layer, and says how.
 
-A strategy that rebuilds a weight's gradient from its layer's inputs and outputs (factor), or keeps a part of it
-(column, embedding), sees only what goes through the layer's own forward. nn.MultiheadAttention, for one, reads
-`out_proj.weight` and never calls `out_proj`. Found by watching every torch function of one forward for parameters
-among its arguments while another module runs. A view of a weight that was taken before forward escapes this.
+A strategy that rebuilds a weight's gradient from its layer's inputs and outputs (factor), or keeps
+a part of it (column, embedding), sees only what goes through the layer's own forward.
+nn.MultiheadAttention, for one, reads `out_proj.weight` and never calls `out_proj`. Found by
+watching every torch function of one forward for parameters among its arguments while another module
+runs. A view of a weight that was taken before forward escapes this.
 """
 
 from __future__ import annotations
@@ -20,25 +21,37 @@ from torch.overrides import TorchFunctionMode
 from shoal.profiling.identity import ROOT, Layer
 from shoal.profiling.sample import tensors_in
 
-_OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {nn.Linear: F.linear, nn.Embedding: F.embedding}
+_OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Linear: F.linear,
+    nn.Embedding: F.embedding,
+}
 
 
 class Readers(TorchFunctionMode):
-    """While active, notes which parameters are read, and for each layer the first use other than by its own forward."""
+    """While active, notes which parameters are read, and for each layer the first use other than by
+    its own forward.
+    """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.borrowed: dict[str, str] = {}
         self.read: set[str] = set()
         self._model = model
-        self._owners = {id(p): (layer, name) for layer in layers for name, p in layer.parameters.items()}
+        self._owners = {
+            id(p): (layer, name) for layer in layers for name, p in layer.parameters.items()
+        }
         self._running: list[tuple[str, nn.Module]] = []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if next(tensors_in(result), None) is not None:  # asking for a shape or a type is no use of the weight
+        # asking for a shape or a type is no use of the weight
+        if next(tensors_in(result), None) is not None:
             for tensor in tensors_in((args, kwargs or {})):
                 if id(tensor) in self._owners:
                     self._note(func, *self._owners[id(tensor)])
@@ -52,13 +65,19 @@ class Readers(TorchFunctionMode):
             self.borrowed.setdefault(layer.name, f"its {leaf} is read by {reader}")
         elif module is not layer.module:
             kind = type(module).__name__
-            self.borrowed.setdefault(layer.name, f"its {leaf} is read by {reader} ({kind}) without calling it")
+            self.borrowed.setdefault(
+                layer.name, f"its {leaf} is read by {reader} ({kind}) without calling it"
+            )
         elif type(module) in _OWN_FUNCTION and func not in _OWN_FUNCTION.values():
-            self.borrowed.setdefault(layer.name, f"its {leaf} is read by {getattr(func, '__name__', func)}")
+            self.borrowed.setdefault(
+                layer.name, f"its {leaf} is read by {getattr(func, '__name__', func)}"
+            )
 
     @contextmanager
     def watching(self) -> Iterator[Readers]:
-        """Watch what runs inside; the hooks that follow which module is running are taken away at the end."""
+        """Watch what runs inside; the hooks that follow which module is running are taken away at
+        the end.
+        """
 
         def enter(name: str) -> Callable[[nn.Module, Any], None]:
             return lambda module, args: self._running.append((name, module))
@@ -68,14 +87,19 @@ class Readers(TorchFunctionMode):
 
         with ExitStack() as hooks:
             for name, module in self._model.named_modules():
-                hooks.callback(module.register_forward_pre_hook(enter(name or ROOT), prepend=True).remove)
+                hooks.callback(
+                    module.register_forward_pre_hook(enter(name or ROOT), prepend=True).remove
+                )
                 hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
             with self:
                 yield self
 
 
 def outside_use(
-    model: nn.Module, layers: Sequence[Layer], borrowed: Mapping[str, str], rowwise: Mapping[str, bool]
+    model: nn.Module,
+    layers: Sequence[Layer],
+    borrowed: Mapping[str, str],
+    rowwise: Mapping[str, bool],
 ) -> dict[str, str]:
     """For each layer why its weight cannot be served through its own forward, or ''.
 
@@ -92,15 +116,26 @@ def outside_use(
 
 
 def kind_of(module: nn.Module) -> str:
-    """The name of its class; in full where it is not torch's own but called as one that is served."""
+    """The name of its class; in full where it is not torch's own but called as one that is
+    served.
+    """
     kind = type(module)
-    others = _is_product(module) and kind not in _OWN_FUNCTION and kind.__name__ in ("Linear", "Embedding")
+    others = (
+        _is_product(module)
+        and kind not in _OWN_FUNCTION
+        and kind.__name__ in ("Linear", "Embedding")
+    )
     return f"{kind.__module__}.{kind.__qualname__}" if others else kind.__name__
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether it would be taken for one of torch's own products: a subclass, or a class of the same name."""
-    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ in ("Linear", "Embedding")
+    """Whether it would be taken for one of torch's own products: a subclass, or a class of the same
+    name.
+    """
+    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ in (
+        "Linear",
+        "Embedding",
+    )
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -127,7 +162,9 @@ def _hooked(layer: Layer) -> str:
 
 
 def _unlike_torch(module: nn.Module) -> str:
-    """Where a Linear or Embedding does not do what torch's own does; '' for modules of other kinds."""
+    """Where a Linear or Embedding does not do what torch's own does; '' for modules of other
+    kinds.
+    """
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:

@@ -1,4 +1,6 @@
-"""Tables for people: a plan with its reasons, a benchmark's figures, a check's differences. Reads core only."""
+"""Tables for people: a plan with its reasons, a benchmark's figures, a check's differences. Reads
+core only.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def console() -> Console:
 
 
 def explained(explanation: Explanation, *, refused: bool = True) -> RenderableType:
-    """The plan as a table, one row a layer; below it the alternatives that were compared, and the predicted step.
+    """The plan as a table, one row a layer; below it the alternatives that were compared, and the
+    predicted step.
 
     `refused` says whether to list strategies that cannot serve a layer, with the reason.
     """
@@ -36,7 +39,10 @@ def explained(explanation: Explanation, *, refused: bool = True) -> RenderableTy
 
 
 def _layers(explanation: Explanation) -> Table:
-    table = Table(title=f"plan for {explanation.ranks} ranks, in the order the gradients come", title_justify="left")
+    table = Table(
+        title=f"plan for {explanation.ranks} ranks, in the order the gradients come",
+        title_justify="left",
+    )
     for name in ("layer", "kind"):
         table.add_column(name, no_wrap=True)
     for name in ("parameters", "rows K", "backward"):
@@ -64,7 +70,10 @@ def _alternatives(explanation: Explanation, refused: bool) -> Table:
     compared = [row for row in explanation.layers if row.others]
     of_many = f", the {len(compared)} largest" if len(compared) < len(explanation.layers) else ""
     more = "" if refused else "; `shoal plan` also says what cannot serve it"
-    table = Table(title=f"why: each layer's choice (*) beside its alternatives{of_many}{more}", title_justify="left")
+    table = Table(
+        title=f"why: each layer's choice (*) beside its alternatives{of_many}{more}",
+        title_justify="left",
+    )
     table.add_column("layer", no_wrap=True)
     table.add_column("way", no_wrap=True)
     for name in ("sends", "alone", "step"):
@@ -80,7 +89,14 @@ def _alternatives(explanation: Explanation, refused: bool) -> Table:
 def _ways(row: LayerExplanation) -> list[tuple[str, ...]]:
     chosen = row.chosen
     ways: list[tuple[str, ...]] = [
-        (row.layer, "* " + _served(chosen), _mb(chosen.sent_bytes), _ms(chosen.link_s), _ms(chosen.step_s), row.reason)
+        (
+            row.layer,
+            "* " + _served(chosen),
+            _mb(chosen.sent_bytes),
+            _ms(chosen.link_s),
+            _ms(chosen.step_s),
+            row.reason,
+        )
     ]
     for other in row.others:
         if not other.refusal:
@@ -142,7 +158,9 @@ def _idle(ranks: Sequence[str]) -> str:
 def measured_cluster(cluster: Cluster) -> RenderableType:
     """The links as probed, and how fast each exchange goes over them."""
     hosts = len(set(cluster.topology.hosts))
-    table = Table(title=f"{cluster.size} ranks on {hosts} host{'s' * (hosts > 1)}", title_justify="left")
+    table = Table(
+        title=f"{cluster.size} ranks on {hosts} host{'s' * (hosts > 1)}", title_justify="left"
+    )
     table.add_column("what")
     table.add_column("measured", justify="right")
     shared = ", a rank's share" if 1 < len(cluster.topology.ranks_on) < cluster.size else ""
@@ -150,10 +168,15 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
     table.add_row("latency of a message", f"{cluster.link.latency_s * 1e6:.0f} µs")
     table.add_row("processor time of a byte", f"{cluster.link.cpu_s_per_byte * 1e9:.2f} ns")
     table.add_row("cores a rank", f"{cluster.cores_per_rank:g}")
-    for name, pace in [*sorted(cluster.paces.items()), ("rows that main threads wait for", cluster.move_pace)]:
+    for name, pace in [
+        *sorted(cluster.paces.items()),
+        ("rows that main threads wait for", cluster.move_pace),
+    ]:
         rate = _rate(1 / pace.wall.byte_s) if pace.wall.byte_s else "no limit"
         table.add_row(f"{name}: rate of its stated bytes", rate)
-        table.add_row(f"{name}: time of a message that follows another", f"{pace.wall.round_s * 1e6:,.0f} µs")
+        table.add_row(
+            f"{name}: time of a message that follows another", f"{pace.wall.round_s * 1e6:,.0f} µs"
+        )
         table.add_row(
             f"{name}: processor time",
             f"{pace.cpu.byte_s * 1e9:.2f} ns a byte, {pace.cpu.round_s * 1e6:.0f} µs a message",
@@ -162,8 +185,12 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
 
 
 def staleness(rank: int, observed: Mapping[int, int]) -> Table:
-    """By how many steps workers were ahead of the slowest when a server gave them parameters, and how often."""
-    table = Table(title=f"server, rank {rank}: parameters were given to workers", title_justify="left")
+    """By how many steps workers were ahead of the slowest when a server gave them parameters, and
+    how often.
+    """
+    table = Table(
+        title=f"server, rank {rank}: parameters were given to workers", title_justify="left"
+    )
     table.add_column("ahead by", justify="right")
     table.add_column("times", justify="right")
     table.add_column("of all", justify="right")
@@ -173,7 +200,9 @@ def staleness(rank: int, observed: Mapping[int, int]) -> Table:
 
 
 def ratios(title: str, rows: Sequence[tuple[str, float, str]]) -> Table:
-    """A benchmark's contenders: name, median seconds a step, and how many times Shoal's that is (with its interval)."""
+    """A benchmark's contenders: name, median seconds a step, and how many times Shoal's that is
+    (with its interval).
+    """
     table = Table(title=title, title_justify="left")
     table.add_column("contender")
     table.add_column("median step", justify="right")
@@ -185,7 +214,9 @@ def ratios(title: str, rows: Sequence[tuple[str, float, str]]) -> Table:
 
 def differences(rows: Sequence[tuple[str, float]]) -> Table:
     """A check's largest relative difference by parameter, the worst first."""
-    table = Table(title="largest relative difference to one process, by parameter", title_justify="left")
+    table = Table(
+        title="largest relative difference to one process, by parameter", title_justify="left"
+    )
     table.add_column("parameter")
     table.add_column("difference", justify="right")
     for name, difference in sorted(rows, key=lambda row: -row[1]):

@@ -1,6 +1,8 @@
-"""Events as a Chrome trace, for https://ui.perfetto.dev: each rank is a process, and the prediction is one beside them.
+"""Events as a Chrome trace, for https://ui.perfetto.dev: each rank is a process, and the prediction
+is one beside them.
 
-Source: the Trace Event Format, complete events ("ph": "X") and counters ("ph": "C"), in microseconds.
+Source: the Trace Event Format, complete events ("ph": "X") and counters ("ph": "C"), in
+microseconds.
 """
 
 from __future__ import annotations
@@ -14,19 +16,30 @@ from shoal.core.trace import Event, Rate
 _NOTHING: Mapping[str, Sequence[Rate]] = {}
 
 
-def chrome(processes: Mapping[str, Sequence[Event]], links: Mapping[str, Sequence[Rate]] = _NOTHING) -> str:
+def chrome(
+    processes: Mapping[str, Sequence[Event]], links: Mapping[str, Sequence[Rate]] = _NOTHING
+) -> str:
     """The events of every process, by its name, and what its links carried, as JSON text."""
     rows: list[dict[str, Any]] = []
     for pid, (process, events) in enumerate(processes.items()):
         rows.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
-        threads = {thread: tid for tid, thread in enumerate(sorted({event.thread for event in events}, reverse=True))}
+        threads = {
+            thread: tid
+            for tid, thread in enumerate(sorted({event.thread for event in events}, reverse=True))
+        }
         for thread, tid in threads.items():
-            rows.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}})
+            rows.append(
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
+            )
         for event in events:
             at, took = event.begin_s * 1e6, (event.end_s - event.begin_s) * 1e6
             tid = threads[event.thread]
-            rows.append({"ph": "X", "name": event.what, "pid": pid, "tid": tid, "ts": at, "dur": took})
+            rows.append(
+                {"ph": "X", "name": event.what, "pid": pid, "tid": tid, "ts": at, "dur": took}
+            )
         for rate in links.get(process, ()):
             carried = {"Mbit/s": round(rate.mbit_per_s, 1)}
-            rows.append({"ph": "C", "name": rate.link, "pid": pid, "ts": rate.at_s * 1e6, "args": carried})
+            rows.append(
+                {"ph": "C", "name": rate.link, "pid": pid, "ts": rate.at_s * 1e6, "args": carried}
+            )
     return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}) + "\n"

@@ -1,8 +1,10 @@
-"""Puts a plan into a model, in place: the same objects, names and parameters afterwards, and checks that it is so.
+"""Puts a plan into a model, in place: the same objects, names and parameters afterwards, and checks
+that it is so.
 
 1  agree     the plan fits this model and this many ranks, every layer once                       (check)
 2  align     every rank gets rank 0's parameters and buffers, but only those that differ are sent  (align)
-3  rewrite   site by site, in the plan's order, each strategy changes its layers and names its transfers
+3  rewrite   site by site, in the plan's order, each strategy changes its layers and names its
+             transfers
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ def apply(
     tables: Tables | None = None,
     tail: Stage | None = None,
 ) -> list[Transfer]:
-    """Rewrite the model for the plan and return what an engine is to send, in order. The same calls on every rank.
+    """Rewrite the model for the plan and return what an engine is to send, in order. The same calls
+    on every rank.
 
-    A plan that cuts layers over the ranks needs a channel for their `boundary`; one with tables at servers, or the
-    model's `tail` on hosts of its own, those.
+    A plan that cuts layers over the ranks needs a channel for their `boundary`; one with tables at
+    servers, or the model's `tail` on hosts of its own, those.
 
     Raises:
         PlanError: the plan does not fit the model or the number of ranks.
@@ -50,9 +53,13 @@ def apply(
     align(model, comm)
     before = _identity(model)
     transfers: list[Transfer] = []
-    for number, (site, place) in enumerate(places(model, plan, comm.rank, servers, buckets, boundary, tables, tail)):
+    for number, (site, place) in enumerate(
+        places(model, plan, comm.rank, servers, buckets, boundary, tables, tail)
+    ):
         carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
-        transfers += named(strategies, Strategy, site.strategy).apply(place, carrier, label(number, site))
+        transfers += named(strategies, Strategy, site.strategy).apply(
+            place, carrier, label(number, site)
+        )
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
     return transfers
 
@@ -72,7 +79,9 @@ def places(
     owners = plan.owners({name: list(layer.parameters) for name, layer in layers.items()})
 
     def place(site: Site) -> Place:
-        parameters = {p: value for name in site.layers for p, value in layers[name].parameters.items()}
+        parameters = {
+            p: value for name in site.layers for p, value in layers[name].parameters.items()
+        }
         spans = _spans(site, parameters)
         return Place(
             layers={name: layers[name].module for name in site.layers},
@@ -94,7 +103,9 @@ def places(
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-    """What a site that is a part of a layer has of its parameters, from which element to which; {} for a whole one."""
+    """What a site that is a part of a layer has of its parameters, from which element to which; {}
+    for a whole one.
+    """
     if site.parts == 1:
         return {}
     names = list(parameters)
@@ -103,25 +114,36 @@ def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tupl
 
 
 def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
-    """Refuse a plan that was made for something else, or that does not say what happens to every layer once."""
+    """Refuse a plan that was made for something else, or that does not say what happens to every
+    layer once.
+    """
     parameters = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
     layers = list(parameters)
     if plan.ranks != ranks:
         raise PlanError(
-            "the plan is for another number of ranks", got=f"{ranks} ranks", expected=str(plan.ranks), do=_REPLAN
+            "the plan is for another number of ranks",
+            got=f"{ranks} ranks",
+            expected=str(plan.ranks),
+            do=_REPLAN,
         )
     names = [choice.layer for choice in plan.choices]
     for name in names:
         if name not in layers:
             near = difflib.get_close_matches(name, layers, n=3) or layers[:3]
             raise PlanError(
-                f"the plan names a layer {name!r} that the model lacks", expected=", ".join(near), do=_REPLAN
+                f"the plan names a layer {name!r} that the model lacks",
+                expected=", ".join(near),
+                do=_REPLAN,
             )
     missing = [name for name in layers if name not in names]
     twice = sorted({name for name in names if names.count(name) > 1})
     if missing or twice:
         named = ", ".join(map(repr, (missing or twice)[:3]))
-        what = f"leaves out {named}, which the model has" if missing else f"names {named} more than once"
+        what = (
+            f"leaves out {named}, which the model has"
+            if missing
+            else f"names {named} more than once"
+        )
         raise PlanError(
             f"the plan {what}",
             got=f"a plan of {len(names)} layers",
@@ -130,7 +152,8 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
         )
     if plan.model != model_digest(model):
         raise PlanError(
-            "the plan was made for another model: the layers' names agree, but not their shapes or types",
+            "the plan was made for another model: the layers' names agree, but not their shapes or "
+            "types",
             got=f"model {model_digest(model)[:12]}",
             expected=plan.model[:12],
             do=_REPLAN,
@@ -139,7 +162,9 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
-    """Refuse a plan in which a strategy is given a layer that it cannot serve, or a name that does not exist."""
+    """Refuse a plan in which a strategy is given a layer that it cannot serve, or a name that does
+    not exist.
+    """
     placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(strategies, Strategy, choice.strategy)
@@ -168,12 +193,14 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
         if reason is not None:
             raise PlanError(
                 f"{choice.strategy} cannot serve layer {choice.layer}: {reason}",
-                do='give the layer "replicate", which serves everything that is not given to a rank',
+                do='give the layer "replicate", which serves everything that is not given to a '
+                "rank",
             )
         for other, needed in strategy.needs(placed.layer(choice.layer)).items():
             if plan.choice(other).strategy != needed:
                 raise PlanError(
-                    f"{choice.strategy} serves layer {choice.layer} only beside {needed} for layer {other}",
+                    f"{choice.strategy} serves layer {choice.layer} only beside {needed} for layer "
+                    f"{other}",
                     got=f"{plan.choice(other).strategy} for layer {other}",
                     do="give both layers those two, or neither",
                 )
@@ -182,11 +209,14 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
 def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
     """The plan's sites for this model's layers."""
     nbytes = {
-        name: sum(p.numel() * p.element_size() for p in layer.parameters.values()) for name, layer in layers.items()
+        name: sum(p.numel() * p.element_size() for p in layer.parameters.values())
+        for name, layer in layers.items()
     }
     kinds = found(strategies, Strategy)
     bucketed = {name for name, kind in kinds.items() if kind.bucketed}
-    owning, staged = ({n for n, kind in kinds.items() if getattr(kind, what)} for what in ("owns", "staged"))
+    owning, staged = (
+        {n for n, kind in kinds.items() if getattr(kind, what)} for what in ("owns", "staged")
+    )
     return list(plan.sites(nbytes, bucketed, owning, staged))
 
 
@@ -197,11 +227,17 @@ def cuts(plan: Plan) -> bool:
 
 def carriers(strategy: Strategy) -> list[str]:
     """Names of the exact exchanges that a strategy takes."""
-    return [name for name, kind in found(exchanges, Exchange).items() if kind.exact and strategy.takes(kind())]
+    return [
+        name
+        for name, kind in found(exchanges, Exchange).items()
+        if kind.exact and strategy.takes(kind())
+    ]
 
 
 def align(model: nn.Module, comm: Comm) -> None:
-    """Give every rank rank 0's parameters and buffers; those that have the same bits everywhere are not sent."""
+    """Give every rank rank 0's parameters and buffers; those that have the same bits everywhere are
+    not sent.
+    """
     tensors = dict(_tensors(model))
     digests = comm.gather_objects({name: _digest(tensor) for name, tensor in tensors.items()})
     with torch.no_grad():
@@ -223,7 +259,9 @@ _REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'
 
 def label(number: int, site: Site) -> str:
     """What messages call a site."""
-    names = ", ".join(site.layers[:2]) + (f" and {len(site.layers) - 2} more" if len(site.layers) > 2 else "")
+    names = ", ".join(site.layers[:2]) + (
+        f" and {len(site.layers) - 2} more" if len(site.layers) > 2 else ""
+    )
     names += f", part {site.part + 1} of {site.parts}" if site.parts > 1 else ""
     return f"site {number} ({site.strategy}{' ' + site.exchange if site.exchange else ''}: {names})"
 

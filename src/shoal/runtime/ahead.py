@@ -1,17 +1,19 @@
-"""Workers that run ahead of one another: servers answer each by itself, within a bound on its staleness.
+"""Workers that run ahead of one another: servers answer each by itself, within a bound on its
+staleness.
 
     worker r, lanes there and back                    server, a thread for each worker and lane
       backward      each bucket's slice         ──▶     kept
       step c        its order, with settings    ──▶     Shelf.step: a step's gradients are applied when all workers'
                     parameters                  ◀──     are there; the answer waits until those of step c − bound were
 
-A worker's clock is the number of its steps; what it is given is stale by its clock less the slowest worker's. Each
-step's gradients are summed in the order of the ranks and applied as one update, so that a bound of 0 gives the bits of
-the synchronous step. Without a bound each gradient is an update of its own as it comes, and no answer waits.
-Guarded by tests/equivalence/test_servers.py.
-Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013,
-section 3 (there a worker reads its own updates at once); Dean et al., "Large Scale Distributed Deep Networks", NeurIPS
-2012, section 4.1, for updates as they come.
+A worker's clock is the number of its steps; what it is given is stale by its clock less the slowest
+worker's. Each step's gradients are summed in the order of the ranks and applied as one update, so
+that a bound of 0 gives the bits of the synchronous step. Without a bound each gradient is an update
+of its own as it comes, and no answer waits. Guarded by tests/equivalence/test_servers.py.
+Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server", NeurIPS 2013,
+section 3 (there a worker reads its own updates at once); Dean et al., "Large Scale Distributed Deep
+Networks", NeurIPS 2012, section 4.1, for updates as they come.
 """
 
 from __future__ import annotations
@@ -35,10 +37,13 @@ from shoal.runtime.owners import Tell
 
 POLL_S = 0.5  # how often who waits looks whether a rank was lost
 T = TypeVar("T")
-_Brought = tuple[Slice, int, Sequence[Any]]  # a worker's gradients, the optimizer's number, and its settings
-_Landed = Mapping[OwnedTransfer, SimpleQueue[Slice]]  # a worker's gradients that it has given no order for yet
+# a worker's gradients, the optimizer's number, and its settings
+_Brought = tuple[Slice, int, Sequence[Any]]
+# a worker's gradients that it has given no order for yet
+_Landed = Mapping[OwnedTransfer, SimpleQueue[Slice]]
 _ONE_EACH = (
-    "where workers run ahead of one another, every backward is followed by one step, and a bucket's layers have one "
+    "where workers run ahead of one another, every backward is followed by one step, and a "
+    "bucket's layers have one "
     "optimizer"
 )
 
@@ -74,7 +79,10 @@ class RunningAhead:
     def __call__(self, what: str, /, *args: Any) -> None:
         if what == "exchange":
             if any(self._steps[transfer] != self._backwards for transfer in self._transfers):
-                raise UsageError(_ONE_EACH, do="call optimizer.step() after each backward, or train without staleness")
+                raise UsageError(
+                    _ONE_EACH,
+                    do="call optimizer.step() after each backward, or train without staleness",
+                )
             self._start()
             self._backwards += 1
         elif what == "update":
@@ -83,7 +91,8 @@ class RunningAhead:
             self._tell(what, *args)
         else:
             raise UsageError(
-                "there is no one gradient, optimizer state or parameter where workers run ahead of one another",
+                "there is no one gradient, optimizer state or parameter where workers run ahead of "
+                "one another",
                 got=_CALLED[what],
                 do="train with staleness=0, or do without it",
             )
@@ -92,8 +101,13 @@ class RunningAhead:
         """Tell the servers that this worker has ended."""
         self._start()
         for on_lane in self._lanes:
-            owning = {server: t for t in reversed(on_lane) for server in self._servers if t.owned[server]}  # the first
-            there = self._engine.beside(on_lane[0], partial(_farewell, owning), "farewell to servers", back=False)
+            # the first
+            owning = {
+                server: t for t in reversed(on_lane) for server in self._servers if t.owned[server]
+            }
+            there = self._engine.beside(
+                on_lane[0], partial(_farewell, owning), "farewell to servers", back=False
+            )
             for farewell in (there, self._order(on_lane, dict.fromkeys(owning, ()))):
                 farewell.wait("the end of the program")
 
@@ -107,20 +121,33 @@ class RunningAhead:
             self._steps[transfer] += 1
             if self._steps[transfer] > self._backwards:
                 raise UsageError(_ONE_EACH, where=transfer.label, do="train without staleness")
-            if not all(each.at_owner for its in of_server.values() for each in its[transfer].values()):
+            if not all(
+                each.at_owner for its in of_server.values() for each in its[transfer].values()
+            ):
                 raise UsageError(
-                    "a gradient that was assigned or cleared is this worker's own, where each runs ahead by itself",
+                    "a gradient that was assigned or cleared is this worker's own, where each runs "
+                    "ahead by itself",
                     where=transfer.label,
-                    do="leave .grad alone between backward and optimizer.step(), or train with staleness=0",
+                    do="leave .grad alone between backward and optimizer.step(), or train with "
+                    "staleness=0",
                 )
         for on_lane in self._lanes:
-            mine = {s: {t: its[t] for t in its if t in on_lane and t.owned[s]} for s, its in of_server.items()}
+            mine = {
+                s: {t: its[t] for t in its if t in on_lane and t.owned[s]}
+                for s, its in of_server.items()
+            }
             self._order(on_lane, {s: (number, its, *settings) for s, its in mine.items() if its})
 
-    def _order(self, on_lane: Sequence[OwnedTransfer], orders: Mapping[int, tuple[Any, ...]]) -> Errand:
-        """Send servers their orders on a lane's way back, where the answers come; the empty one is the last."""
+    def _order(
+        self, on_lane: Sequence[OwnedTransfer], orders: Mapping[int, tuple[Any, ...]]
+    ) -> Errand:
+        """Send servers their orders on a lane's way back, where the answers come; the empty one is
+        the last.
+        """
         written = {server: self._written(*order) for server, order in orders.items()}
-        return self._engine.beside(on_lane[0], partial(send_orders, written), "order to servers", back=True)
+        return self._engine.beside(
+            on_lane[0], partial(send_orders, written), "order to servers", back=True
+        )
 
 
 def _farewell(transfers: Mapping[int, OwnedTransfer], comm: Comm) -> None:
@@ -165,7 +192,9 @@ class AheadModel:
     ) -> None:
         self._number, self._transfers, self._there, self._back = number, transfers, there, back
         workers = there[0].workers
-        self._shelves = {t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers}
+        self._shelves = {
+            t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers
+        }
         self._answering = each = Answering()
         self.check, self.finish, self.close = each.check, each.finish, each.close
         self.parts: dict[str, Callable[..., object]] = {"start": self._start}
@@ -182,7 +211,9 @@ class AheadModel:
                 self._answering.begin(worker, partial(self._answer, worker, landed), back)
 
     def observed(self) -> Counter[int]:
-        """How often a worker was ahead of the slowest by how many steps, when it was given parameters."""
+        """How often a worker was ahead of the slowest by how many steps, when it was given
+        parameters.
+        """
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
     def _answer(self, worker: int, landed: _Landed, comm: Comm) -> None:
@@ -192,7 +223,9 @@ class AheadModel:
             answers = []
             for transfer, its in given.items():
                 gradients, answer = _taken(landed[transfer], check), transfer.slice_of(comm.rank)
-                self._shelves[transfer].step(worker, gradients, number, (its, *settings), answer, check)
+                self._shelves[transfer].step(
+                    worker, gradients, number, (its, *settings), answer, check
+                )
                 answers.append(comm.send(answer.whole, worker))
             for sent in answers:
                 sent.wait()
@@ -222,7 +255,8 @@ def _taken(waiting: SimpleQueue[Slice], check: Callable[[], None]) -> Slice:
 
 @final
 class Clocks(Generic[T]):
-    """How far each worker is with its steps, and what of them may be applied. To be used holding `moved`.
+    """How far each worker is with its steps, and what of them may be applied. To be used holding
+    `moved`.
 
     Args:
         workers: how many there are.
@@ -231,7 +265,8 @@ class Clocks(Generic[T]):
 
     def __init__(self, workers: int, bound: int | None) -> None:
         self.moved = Condition()
-        self.observed: Counter[int] = Counter()  # by how many steps a worker was ahead when it was given parameters
+        # by how many steps a worker was ahead when it was given parameters
+        self.observed: Counter[int] = Counter()
         self._bound = bound
         self._clocks = dict.fromkeys(range(workers), 0)
         self._applied = 0  # steps of all workers
@@ -243,7 +278,9 @@ class Clocks(Generic[T]):
         return self._clocks.keys()
 
     def step(self, worker: int, brought: T) -> list[list[T]]:
-        """Count a worker's step; what is to be applied now, one update after the other, each in the order of ranks."""
+        """Count a worker's step; what is to be applied now, one update after the other, each in the
+        order of ranks.
+        """
         clock = self._clocks[worker]
         self._clocks[worker] += 1
         self.moved.notify_all()
@@ -313,7 +350,9 @@ class Shelf:
         answer: Slice,
         check: Callable[[], None],
     ) -> None:
-        """Take a worker's gradients, and fill its answer as soon as it may go on; `check` is called while it waits."""
+        """Take a worker's gradients, and fill its answer as soon as it may go on; `check` is called
+        while it waits.
+        """
         with self._clocks.moved:
             for brought in self._clocks.step(worker, (gradients, optimizer, work)):
                 self._apply(brought)

@@ -1,6 +1,7 @@
 """Puts a plan into a model and has an engine run it: what ranks do once they have agreed on a plan.
 
-1  open      servers, tables, a boundary for cut layers: channels, made in the same order on every rank
+1  open      servers, tables, a boundary for cut layers: channels, made in the same order on every
+             rank
 2  rewrite   the model's layers change in place; transfers come out           (rewrite/apply.py)
 3  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
 4  extend    optimizers learn what ranks own
@@ -65,7 +66,8 @@ def attach(
 ) -> Running:
     """Rewrite a model for a plan, on every rank of the session alike.
 
-    `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same inputs on purpose.
+    `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
+    inputs on purpose.
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
@@ -73,7 +75,9 @@ def attach(
     boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
     tables = _open_tables(session, model, plan, optimizers)
     transfers = apply(model, plan, comm, servers, buckets, boundary, tables, stage)
-    counts = comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
+    counts = (
+        comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
+    )
     weigher = Weigher(counts, inputs_alike)
     engine, owners = _started(session, model, plan, transfers, optimizers, buckets)
     session.threads[session.models] = Threads(ref(model), engine.lanes, weigher, boundary)
@@ -86,7 +90,10 @@ def attach(
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
     cut = boundary is not None
-    extended = [extend(each, engine, owners, number, tables, stage, cut) for number, each in enumerate(optimizers)]
+    extended = [
+        extend(each, engine, owners, number, tables, stage, cut)
+        for number, each in enumerate(optimizers)
+    ]
     for each in optimizers:
         check_known(each, model)
     owned = tuple(each for each in extended if each is not None)
@@ -105,19 +112,32 @@ def _started(
     comm, prefix = session.comm, f"model{session.models}"
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
-    lanes = [comm.channel(f"{prefix}-lane{i}") for i in range(min(plan.lanes, len(transfers) - len(served)))]
+    lanes = [
+        comm.channel(f"{prefix}-lane{i}")
+        for i in range(min(plan.lanes, len(transfers) - len(served)))
+    ]
     number, there, back = _open_servers(session, model, plan, served, optimizers)
     device = streaming(parameter.device for parameter in model.parameters())
     engine = Engine(transfers, lanes, there, back, buckets, device)
-    tell = session.servers.tell(number, engine, plan.staleness) if session.servers and served else tell_nobody
+    tell = (
+        session.servers.tell(number, engine, plan.staleness)
+        if session.servers and served
+        else tell_nobody
+    )
     engine.began = partial(tell, "exchange")
     return engine, Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
 
 
 def _open_servers(
-    session: Session, model: nn.Module, plan: Plan, served: Sequence[OwnedTransfer], optimizers: Sequence[Optimizer]
+    session: Session,
+    model: nn.Module,
+    plan: Plan,
+    served: Sequence[OwnedTransfer],
+    optimizers: Sequence[Optimizer],
 ) -> tuple[int, Sequence[Comm], Sequence[Comm]]:
-    """Let the servers, if the plan has any use for them, take their part; the channels there and back."""
+    """Let the servers, if the plan has any use for them, take their part; the channels there and
+    back.
+    """
     if session.servers is None or not served:
         return 0, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
@@ -133,10 +153,14 @@ def _open_servers(
         for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
         if _part_of_servers(site) == "owners"
     ]
-    return session.servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
+    return session.servers.open(
+        sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness
+    )
 
 
-def _open_tables(session: Session, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> Tables | None:
+def _open_tables(
+    session: Session, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]
+) -> Tables | None:
     """The way to the tables that the plan leaves to servers, if to any."""
     tables = {
         name: parameter
@@ -152,12 +176,16 @@ def _open_tables(session: Session, model: nn.Module, plan: Plan, optimizers: Seq
 
 
 def _part_of_servers(site: Site) -> str:
-    """What servers are to a site: "owners" of its parameters among others, have its "tables", or ''."""
+    """What servers are to a site: "owners" of its parameters among others, have its "tables", or
+    ''.
+    """
     strategy = named(all_strategies, Strategy, site.strategy)
     return ("owners" if strategy.owns else "tables") if strategy.served else ""
 
 
-def _check_for_servers(session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]) -> None:
+def _check_for_servers(
+    session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]
+) -> None:
     """Refuse what servers cannot own (a collective)."""
     if any(parameter.device.type != "cpu" for parameter in parameters):
         do = 'leave servers out, or "server" and "server_rows" out of strategies'

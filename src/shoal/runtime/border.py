@@ -1,16 +1,19 @@
-"""The model's border as autograd sees it: gradients that come in are weighed, those that go out weighed back.
+"""The model's border as autograd sees it: gradients that come in are weighed, those that go out
+weighed back.
 
     forward     x ──▶ [inward] ──▶ model ──▶ [outward] ──▶ output
     backward   dx ◀──  ÷ w    ◀── model ◀──    × w    ◀── d output      and the engine's round opens here
 
-w is this rank's weight in the global mean (weights.py). Divided out again, it weighs every parameter once where one
-model feeds another (a GAN) or itself, and a gradient with respect to inputs is what it is without shoal. A gradient
-penalty makes a graph of backward itself, whose border the same identities form with their places changed.
+w is this rank's weight in the global mean (weights.py). Divided out again, it weighs every
+parameter once where one model feeds another (a GAN) or itself, and a gradient with respect to
+inputs is what it is without shoal. A gradient penalty makes a graph of backward itself, whose
+border the same identities form with their places changed.
 
-Where the model is called once until backward, as nearly always, w is 1 here, and the rank's share goes with what the
-engine sends (Engine.called): nobody waits for the others' rows. What comes of an earlier call besides is weighed over
-that.
-Costs nothing but two calls a tensor. Guarded by tests/equivalence/test_rows.py and test_backward.py.
+Where the model is called once until backward, as nearly always, w is 1 here, and the rank's share
+goes with what the engine sends (Engine.called): nobody waits for the others' rows. What comes of an
+earlier call besides is weighed over that.
+Costs nothing but two calls a tensor. Guarded by tests/equivalence/test_rows.py and
+test_backward.py.
 """
 
 from __future__ import annotations
@@ -48,30 +51,41 @@ class Border:
         self._known = {id(p) for p in model.parameters()}
         self._trainable = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        # Autograd makes a parameter's accumulator on first use and tells by node whether a backward will run it.
+        # Autograd makes a parameter's accumulator on first use and tells by node whether a backward
+        # will run it.
         self._accumulators = [_accumulator(p) for p in self._trainable]
-        self.anchor = torch.zeros((), requires_grad=True, device="cpu")  # every crossing hangs on it: see `_trains`
+        # every crossing hangs on it: see `_trains`
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = _accumulator(self.anchor)
 
     def check(self) -> None:
-        """Raise UsageError if a parameter trains that was frozen when the plan was made, or is of another type now."""
+        """Raise UsageError if a parameter trains that was frozen when the plan was made, or is of
+        another type now.
+        """
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
                     f"parameter {name} was frozen when the model was parallelised, and trains now",
                     where=name,
-                    do="parallelise while it is trainable and freeze it afterwards, until it is to train",
+                    do="parallelise while it is trainable and freeze it afterwards, until it is to "
+                    "train",
                 )
         for given in self._given:
             given.check()
 
     def outward(self, output: Any, weight: Weight) -> Any:
-        """The same output, its tensors through the border. Objects of unknown classes are changed in place."""
-        return _mapped(output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH)
+        """The same output, its tensors through the border. Objects of unknown classes are changed
+        in place.
+        """
+        return _mapped(
+            output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH
+        )
 
     def inward(self, inputs: Any, weight: Weight) -> Any:
         """The same inputs, through the border."""
-        return _mapped(inputs, lambda tensor: _cross(tensor, Crossing(self, weight, outward=False)), 0)
+        return _mapped(
+            inputs, lambda tensor: _cross(tensor, Crossing(self, weight, outward=False)), 0
+        )
 
     def weight(self, weight: Weight) -> float | None:
         """A gradient is at the border: open the engine's round; what weighs it (None: nothing)."""
@@ -88,16 +102,24 @@ class Border:
         return None if shared is weight else weight.over(shared)
 
     def _check_whole(self) -> None:
-        """Raise UsageError if the model trains others than it was given with: nobody would exchange their gradients.
+        """Raise UsageError if the model trains others than it was given with: nobody would exchange
+        their gradients.
 
-        In backward, as during forward `torch.func.functional_call` may have its own in their places.
+        In backward, as during forward `torch.func.functional_call` may have its own in their
+        places.
         """
         if (model := self._model()) is None:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            here = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            here = {
+                id(parameter): name
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
             gone = [
-                each.name for each in self._given if id(each.parameter) not in here and each.parameter.requires_grad
+                each.name
+                for each in self._given
+                if id(each.parameter) not in here and each.parameter.requires_grad
             ]
         added = [name for number, name in here.items() if number not in self._known]
         for name in gone[:1] or added[:1]:
@@ -105,22 +127,28 @@ class Border:
             raise UsageError(
                 f"parameter {name} {what}: the model was changed after parallelize",
                 where=name,
-                do="add, replace and tie layers before parallelize; freeze what is to be taken out later",
+                do="add, replace and tie layers before parallelize; freeze what is to be taken out "
+                "later",
             )
 
     def _trains(self) -> bool:
-        """Whether the running backward is one of the model's parameters, and not a gradient of something else."""
+        """Whether the running backward is one of the model's parameters, and not a gradient of
+        something else.
+        """
         runs = torch._C._will_engine_execute_node
         try:
             if any(runs(node) for node in self._accumulators):
                 return True
         except RuntimeError as error:
             raise UsageError(
-                "torch.autograd.grad with respect to parameters gives a rank its own gradients, which nobody exchanges",
-                do="use loss.backward() and read .grad; with respect to inputs torch.autograd.grad is right",
+                "torch.autograd.grad with respect to parameters gives a rank its own gradients, "
+                "which nobody exchanges",
+                do="use loss.backward() and read .grad; with respect to inputs torch.autograd.grad "
+                "is right",
             ) from error
-        # The accumulators of what reentrant checkpointing holds run in a backward of their own inside this one. Then,
-        # too, it is a backward of everything, in which the anchor takes part.
+        # The accumulators of what reentrant checkpointing holds run in a backward of their own
+        # inside this one. Then, too, it is a backward of everything, in which the anchor takes
+        # part.
         return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
 
 
@@ -147,7 +175,8 @@ class _Given:
                 where=self.name,
                 got="{} on {}, with strides {}".format(*now),
                 expected="{} on {}, with strides {}, as it was then".format(*then),
-                do="convert the model, model.to(...), before parallelize; for mixed precision use torch.autocast",
+                do="convert the model, model.to(...), before parallelize; for mixed precision use "
+                "torch.autocast",
             )
 
 
@@ -161,21 +190,27 @@ class Crossing:
     outward: bool
 
     def back(self, grad: Tensor) -> Tensor:
-        """The gradient, weighed; where it is itself part of a graph, what comes back through it is weighed, too."""
+        """The gradient, weighed; where it is itself part of a graph, what comes back through it is
+        weighed, too.
+        """
         weight = self.border.weight(self.weight)
         if weight is not None and self.outward:
             grad = grad * weight
         elif weight:  # at weight 0 the gradient is 0
             grad = grad / weight
-        return _cross(grad, Crossing(self.border, self.weight, not self.outward)) if grad.requires_grad else grad
+        return (
+            _cross(grad, Crossing(self.border, self.weight, not self.outward))
+            if grad.requires_grad
+            else grad
+        )
 
 
 class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, crossing: Crossing) -> Tensor:
         ctx.crossing = crossing
-        # An output may be changed in place, which torch refuses on a view; an input that is, is better refused, since
-        # the caller's own tensor would change without its history.
+        # An output may be changed in place, which torch refuses on a view; an input that is, is
+        # better refused, since the caller's own tensor would change without its history.
         return value.detach() if crossing.outward else value.view_as(value)
 
     @staticmethod
@@ -186,7 +221,8 @@ class _Identity(torch.autograd.Function):
 def _cross(tensor: Tensor, crossing: Crossing) -> Tensor:
     if isinstance(tensor, StageOutput):
         return tensor.over(lambda ticket: _cross(ticket, crossing))
-    if isinstance(tensor, CutOutput):  # what is made of it crosses the border, with this rank's rows alone
+    # what is made of it crosses the border, with this rank's rows alone
+    if isinstance(tensor, CutOutput):
         return tensor.over(lambda made: _cross(made, crossing) if made.requires_grad else made)
     crossed: Tensor = _Identity.apply(tensor, crossing.border.anchor, crossing)  # type: ignore[no-untyped-call]
     return crossed
@@ -202,8 +238,8 @@ def _accumulator(parameter: Tensor) -> Any:
 def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
     """The value with every tensor that needs a gradient changed, each once.
 
-    Containers are rebuilt if anything in them changed; of other objects, down to `depth` of them, items and attributes
-    are set.
+    Containers are rebuilt if anything in them changed; of other objects, down to `depth` of them,
+    items and attributes are set.
     """
     done: dict[int, Any] = {}
     originals: list[Any] = []  # alive, so that an id stays one thing's
@@ -232,7 +268,10 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
                 new = tree(item, depth)
                 if new is not item:
                     holder[key] = new
-        for name in {**getattr(holder, "__dict__", {}), **getattr(holder, "__dataclass_fields__", {})}:
+        for name in {
+            **getattr(holder, "__dict__", {}),
+            **getattr(holder, "__dataclass_fields__", {}),
+        }:
             old = getattr(holder, name, None)
             new = tree(old, depth)
             if new is not old:
@@ -240,6 +279,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
 
     try:
         return tree(value, depth)
-    finally:  # these functions know one another, and would keep outputs until Python looks for circles
+    # these functions know one another, and would keep outputs until Python looks for circles
+    finally:
         done.clear()
         originals.clear()

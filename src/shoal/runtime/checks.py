@@ -22,7 +22,9 @@ def check_before_steps(optimizer: Optimizer, engine: Engine) -> None:
 
 
 def check_known(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse steps of parameters that are neither this model's nor another's that was given here."""
+    """Refuse steps of parameters that are neither this model's nor another's that was given
+    here.
+    """
     known: set[Tensor] = optimizer.__dict__.setdefault(_KNOWN, set())
     if not known:
         optimizer.register_step_pre_hook(partial(_check_known, known))
@@ -34,15 +36,21 @@ def _check_known(known: set[Tensor], optimizer: Optimizer, *_: object) -> None:
         for parameter in group["params"]:
             if parameter not in known and local_gradient(parameter) is not None:
                 raise UsageError(
-                    "the optimizer has a parameter that is no parallelised model's: each rank would train its own",
+                    "the optimizer has a parameter that is no parallelised model's: each rank "
+                    "would train its own",
                     where=f"param_groups[{number}], a parameter of shape {tuple(parameter.shape)}",
-                    do="before parallelize make it one of the model's (self.scale = nn.Parameter(…)); or parallelise "
+                    do="before parallelize make it one of the model's (self.scale = "
+                    "nn.Parameter(…)); or parallelise "
                     "the model that has it, too",
                 )
 
 
 def _check_sent(
-    engine: Engine, its: Signature, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    engine: Engine,
+    its: Signature,
+    optimizer: Optimizer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a step, or within it behind a closure's backward; `its` is the step's signature."""
     of_step = its.bind_partial(*args, **kwargs)

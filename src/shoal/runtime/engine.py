@@ -1,20 +1,25 @@
 """The engine: gradients travel while backward still runs.
 
-It owns order, threads and errors; what it runs (`Transfer.run`) is straight-line and blocking. One backward:
+It owns order, threads and errors; what it runs (`Transfer.run`) is straight-line and blocking. One
+backward:
 
-    1  begin    as backward enters the model, or else with its first gradient, a round opens and asks autograd to be
-                called at the end
-    2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the plan's order are
-    3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of its own, so the order
-                of messages in a channel is the same on every rank, whatever the threads do. On a GPU all that is NCCL's
-                has the first: NCCL's communicators, called in another order on each rank, may wait for one another
-    4  finish   backward is over: what never got ready is packed as it is, lanes are waited for, gradients published
+    1  begin    as backward enters the model, or else with its first gradient, a round opens and
+                asks autograd to be called at the end
+    2  ready    a transfer has everything: it is packed, and sent as soon as all before it in the
+                plan's order are
+    3  lanes    transfer i of its kind runs on lane i mod L, each lane a thread with a channel of
+                its own, so the order of messages in a channel is the same on every rank, whatever
+                the threads do. On a GPU all that is NCCL's has the first: NCCL's communicators,
+                called in another order on each rank, may wait for one another
+    4  finish   backward is over: what never got ready is packed as it is, lanes are waited for,
+                gradients published
 
-After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading need no more. A
-transfer whose sums stay with their owners is not waited for: what follows it (`later`) comes behind it on its lane, or,
-where servers are the owners, on one for the way back: what goes to them and what comes from them do not share a link.
-Where memory is to be low, backward waits before it fills another bucket for owners while two a lane are not summed yet.
-Guarded by tests/runtime/test_engine.py: order under random delays, errors, no thread left.
+After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading
+need no more. A transfer whose sums stay with their owners is not waited for: what follows it
+(`later`) comes behind it on its lane, or, where servers are the owners, on one for the way back:
+what goes to them and what comes from them do not share a link. Where memory is to be low, backward
+waits before it fills another bucket for owners while two a lane are not summed yet. Guarded by
+tests/runtime/test_engine.py: order under random delays, errors, no thread left.
 """
 
 from __future__ import annotations
@@ -76,27 +81,38 @@ class Engine:
         self.transfers = tuple(transfers)
         self.buckets = buckets or Buckets()
         self.others: Sequence[Comm] = ()  # channels that the main thread itself waits for
-        self.weight: Weight | None = None  # whose share goes with all that the running backward sends
+        # whose share goes with all that the running backward sends
+        self.weight: Weight | None = None
         self._called = False  # the model, since the last round
         self._lone: Weight | None = None  # of that call, as long as there is no other
         among_workers = [Lane(comm, f"lane {number}", device) for number, comm in enumerate(lanes)]
         with_servers = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
-        from_servers = [Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)]
+        from_servers = [
+            Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)
+        ]
         self.served_lanes = with_servers
         self._going = among_workers + with_servers
         self.lanes = self._going + from_servers
         by_nccl = {t for t in self.transfers if t.native} if device is not None else set()
         others = among_workers[1:] if by_nccl and len(among_workers) > 1 else among_workers
         ways = {False: cycle(others), True: cycle(with_servers)}
-        self._lane = {t: among_workers[0] if t in by_nccl else next(ways[_is_served(t)]) for t in self.transfers}
-        self._lane_back = self._lane | dict(zip(filter(_is_served, self.transfers), cycle(from_servers), strict=False))
+        self._lane = {
+            t: among_workers[0] if t in by_nccl else next(ways[_is_served(t)])
+            for t in self.transfers
+        }
+        self._lane_back = self._lane | dict(
+            zip(filter(_is_served, self.transfers), cycle(from_servers), strict=False)
+        )
         self._device = device
-        self._ready: dict[Transfer, torch.Event | None] = {}  # and since when: each on the stream that brought it
+        # and since when: each on the stream that brought it
+        self._ready: dict[Transfer, torch.Event | None] = {}
         self._sent: list[Errand] = []
-        self._last: dict[Transfer, Errand] = {}  # the last errand of each transfer that is not waited for
+        # the last errand of each transfer that is not waited for
+        self._last: dict[Transfer, Errand] = {}
         self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
         self._task: int | None = None  # autograd's number of the backward whose round is open
-        self._at_end: Callable[[], object | None] = _nothing  # gives what that one calls at its end, while it runs
+        # gives what that one calls at its end, while it runs
+        self._at_end: Callable[[], object | None] = _nothing
         self._landing = RLock()  # autograd has a thread for each device
         self._failed = False
         self._accumulating = 0  # contexts inside one another
@@ -111,8 +127,9 @@ class Engine:
     def called(self, weight: Weight, asks: bool) -> None:
         """The model is called, and what comes of it is to be weighed.
 
-        If it is the only call until backward, its share goes with all that is sent (also by a rank on which backward
-        does not come by way of the model), unless it `asks`. Else the ranks' counts are exchanged, beside forward.
+        If it is the only call until backward, its share goes with all that is sent (also by a rank
+        on which backward does not come by way of the model), unless it `asks`. Else the ranks'
+        counts are exchanged, beside forward.
         """
         if self._called or asks or not self._sends_what_comes:
             if self._lone is not None:
@@ -129,10 +146,12 @@ class Engine:
         return not (self._accumulating or self._unsent or self.others)
 
     def begin(self) -> None:
-        """Open a round for the backward that is running. Called as it enters the model, once for each output.
+        """Open a round for the backward that is running. Called as it enters the model, once for
+        each output.
 
         Raises:
-            WorldError: the backward before this one ended half-way, so the ranks no longer agree on what was sent.
+            WorldError: the backward before this one ended half-way, so the ranks no longer agree on
+                what was sent.
         """
         for each in self.entered:
             each()
@@ -150,11 +169,13 @@ class Engine:
             self._reached(f"backward {self.steps}")
             self.began()
             at_end = partial(self._finish)
-            self._at_end = ref(at_end)  # only the backward holds it: gone when that has ended, however it did
+            # only the backward holds it: gone when that has ended, however it did
+            self._at_end = ref(at_end)
             Variable._execution_engine.queue_callback(at_end)
         elif self._task != task or self._failed:
             raise WorldError(
-                "the backward before this one ended with an error after a part of its gradients was sent",
+                "the backward before this one ended with an error after a part of its gradients "
+                "was sent",
                 do="end the job and start again from a checkpoint",
             )
 
@@ -170,7 +191,9 @@ class Engine:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep the gradients of backwards inside on this rank; the next backward outside sends them with its own."""
+        """Keep the gradients of backwards inside on this rank; the next backward outside sends them
+        with its own.
+        """
         self._accumulate(+1)
         try:
             yield
@@ -186,18 +209,28 @@ class Engine:
             )
 
     def later(self, transfer: Transfer, work: Callable[[Comm], None], what: str) -> None:
-        """Have a transfer's lane do `what`, behind all that it has to do. The same calls in order on every rank."""
+        """Have a transfer's lane do `what`, behind all that it has to do. The same calls in order
+        on every rank.
+        """
         self._behind(transfer, self._lane_back[transfer], work, f"{what} {transfer.label}")
 
-    def beside(self, transfer: Transfer, work: Callable[[Comm], None], what: str, back: bool) -> Errand:
-        """Have the lane of a transfer's way there, or `back`, do `what`, whatever the transfer itself is at."""
+    def beside(
+        self, transfer: Transfer, work: Callable[[Comm], None], what: str, back: bool
+    ) -> Errand:
+        """Have the lane of a transfer's way there, or `back`, do `what`, whatever the transfer
+        itself is at.
+        """
         return (self._lane_back if back else self._lane)[transfer].run(work, what)
 
     def exchange(self, transfer: Transfer) -> None:
-        """Have a transfer's lane run it, behind all that it has to do: as `later`, but on its way there."""
+        """Have a transfer's lane run it, behind all that it has to do: as `later`, but on its way
+        there.
+        """
         self._behind(transfer, self._lane[transfer], transfer.run, f"exchange {transfer.label}")
 
-    def _behind(self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], what: str) -> None:
+    def _behind(
+        self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], what: str
+    ) -> None:
         with self._changing_last:
             before = self._last.get(transfer)
 
@@ -214,7 +247,8 @@ class Engine:
         if errand is None:
             return
         begin_s = perf_counter()
-        errand.wait(f"step {self.steps}, {transfer.label}")  # an error here comes again at the next look
+        # an error here comes again at the next look
+        errand.wait(f"step {self.steps}, {transfer.label}")
         self._note(f"wait for {errand.what}", begin_s)
         with self._changing_last:
             if self._last.get(transfer) is errand:
@@ -231,11 +265,13 @@ class Engine:
                 self.settle(transfer)
 
     def _make_room(self, transfer: Transfer) -> None:
-        """Wait until a transfer may fill its bucket: no lane works on it, and not too many buckets have memory.
+        """Wait until a transfer may fill its bucket: no lane works on it, and not too many buckets
+        have memory.
 
-        What is waited for was sent before, so every rank sends it without our doing; what was not sent yet is not
-        waited for, even if there are too many then. Lanes, which all ranks wait for, open buckets without asking. Nor
-        is it waited for where main threads meet in backward: one that has not used it sends it when backward is over.
+        What is waited for was sent before, so every rank sends it without our doing; what was not
+        sent yet is not waited for, even if there are too many then. Lanes, which all ranks wait
+        for, open buckets without asking. Nor is it waited for where main threads meet in backward:
+        one that has not used it sends it when backward is over.
         """
         self.settle(transfer)
         if not self.buckets.freed or self.others:
@@ -279,7 +315,9 @@ class Engine:
             transfer.share = 1.0 if weight is None else weight.share
 
     def _came(self) -> None:
-        """Open a round where backward came in by another way than the model's output, or the last one never ended."""
+        """Open a round where backward came in by another way than the model's output, or the last
+        one never ended.
+        """
         with self._landing:
             if self._task is None or self._failed or self._at_end() is None:
                 self.begin()

@@ -1,14 +1,17 @@
-"""Gives each rank its own rows of a DataLoader: none twice, none lost, and the same number of batches on every rank.
+"""Gives each rank its own rows of a DataLoader: none twice, none lost, and the same number of
+batches on every rank.
 
-Ranks that count different batches wait for one another for ever, and padding with repeated rows (as DistributedSampler
-does) is not the mathematics of one process. So the loader's own sampler is asked for the global order, the same on all
-ranks, and each global batch of `size · batch_size` rows, as one process would take it, is cut into one part a rank:
+Ranks that count different batches wait for one another for ever, and padding with repeated rows (as
+DistributedSampler does) is not the mathematics of one process. So the loader's own sampler is asked
+for the global order, the same on all ranks, and each global batch of `size · batch_size` rows, as
+one process would take it, is cut into one part a rank:
 
     global order   0 1 2 3 4 5 6 7 | 8 9 10 11 12       size 2, batch_size 4
     rank 0         0 1 2 3         | 8 9 10
     rank 1                 4 5 6 7 |        11 12
 
-Rows per rank differ by one at most. Costs the list of the epoch's row numbers on every rank, and no communication.
+Rows per rank differ by one at most. Costs the list of the epoch's row numbers on every rank, and no
+communication.
 """
 
 from __future__ import annotations
@@ -33,18 +36,21 @@ _BY_HAND = "shoal.world() gives rank and size: give each rank rows of its own by
 
 
 def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[T]:
-    """A copy of the loader that gives rank `rank` of `size` its own rows, in an order that all ranks share.
+    """A copy of the loader that gives rank `rank` of `size` its own rows, in an order that all
+    ranks share.
 
     Args:
-        loader: batches the rows of a dataset with any sampler; `batch_size` is the number of rows on one rank. All its
-            other options are kept.
+        loader: batches the rows of a dataset with any sampler; `batch_size` is the number of rows
+            on one rank. All its other options are kept.
         rank: which share.
         size: number of ranks; 1 gives the loader back as it is.
-        seed: the same on every rank. Seed and epoch give the order; the epoch advances with every pass over the loader,
-            so every rank makes the same passes, or calls `loader.sampler.set_epoch(epoch)` before one.
+        seed: the same on every rank. Seed and epoch give the order; the epoch advances with every
+            pass over the loader, so every rank makes the same passes, or calls
+            `loader.sampler.set_epoch(epoch)` before one.
 
     Raises:
-        UsageError: not a DataLoader, one that does not say which rows make a batch, or too few rows for the ranks.
+        UsageError: not a DataLoader, one that does not say which rows make a batch, or too few rows
+            for the ranks.
 
     >>> rows = DataLoader(list(range(10)), batch_size=2)
     >>> [batch.tolist() for batch in shard(rows, rank=1, size=2, seed=0)]
@@ -60,26 +66,36 @@ def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[
     mine = RankBatches(order, batches.batch_size, batches.drop_last, rank, size)
     len(mine)  # too few rows are refused here, not in the first epoch
 
-    # A copy keeps every option, also those of newer versions and of subclasses. Assigning batch_sampler is refused by
-    # DataLoader because batch_size would no longer describe it; RankBatches keeps to the same batch_size.
+    # A copy keeps every option, also those of newer versions and of subclasses. Assigning
+    # batch_sampler is refused by DataLoader because batch_size would no longer describe it;
+    # RankBatches keeps to the same batch_size.
     sharded = copy.copy(loader)
     vars(sharded).update(
-        sampler=order, batch_sampler=mine, batch_size=mine.batch_size, drop_last=mine.drop_last, _iterator=None
+        sampler=order,
+        batch_sampler=mine,
+        batch_size=mine.batch_size,
+        drop_last=mine.drop_last,
+        _iterator=None,
     )
     return sharded
 
 
 def proposed_seed(loader: DataLoader[Any]) -> int:
-    """The seed to offer the other ranks: that of the sampler's generator or of torch, so a seeded script stays so."""
+    """The seed to offer the other ranks: that of the sampler's generator or of torch, so a seeded
+    script stays so.
+    """
     generator = getattr(getattr(loader, "sampler", None), "generator", None)
-    return generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
+    return (
+        generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
+    )
 
 
 class SharedOrder(Sampler[Any]):
-    """The rows of a sampler in an order that depends on seed and epoch alone, so that all ranks see the same one.
+    """The rows of a sampler in an order that depends on seed and epoch alone, so that all ranks see
+    the same one.
 
-    A sampler that draws from a random source of its own (not its `generator` attribute, torch, random or numpy) must be
-    given the same seed on every rank by whoever made it.
+    A sampler that draws from a random source of its own (not its `generator` attribute, torch,
+    random or numpy) must be given the same seed on every rank by whoever made it.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
@@ -106,7 +122,9 @@ class SharedOrder(Sampler[Any]):
 class RankBatches(Sampler[list[Any]]):
     """One rank's share of each global batch."""
 
-    def __init__(self, order: SharedOrder, batch_size: int, drop_last: bool, rank: int, size: int) -> None:
+    def __init__(
+        self, order: SharedOrder, batch_size: int, drop_last: bool, rank: int, size: int
+    ) -> None:
         self.order = order
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -119,7 +137,9 @@ class RankBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         rows = list(self.order)
-        ends = accumulate(global_batches(len(rows), self.size, self.batch_size, self.drop_last), initial=0)
+        ends = accumulate(
+            global_batches(len(rows), self.size, self.batch_size, self.drop_last), initial=0
+        )
         return iter([self._mine(rows[start:end]) for start, end in pairwise(ends)])
 
     def __len__(self) -> int:
@@ -132,7 +152,8 @@ class RankBatches(Sampler[list[Any]]):
 
 
 def global_batches(num_rows: int, size: int, batch_size: int, drop_last: bool) -> list[int]:
-    """Rows that all ranks together take in each step: those of one process, but never fewer than one a rank.
+    """Rows that all ranks together take in each step: those of one process, but never fewer than
+    one a rank.
 
     Raises:
         UsageError: there are not enough rows for a single step.
@@ -142,14 +163,20 @@ def global_batches(num_rows: int, size: int, batch_size: int, drop_last: bool) -
     if rest and not drop_last:
         batches.append(rest)
     if not batches or num_rows < size:
-        needed = f"{size * batch_size} for one whole batch a rank (drop_last)" if drop_last else f"{size}, one a rank"
+        needed = (
+            f"{size * batch_size} for one whole batch a rank (drop_last)"
+            if drop_last
+            else f"{size}, one a rank"
+        )
         raise UsageError(
             "the loader has too few rows for its ranks",
             got=f"{num_rows} rows, {size} ranks, batch_size {batch_size}",
             expected=f"at least {needed}",
-            do="train on fewer ranks" + (", with a smaller batch_size or drop_last=False" if drop_last else ""),
+            do="train on fewer ranks"
+            + (", with a smaller batch_size or drop_last=False" if drop_last else ""),
         )
-    if batches[-1] < size:  # some ranks would have no row in the last step: take some from the step before
+    # some ranks would have no row in the last step: take some from the step before
+    if batches[-1] < size:
         short = batches.pop()
         batches[-1] += short
         if batch_size > 1:
@@ -161,29 +188,44 @@ def _batches(loader: DataLoader[Any]) -> BatchSampler:
     """How the loader makes batches out of single rows, or why that cannot be cut."""
     if isinstance(loader.dataset, IterableDataset):
         do = f"use a dataset with __len__ and __getitem__; or {_BY_HAND}, inside the dataset"
-        raise UsageError("an IterableDataset has no rows that could be cut", got=type(loader.dataset).__name__, do=do)
+        raise UsageError(
+            "an IterableDataset has no rows that could be cut",
+            got=type(loader.dataset).__name__,
+            do=do,
+        )
     batches = loader.batch_sampler
     if batches is None:
         do = f"give the DataLoader a batch_size; or {_BY_HAND}"
-        raise UsageError("a DataLoader with batch_size=None does not say which rows make a batch", do=do)
+        raise UsageError(
+            "a DataLoader with batch_size=None does not say which rows make a batch", do=do
+        )
     if type(batches) is not BatchSampler:
         if isinstance(batches, RankBatches):
             raise UsageError("the loader is sharded already", do="call shoal.shard once")
         do = f"pass batch_size and a sampler of single rows in its place; or {_BY_HAND}"
-        raise UsageError("a batch_sampler of one's own cannot be cut", got=type(batches).__name__, do=do)
+        raise UsageError(
+            "a batch_sampler of one's own cannot be cut", got=type(batches).__name__, do=do
+        )
     if isinstance(batches.sampler, DistributedSampler):
         do = "drop the DistributedSampler: shoal.shard takes its place, and shuffle=True shuffles alike on every rank"
         raise UsageError("the loader's rows are cut already, by a DistributedSampler", do=do)
     if not hasattr(batches.sampler, "__len__"):
         do = "give the sampler a __len__: the number of rows in an epoch"
-        raise UsageError("the loader's sampler has no length", got=type(batches.sampler).__name__, do=do)
+        raise UsageError(
+            "the loader's sampler has no length", got=type(batches.sampler).__name__, do=do
+        )
     return batches
 
 
 @contextmanager
 def _drawing_from(seed: int, generator: Any) -> Iterator[None]:
-    """Let all that a sampler may draw from start from `seed`; afterwards it is as if nothing had been drawn."""
-    generators = [torch.default_generator, *([generator] if isinstance(generator, torch.Generator) else [])]
+    """Let all that a sampler may draw from start from `seed`; afterwards it is as if nothing had
+    been drawn.
+    """
+    generators = [
+        torch.default_generator,
+        *([generator] if isinstance(generator, torch.Generator) else []),
+    ]
     with RANDOM_STATE:
         states = [each.get_state() for each in generators]
         python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -1,7 +1,9 @@
-"""Parameters whose gradient or value may be elsewhere: whoever looks gets the right one, waiting if need be.
+"""Parameters whose gradient or value may be elsewhere: whoever looks gets the right one, waiting if
+need be.
 
-A parameter that owners update is a `GuardedParameter` from parallelize on, and a `ComingParameter` from
-`optimizer.step()` until its new value is there. Only the object's class changes: its identity and memory stay.
+A parameter that owners update is a `GuardedParameter` from parallelize on, and a `ComingParameter`
+from `optimizer.step()` until its new value is there. Only the object's class changes: its identity
+and memory stay.
 
     GuardedParameter   `.grad` asks the owners; everything else costs nothing
     ComingParameter    any use of it by torch waits first, and makes it a GuardedParameter again
@@ -45,7 +47,9 @@ class GuardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The mean gradient over the global batch: a collective, where the owners still have it to themselves."""
+        """The mean gradient over the global batch: a collective, where the owners still have it to
+        themselves.
+        """
         caller = sys._getframe(1)
         if is_clearing(caller):
             keeper(self).assign(self, None)
@@ -74,7 +78,9 @@ class GuardedParameter(nn.Parameter):
         keeper(self).laid_open(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copy = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+        copy = nn.Parameter(
+            self.detach().clone(memory_format=torch.preserve_format), self.requires_grad
+        )
         memo[id(self)] = copy
         return copy
 
@@ -100,7 +106,8 @@ class ComingParameter(GuardedParameter):
 
 # What it tells without its value.
 _HARMLESS = frozenset(
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout")
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "layout")
 ) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous}
 
 

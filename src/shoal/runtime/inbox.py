@@ -1,4 +1,6 @@
-"""A tail host's letters from its workers: received ahead of what is done, taken one from each worker at a time."""
+"""A tail host's letters from its workers: received ahead of what is done, taken one from each
+worker at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _AHEAD = 4  # letters of a worker that are kept
 _POLL_S = 0.5
 
 
-_SUBJECT = {Ask.READ: 2, Ask.WRITE: 2, Ask.ADD: 1, Ask.CALL: 2}  # how much of a content says what it is of
+# how much of a content says what it is of
+_SUBJECT = {Ask.READ: 2, Ask.WRITE: 2, Ask.ADD: 1, Ask.CALL: 2}
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class Letter:
 
     @property
     def subject(self) -> tuple[Any, ...]:
-        """The parameter, or the number of the optimizer, that it is about, where it is about one."""
+        """The parameter, or the number of the optimizer, that it is about, where it is about
+        one.
+        """
         length = _SUBJECT.get(self.what, 0)
         return tuple(self.content[:length]) if length else ()
 
@@ -83,7 +88,8 @@ class Letters:
                         f"{key} has not come from rank {missing[0]} within {self._timeout_s:g} s",
                         where=f"tail host, rank {self._comm.rank}, after {self._last}",
                         got=f"it has come from {', '.join(f'rank {worker}' for worker in there)}",
-                        do="let every worker make the same calls in the same order, or raise the time-out",
+                        do="let every worker make the same calls in the same order, or raise the "
+                        "time-out",
                         rank=missing[0],
                     )
                 if not self._moved.wait(_POLL_S):
@@ -95,9 +101,11 @@ class Letters:
         for worker, letter in letters.items():
             if (letter.key, letter.index) != (first.key, first.index):
                 raise RanksDiffer(
-                    f"rank {worker} is at {letter.key} where rank {next(iter(letters))} is at {first.key}",
+                    f"rank {worker} is at {letter.key} where rank {next(iter(letters))} is at "
+                    f"{first.key}",
                     where=f"tail host, rank {self._comm.rank}, after {self._last}",
-                    do="where tail hosts run the end of the model, call it (also to evaluate), its loss, backward, "
+                    do="where tail hosts run the end of the model, call it (also to evaluate), its "
+                    "loss, backward, "
                     "step and state_dict on every worker alike",
                     rank=worker,
                 )

@@ -1,10 +1,10 @@
 """Lanes: threads that run blocking exchanges in order, each over a channel of its own.
 
-The order of messages within a channel is the order of `run` calls, the same on every rank whatever the threads do.
-Costs one queue hop and one event an errand.
+The order of messages within a channel is the order of `run` calls, the same on every rank whatever
+the threads do. Costs one queue hop and one event an errand.
 
-On a GPU a lane computes on a stream of its own, so that it waits for what was computed when an errand was
-queued, and not for all that backward has queued since:
+On a GPU a lane computes on a stream of its own, so that it waits for what was computed when an
+errand was queued, and not for all that backward has queued since:
 
     main stream   ── backward of layer 9 ──●── backward of layer 8 ── … ──────▶ wait ── what uses the gradients ──
                                            ▼                                     ▲
@@ -35,8 +35,16 @@ _LOOK_S = 0.001  # and whether a device has come to an end
 class Errand:
     """One exchange under way."""
 
-    def __init__(self, work: Callable[[Comm], None], comm: Comm, what: str, device: torch.device | None = None) -> None:
-        """Queued now, by the thread whose computing it comes after; it computes on `device`, which has streams."""
+    def __init__(
+        self,
+        work: Callable[[Comm], None],
+        comm: Comm,
+        what: str,
+        device: torch.device | None = None,
+    ) -> None:
+        """Queued now, by the thread whose computing it comes after; it computes on `device`, which
+        has streams.
+        """
         self.what = what
         self._work = work
         self._comm = comm
@@ -64,7 +72,9 @@ class Errand:
         self._done.set()
 
     def result(self) -> None:
-        """Block until it is done, saying nothing of it: the rank waits for something else. Raise its very error."""
+        """Block until it is done, saying nothing of it: the rank waits for something else. Raise
+        its very error.
+        """
         self._check_process()
         self._done.wait()
         if self._error is not None:
@@ -81,7 +91,8 @@ class Errand:
         return self._error is not None and not self._heard
 
     def wait(self, where: str, meanwhile: Callable[[], object] | None = None) -> None:
-        """Block until it is done; raise its error as one that names the peer and `where` it happened.
+        """Block until it is done; raise its error as one that names the peer and `where` it
+        happened.
 
         `meanwhile` is called now and then.
         """
@@ -101,7 +112,9 @@ class Errand:
             _check_process(self._process)
 
     def finish(self, where: str) -> None:
-        """Block until the device, too, has done what it was given: what NCCL carries is only queued there."""
+        """Block until the device, too, has done what it was given: what NCCL carries is only queued
+        there.
+        """
         while self._computed is not None and not self._computed.query():
             self._comm.check(where)
             time.sleep(_LOOK_S)
@@ -150,16 +163,23 @@ class Lane:
         self._thread.start()
 
     def run(self, work: Callable[[Comm], None], what: str) -> Errand:
-        """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would do it)."""
+        """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would
+        do it).
+        """
         if self._closed:
-            raise WorldError("the session that the model was parallelised in has ended", do="train within the session")
+            raise WorldError(
+                "the session that the model was parallelised in has ended",
+                do="train within the session",
+            )
         _check_process(self._process)
         errand = Errand(work, self._comm, what, self._device)
         self._queue.put(errand)
         return errand
 
     def drain(self) -> None:
-        """Wait until all that is queued has been done; raise an error that nobody has waited for."""
+        """Wait until all that is queued has been done; raise an error that nobody has waited
+        for.
+        """
         if not self._closed:
             last = self.run(lambda comm: None, "the end")
             last.wait("the end of the program")
@@ -176,9 +196,11 @@ class Lane:
         self._comm.reached(where)
 
     def abandon(self) -> None:
-        """Have the thread end behind what it is doing, whatever is queued: this rank ends for an error.
+        """Have the thread end behind what it is doing, whatever is queued: this rank ends for an
+        error.
 
-        A thread that still computes while the interpreter ends aborts the process ("terminate called …").
+        A thread that still computes while the interpreter ends aborts the process ("terminate
+        called …").
         """
         self._closed = self._abandoned = True
         self._queue.put(None)
@@ -193,8 +215,10 @@ class Lane:
     @torch.no_grad()  # the mode is each thread's own
     def _serve(self) -> None:
         if self._device is not None:
-            torch.accelerator.set_stream(torch.Stream(self._device))  # the current one is each thread's own
-        with torch._C.DisableTorchFunctionSubclass():  # a lane works on parameters that all others wait for
+            # the current one is each thread's own
+            torch.accelerator.set_stream(torch.Stream(self._device))
+        # a lane works on parameters that all others wait for
+        with torch._C.DisableTorchFunctionSubclass():
             while (errand := self._queue.get()) is not None:
                 if self._abandoned:
                     errand.give_up()
@@ -210,7 +234,9 @@ class Lane:
 
 @final
 class Answering:
-    """A server's threads, each of which answers one worker over one channel until that has ended."""
+    """A server's threads, each of which answers one worker over one channel until that has
+    ended.
+    """
 
     def __init__(self) -> None:
         self._threads: list[tuple[Lane, Errand]] = []

@@ -1,4 +1,6 @@
-"""Puts methods in the place of an optimizer's own, whose class stays: schedulers and scalers that hold it meet them."""
+"""Puts methods in the place of an optimizer's own, whose class stays: schedulers and scalers that
+hold it meet them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def _step(
     original: Callable[[], Any],
     closure: Callable[[], Any] | None = None,
 ) -> Any:
-    """The closure; the hooks that users have put before a step; `by` opens, the original, `by` closes; hooks behind."""
+    """The closure; the hooks that users have put before a step; `by` opens, the original, `by`
+    closes; hooks behind.
+    """
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -74,7 +78,8 @@ def _step(
     last = optimizer.register_step_pre_hook(enter)  # hooks before it may clip, or edit groups
     first = optimizer.register_step_post_hook(leave)
     hooks = optimizer._optimizer_step_post_hooks
-    hooks.update({key: hooks.pop(key) for key in list(hooks) if key != first.id})  # behind it, in their order
+    # behind it, in their order
+    hooks.update({key: hooks.pop(key) for key in list(hooks) if key != first.id})
     try:
         result = original()
     finally:
@@ -94,7 +99,9 @@ def _replace(optimizer: Optimizer, name: str, method: Callable[..., Any]) -> Non
     update_wrapper(replacement, original)  # a scheduler's mark on `step` is taken along
     its = signature(original)  # a scaler looks for its arguments in it
     itself = Parameter("itself", Parameter.POSITIONAL_ONLY)
-    replacement.__dict__["__signature__"] = its.replace(parameters=[itself, *its.parameters.values()])
+    replacement.__dict__["__signature__"] = its.replace(
+        parameters=[itself, *its.parameters.values()]
+    )
     optimizer.__dict__[name] = MethodType(replacement, optimizer)
 
 

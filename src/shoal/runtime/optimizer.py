@@ -1,13 +1,17 @@
-"""What parallelize adds to an optimizer: its step updates, on lanes, the pieces that this rank owns.
+"""What parallelize adds to an optimizer: its step updates, on lanes, the pieces that this rank
+owns.
 
-    optimizer.step()            closure, if any; settings captured; owned parameters sent off; the rest as always
-    optimizer.accumulate()      a context: backwards inside send nothing, the next one outside sends for all
-    optimizer.clip_grad_norm_   the global norm from the owners' pieces: one number a rank is exchanged
+    optimizer.step()            closure, if any; settings captured; owned parameters sent off; the
+                                rest as always
+    optimizer.accumulate()      a context: backwards inside send nothing, the next one outside sends
+                                for all
+    optimizer.clip_grad_norm_   the global norm from the owners' pieces: one number a rank is
+                                exchanged
     optimizer.state_dict()      in one-process form: the owners' pieces put together (a collective)
     optimizer.load_state_dict() takes that form, and keeps this rank's pieces of it
 
-Everything is set on the object: its class stays, and schedulers and scalers that hold it meet the new methods.
-Guarded by tests/equivalence/test_owners.py.
+Everything is set on the object: its class stays, and schedulers and scalers that hold it meet the
+new methods. Guarded by tests/equivalence/test_owners.py.
 """
 
 from __future__ import annotations
@@ -71,12 +75,15 @@ def extend(
     stage: Stage | None = None,
     cut: bool = False,
 ) -> OwnedOptimizer | None:
-    """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own, if they own any.
+    """Give an optimizer `accumulate` and `clip_grad_norm_`, and methods that serve what ranks own,
+    if they own any.
 
-    `number` is its place among the optimizers of the model, `tables` are those that servers have of that, `stage`
-    is its end on hosts of its own, and `cut` says whether any of its layers is cut: a group of that may come later.
+    `number` is its place among the optimizers of the model, `tables` are those that servers have of
+    that, `stage` is its end on hosts of its own, and `cut` says whether any of its layers is cut: a
+    group of that may come later.
 
-    Alone, without an engine, the first two do what one process would; an optimizer may be given several models.
+    Alone, without an engine, the first two do what one process would; an optimizer may be given
+    several models.
     """
     served: list[_Served] = optimizer.__dict__.setdefault(_SERVED, [])
     optimizer.__dict__["accumulate"] = MethodType(partial(_accumulate, served), optimizer)
@@ -117,9 +124,11 @@ def _clip_grad_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clip the norm of all gradients of this optimizer, taken as one vector, as torch.nn.utils.clip_grad_norm_ does.
+    """Clip the norm of all gradients of this optimizer, taken as one vector, as
+    torch.nn.utils.clip_grad_norm_ does.
 
-    What ranks own stays with them, where torch's function would bring it to every rank. A collective then.
+    What ranks own stays with them, where torch's function would bring it to every rank. A
+    collective then.
 
     Args:
         max_norm: the largest norm that is left as it is.
@@ -136,21 +145,33 @@ def _clip_grad_norm(
     for each in served:
         each.engine.check_sent()
     all_owners = [each.owners for each in served if each.owners is not None]
-    here = [g for g in map(local_gradient, parameters) if g is not None]  # the truth, wherever owners hold none
+    # the truth, wherever owners hold none
+    here = [g for g in map(local_gradient, parameters) if g is not None]
     whole, tables = [p for p in parameters if not is_cut(p)], far_tables(parameters)
     norms = [*norms_of([g for g in map(local_gradient, whole) if g is not None], norm_type)]
     norms += norms_of_parts([p for p in parameters if is_cut(p)], norm_type)
     norms += [each for table in tables.values() for each in table.norms(norm_type)]
     stages = [(each.stage, each.number) for each in served if each.stage is not None]
-    at_tail = [(stage, number) for stage, number in stages if not stage.names.keys().isdisjoint(parameters)]
+    at_tail = [
+        (stage, number) for stage, number in stages if not stage.names.keys().isdisjoint(parameters)
+    ]
     for stage, number in at_tail:
-        norms.append(stage.call("norm", number, groups_at_tail(stage, optimizer), [norm_type]).double())
+        norms.append(
+            stage.call("norm", number, groups_at_tail(stage, optimizer), [norm_type]).double()
+        )
     for owners in all_owners:
         norms += owners.norms(parameters, norm_type)
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device="cpu")
+    total = (
+        torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if norms
+        else torch.zeros((), device="cpu")
+    )
     if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(f"the gradients' norm of order {norm_type} is not finite: {float(total)}")
-    if max_norm == math.inf:  # a norm that is only asked for leaves gradients alone, also such as are not finite
+        raise RuntimeError(
+            f"the gradients' norm of order {norm_type} is not finite: {float(total)}"
+        )
+    # a norm that is only asked for leaves gradients alone, also such as are not finite
+    if max_norm == math.inf:
         return total.to(parameters[0].device, parameters[0].dtype)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     scale(here, factor)
@@ -172,8 +193,11 @@ class OwnedOptimizer:
         self._optimizer = optimizer
         self._owners = owners
         self._number = number  # among the model's optimizers
-        self._updates = {transfer: Update(like(optimizer), transfer) for transfer in owners.transfers}
-        self._whole: list[tuple[dict[str, Any], list[nn.Parameter]]] = []  # groups from which owned ones are taken
+        self._updates = {
+            transfer: Update(like(optimizer), transfer) for transfer in owners.transfers
+        }
+        # groups from which owned ones are taken
+        self._whole: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
 
     def check_sent(self) -> None:
         """Raise UsageError where gradients are only this rank's own."""
@@ -186,7 +210,12 @@ class OwnedOptimizer:
         whole: States = {}
         for transfer, update in self._updates.items():
             self._owners.together(transfer, partial(update.gather_state, whole))
-        held = [p for group in self._optimizer.param_groups for p in group["params"] if p in self._owners]
+        held = [
+            p
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p in self._owners
+        ]
         with shown(self._optimizer, {parameter: whole.get(parameter, {}) for parameter in held}):
             return original()
 
@@ -197,10 +226,14 @@ class OwnedOptimizer:
         self.take_state()
 
     def take_state(self) -> None:
-        """Keep the own pieces of what the optimizer holds of owned parameters, and free the rest."""
+        """Keep the own pieces of what the optimizer holds of owned parameters, and free the
+        rest.
+        """
         state = self._optimizer.state
         self._owners.tell(
-            "take_state", self._number, OfRank(lambda r: [parts(t, r, state) for t in self._owners.served])
+            "take_state",
+            self._number,
+            OfRank(lambda r: [parts(t, r, state) for t in self._owners.served]),
         )
         for transfer, update in self._updates.items():
             update.take_state(parts(transfer, self._owners.rank, state))
@@ -212,11 +245,20 @@ class OwnedOptimizer:
         return sum(update.state_bytes() for update in self._updates.values())
 
     def open(self) -> None:
-        """Have the owned parameters updated, and take them out of the groups while the original updates the rest."""
+        """Have the owned parameters updated, and take them out of the groups while the original
+        updates the rest.
+        """
         groups = self._optimizer.param_groups
-        group_of = {p: index for index, group in enumerate(groups) for p in group["params"] if p in self._owners}
+        group_of = {
+            p: index
+            for index, group in enumerate(groups)
+            for p in group["params"]
+            if p in self._owners
+        }
         captured, now = [settings(group) for group in groups], attributes(self._optimizer)
-        sent_off: list[tuple[OwnedTransfer, list[nn.Parameter], Callable[[int], dict[Piece, Given]]]] = []
+        sent_off: list[
+            tuple[OwnedTransfer, list[nn.Parameter], Callable[[int], dict[Piece, Given]]]
+        ] = []
         for transfer in self._owners.returning:
             mine = [p for p in transfer.parameters if p in group_of]
             if any(map(self._owners.has_gradient, mine)):
@@ -225,7 +267,9 @@ class OwnedOptimizer:
         self._owners.tell_changes({p for _, mine, _ in sent_off for p in mine})
         served = {transfer: given for transfer, _, given in sent_off if transfer.served}
         if served:
-            of_server = OfRank(lambda rank: {transfer: given(rank) for transfer, given in served.items()})
+            of_server = OfRank(
+                lambda rank: {transfer: given(rank) for transfer, given in served.items()}
+            )
             self._owners.tell("update", self._number, of_server, captured, now)
         mark(self._optimizer, (p for _, mine, _ in sent_off for p in mine))
         for transfer, mine, given in sent_off:
@@ -244,14 +288,18 @@ class OwnedOptimizer:
 
 @dataclass(frozen=True)
 class Given:
-    """How a piece is to be updated: by the settings of which group, and by the gradient at its owner or another."""
+    """How a piece is to be updated: by the settings of which group, and by the gradient at its
+    owner or another.
+    """
 
     group: int
     at_owner: bool
     gradient: Tensor | None
 
 
-def _given(transfer: OwnedTransfer, group_of: Mapping[Tensor, int], rank: int) -> dict[Piece, Given]:
+def _given(
+    transfer: OwnedTransfer, group_of: Mapping[Tensor, int], rank: int
+) -> dict[Piece, Given]:
     """What a rank is to do with its pieces, as of now."""
     given = {}
     for piece in transfer.owned[rank]:
@@ -263,7 +311,9 @@ def _given(transfer: OwnedTransfer, group_of: Mapping[Tensor, int], rank: int) -
     return given
 
 
-def parts(transfer: OwnedTransfer, rank: int, states: Mapping[Tensor, Any]) -> dict[Piece, dict[str, Any]]:
+def parts(
+    transfer: OwnedTransfer, rank: int, states: Mapping[Tensor, Any]
+) -> dict[Piece, dict[str, Any]]:
     """A rank's pieces of a state in one-process form, where it has any of their parameters."""
     return {
         piece: part_of(states[piece.parameter], piece.parameter, partial(_formed_part, piece))
@@ -279,13 +329,17 @@ def _formed_part(piece: Piece, whole: Tensor) -> Tensor:
 
 @final
 class Update:
-    """One optimizer's update of this rank's pieces of one transfer; holds their state, and a copy of the optimizer."""
+    """One optimizer's update of this rank's pieces of one transfer; holds their state, and a copy
+    of the optimizer.
+    """
 
     def __init__(self, optimizer: Optimizer, transfer: OwnedTransfer) -> None:
         self._transfer = transfer
         self._copy = optimizer
         self._strides = [parameter.stride() for parameter in transfer.parameters]
-        self._tensors = {piece: nn.Parameter(_formed_part(piece, piece.parameter)) for piece in transfer.pieces}
+        self._tensors = {
+            piece: nn.Parameter(_formed_part(piece, piece.parameter)) for piece in transfer.pieces
+        }
 
     def check_strides(self) -> None:
         """Raise UsageError where a parameter's line is no longer what it was."""
@@ -303,14 +357,22 @@ class Update:
         now: Mapping[str, Any],
         parameters: Collection[Tensor] = (),
     ) -> Callable[[Comm], None]:
-        """The update by these settings, attributes and gradients, and the return of `parameters`, for a lane to do."""
+        """The update by these settings, attributes and gradients, and the return of `parameters`,
+        for a lane to do.
+        """
 
         def update(comm: Comm) -> None:
             values = self.step(self._transfer.gradients(), given, groups, now)
             come = self._transfer.gather(values, Turn.VALUES, comm)
-            taken = [each for each in come if each[0] not in self._tensors and each[0].parameter in parameters]
+            taken = [
+                each
+                for each in come
+                if each[0] not in self._tensors and each[0].parameter in parameters
+            ]
             if taken:
-                torch._foreach_copy_([piece.of(piece.parameter) for piece, _ in taken], [value for _, value in taken])
+                torch._foreach_copy_(
+                    [piece.of(piece.parameter) for piece, _ in taken], [value for _, value in taken]
+                )
             self._transfer.release()
 
         return update
@@ -330,7 +392,11 @@ class Update:
                 flat = gradient if its.at_owner else its.gradient
                 tensor.grad = None if flat is None else piece.formed(flat)
                 filled[its.group].append(tensor)
-        make_step(self._copy, [{**group, "params": each} for group, each in zip(groups, filled, strict=True)], now)
+        make_step(
+            self._copy,
+            [{**group, "params": each} for group, each in zip(groups, filled, strict=True)],
+            now,
+        )
         return self.values()
 
     def values(self) -> list[Tensor]:
@@ -362,13 +428,19 @@ class Update:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+    return {
+        name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()
+    }
 
 
 def _put(state: dict[str, Any], piece: Piece, name: str, value: Any) -> None:
-    """Put a piece's value into its parameter's state: what has its form into a whole tensor, all else as it is."""
+    """Put a piece's value into its parameter's state: what has its form into a whole tensor, all
+    else as it is.
+    """
     parameter, whole = piece.parameter, piece.numel == piece.parameter.numel()
-    if not (isinstance(value, Tensor) and value.shape == (parameter.shape if whole else (piece.numel,))):
+    if not (
+        isinstance(value, Tensor) and value.shape == (parameter.shape if whole else (piece.numel,))
+    ):
         state[name] = value
         return
     if name not in state:

@@ -1,7 +1,7 @@
 """Orders to servers: what a worker has them do, as bytes.
 
-Parameters, pieces and transfers, which workers and servers both know, cross by name and not by value; all else is
-pickled. Both ends are one job of one user, as with any message among ranks.
+Parameters, pieces and transfers, which workers and servers both know, cross by name and not by
+value; all else is pickled. Both ends are one job of one user, as with any message among ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece
 from shoal.profiling.updates import attributes, settings
 
-_SIZE, _HEAD = 8, 1 << 12  # bytes: of an order's size; of its first message, which is all of an ordinary order
-_Name = tuple[int, ...]  # model, transfer, and parameter, or rank and piece; () is nothing that servers know
+# bytes: of an order's size; of its first message, which is all of an ordinary order
+_SIZE, _HEAD = 8, 1 << 12
+# model, transfer, and parameter, or rank and piece; () is nothing that servers know
+_Name = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,13 @@ class Names:
         """Name a model's transfers, and all that belongs to them."""
         for number, transfer in enumerate(transfers):
             self._names[id(transfer)] = (model, number)
-            self._names |= {id(p): (model, number, index) for index, p in enumerate(transfer.parameters)}
+            self._names |= {
+                id(p): (model, number, index) for index, p in enumerate(transfer.parameters)
+            }
             for rank, pieces in enumerate(transfer.owned):
-                self._names |= {id(piece): (model, number, rank, index) for index, piece in enumerate(pieces)}
+                self._names |= {
+                    id(piece): (model, number, rank, index) for index, piece in enumerate(pieces)
+                }
 
     def written(self, *order: Any) -> Tensor:
         """An order as bytes (UsageError where something of it cannot be sent)."""
@@ -59,7 +65,9 @@ class Names:
             _Pickler(buffer, self._names).dump(order)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             do = "define the optimizer's class in a module, with settings that can be pickled; or serve without servers"
-            raise UsageError("the optimizer cannot be sent to the servers", got=str(error)[:200], do=do) from error
+            raise UsageError(
+                "the optimizer cannot be sent to the servers", got=str(error)[:200], do=do
+            ) from error
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
@@ -94,7 +102,11 @@ class _Unpickler(pickle.Unpickler):
 def check_sendable(optimizers: Sequence[Optimizer]) -> None:
     """Raise UsageError for an optimizer that cannot be described to servers."""
     for optimizer in optimizers:
-        Names().written(type(optimizer), attributes(optimizer), [settings(group) for group in optimizer.param_groups])
+        Names().written(
+            type(optimizer),
+            attributes(optimizer),
+            [settings(group) for group in optimizer.param_groups],
+        )
 
 
 def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any, ...]:
@@ -108,7 +120,9 @@ def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any,
 
 
 def send_orders(orders: Mapping[int, Tensor], comm: Comm) -> None:
-    """Send each rank its order: the size and what fits beside it in one message, the rest in another."""
+    """Send each rank its order: the size and what fits beside it in one message, the rest in
+    another.
+    """
     sends = []
     for rank, order in orders.items():
         head = torch.zeros(_HEAD, dtype=torch.uint8, device="cpu")
@@ -123,7 +137,10 @@ def receive_order(source: int, comm: Comm) -> Tensor:
     """Receive an order."""
     head = torch.empty(_HEAD, dtype=torch.uint8, device="cpu")
     comm.receive(head, source).wait()
-    order, beside = torch.empty(int(head[:_SIZE].view(torch.int64)), dtype=torch.uint8, device="cpu"), _HEAD - _SIZE
+    order, beside = (
+        torch.empty(int(head[:_SIZE].view(torch.int64)), dtype=torch.uint8, device="cpu"),
+        _HEAD - _SIZE,
+    )
     order[:beside] = head[_SIZE:][: order.numel()]
     if order.numel() > beside:
         comm.receive(order[beside:], source).wait()

@@ -5,10 +5,12 @@
      on each lane      own pieces are updated by a copy of the optimizer, the new values go to all      Update.run
     next forward       the first use of a parameter waits for its own transfer, and for nothing else    arrive
 
-Exactly one synchronous step: whoever looks at a parameter or a gradient in between gets the right one (guarded.py).
-Collectives, called by every rank: reading `.grad` before it is cleared, optimizer.clip_grad_norm_, state_dict.
-Guarded by tests/equivalence/test_owners.py and test_access.py.
-Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training", 2020.
+Exactly one synchronous step: whoever looks at a parameter or a gradient in between gets the right
+one (guarded.py).
+Collectives, called by every rank: reading `.grad` before it is cleared, optimizer.clip_grad_norm_,
+state_dict. Guarded by tests/equivalence/test_owners.py and test_access.py.
+Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
+2020.
 """
 
 from __future__ import annotations
@@ -62,9 +64,16 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
         gradient.mul_(factors[where])
 
 
-def values_of(transfers: Iterable[OwnedTransfer], parameters: Set[Tensor], rank: int) -> dict[Piece, Tensor]:
+def values_of(
+    transfers: Iterable[OwnedTransfer], parameters: Set[Tensor], rank: int
+) -> dict[Piece, Tensor]:
     """Copies of a rank's pieces of those parameters."""
-    pieces = [piece for transfer in transfers for piece in transfer.owned[rank] if piece.parameter in parameters]
+    pieces = [
+        piece
+        for transfer in transfers
+        for piece in transfer.owned[rank]
+        if piece.parameter in parameters
+    ]
     return {piece: piece.of(piece.parameter).clone() for piece in pieces}
 
 
@@ -82,9 +91,10 @@ class Owners:
     ) -> None:
         self.transfers = tuple(transfers)
         self.served = served = tuple(transfer for transfer in transfers if transfer.served)
-        first = served[max(0, len(served) - late) :]  # sent when backward is over: back when they are summed
-        # In the order in which forward needs them. Autograd runs nodes from last to first, so the parameter that
-        # has all of its gradient first is the one that forward comes to last.
+        # sent when backward is over: back when they are summed
+        first = served[max(0, len(served) - late) :]
+        # In the order in which forward needs them. Autograd runs nodes from last to first, so the
+        # parameter that has all of its gradient first is the one that forward comes to last.
         self.returning = (*first, *(each for each in reversed(self.transfers) if each not in first))
         self.rank = rank
         self.tell: Tell = tell
@@ -92,8 +102,10 @@ class Owners:
         self._versions = {p: p._version for p in known}  # of what servers know
         self._open: dict[Tensor, list[ref[Tensor]]] = {}  # whose memory others have, and by what
         self._engine = engine
-        self._marking = RLock()  # which parameters are on their way: any thread may look at one while a step begins
-        self._transfers: dict[Tensor, list[OwnedTransfer]] = {}  # a large parameter is cut among several
+        # which parameters are on their way: any thread may look at one while a step begins
+        self._marking = RLock()
+        # a large parameter is cut among several
+        self._transfers: dict[Tensor, list[OwnedTransfer]] = {}
         for transfer in transfers:
             for parameter in transfer.parameters:
                 self._transfers.setdefault(parameter, []).append(transfer)
@@ -133,8 +145,12 @@ class Owners:
         for transfer in self._transfers[parameter]:
             self._engine.settle(transfer)
         with self._marking:
-            for each in {each for transfer in self._transfers[parameter] for each in transfer.parameters}:
-                came = isinstance(each, ComingParameter) and not any(map(self._engine.is_busy, self._transfers[each]))
+            for each in {
+                each for transfer in self._transfers[parameter] for each in transfer.parameters
+            }:
+                came = isinstance(each, ComingParameter) and not any(
+                    map(self._engine.is_busy, self._transfers[each])
+                )
                 if came:
                     each.__class__ = GuardedParameter
                     if each in self._versions:
@@ -154,7 +170,9 @@ class Owners:
             self.tell("take_values", OfRank(partial(values_of, self.served, changed)))
             self._versions |= {p: p._version for p in changed}
             for parameter in changed & self._open.keys():
-                self._open[parameter] = [each for each in self._open[parameter] if each() is not None]
+                self._open[parameter] = [
+                    each for each in self._open[parameter] if each() is not None
+                ]
                 if not self._open[parameter]:
                     del self._open[parameter]
 
@@ -175,7 +193,9 @@ class Owners:
         return any(parameter in transfer.held for transfer in self._transfers[parameter])
 
     def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
-        """The norm of each owner's pieces of those parameters' gradients, in rank order (a collective)."""
+        """The norm of each owner's pieces of those parameters' gradients, in rank order (a
+        collective).
+        """
         self.tell("norms", parameters, order)
         self.settle()
         numbers: list[Tensor] = []
@@ -204,9 +224,14 @@ class Owners:
         self._engine.settle(transfer)
 
     def send_off(
-        self, transfer: OwnedTransfer, parameters: Iterable[nn.Parameter], work: Callable[[Comm], None]
+        self,
+        transfer: OwnedTransfer,
+        parameters: Iterable[nn.Parameter],
+        work: Callable[[Comm], None],
     ) -> None:
-        """Let a lane bring new values of some of a transfer's parameters; until then, whoever uses one waits."""
+        """Let a lane bring new values of some of a transfer's parameters; until then, whoever uses
+        one waits.
+        """
         with self._marking:
             self._engine.later(transfer, work, "update and return")
             for parameter in parameters:
@@ -227,7 +252,9 @@ def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor])
 
 @final
 class _Fetch:
-    """The gradients of one transfer, on their way into the lines of their parameters on every rank."""
+    """The gradients of one transfer, on their way into the lines of their parameters on every
+    rank.
+    """
 
     def __init__(self, transfer: OwnedTransfer, lines: Mapping[nn.Parameter, Tensor]) -> None:
         self.transfer = transfer
@@ -247,6 +274,10 @@ class _Fetch:
 
     def publish(self) -> None:
         for parameter in self.transfer.held:
-            gradient = unlined(self._lines[parameter], parameter).detach() if parameter in self._used else None
+            gradient = (
+                unlined(self._lines[parameter], parameter).detach()
+                if parameter in self._used
+                else None
+            )
             set_local_gradient(parameter, gradient)
         self.transfer.held.clear()

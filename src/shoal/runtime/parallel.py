@@ -1,6 +1,7 @@
 """`parallelize` and `plan`: from a model on one device to the same model on every rank.
 
-    1  compare   every rank gave the same model, plan, pins and strategies, or all of them hear who did not
+    1  compare   every rank gave the same model, plan, pins and strategies, or all of them hear who
+                 did not
     2  measure   one sample through the model on all ranks at once; the links, once a session
     3  plan      rank 0 chooses, all take its plan
     4  rewrite   the model's layers change in place; transfers come out
@@ -53,7 +54,8 @@ from shoal.runtime.stage import Opening, serve_tail
 from shoal.runtime.weights import inputs_alike, warn_of_rows
 
 T = TypeVar("T")
-_BUCKET_S = 0.05  # of a slow link, for a bucket of those that show how its directions hinder one another
+# of a slow link, for a bucket of those that show how its directions hinder one another
+_BUCKET_S = 0.05
 
 
 def parallelize(
@@ -72,42 +74,51 @@ def parallelize(
     memory_limit: float | None = None,
     micro_batches: int = MICRO_BATCHES,
 ) -> tuple[Any, Any, Any]:
-    """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all ranks as one.
+    """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all
+    ranks as one.
 
     After `loss.backward()` every `.grad` is the mean over the global batch, the same on every rank.
 
     Args:
-        model: any module; names, state_dict keys and parameter objects stay as they are. Compile blocks afterwards.
-        loss_fn: a module or function of (output, target) that gives a mean over local rows; None where the model
-            returns its own loss.
+        model: any module; names, state_dict keys and parameter objects stay as they are. Compile
+            blocks afterwards.
+        loss_fn: a module or function of (output, target) that gives a mean over local rows; None
+            where the model returns its own loss.
         optimizer: one optimizer, or a list of them.
-        sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or a dict of keyword
-            arguments of the model; y the target, None without a loss_fn.
+        sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or
+            a dict of keyword arguments of the model; y the target, None without a loss_fn.
         plan: "auto", a `Plan`, or the path of a saved one.
-        pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange ("replicate:ring").
+        pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange
+            ("replicate:ring").
         strategies: names of the strategies that the planner may use; all by default.
-        count: a function of (output, target) that gives how many terms the local mean is over, where that is not the
-            number of rows (ignore_index, token losses). Without a loss_fn its target is what the model was called with.
-            Each step waits for the number, so on a GPU it is better one that the host knows already.
-        staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for the synchronous
-            step, None for any number. Otherwise all layers are served, every rank weighs the same however many rows it
-            has, and there is no one gradient to read or to clip.
-        memory: "fast", or "low": buckets of layers that have owners take memory only while they are on their way,
-            backward waits where more than two a lane would, and a plan that is made here has small ones. One plan
-            gives the same results either way, bit for bit.
-        placement: who owns what in layers that have owners: "balanced" (equal shares of bytes, parameters are cut),
-            "round-robin" or "hash" (whole parameters, to the servers where there are any), or a rank by dotted layer or
-            parameter name or glob, as {"head.*": 0}; those layers are then given to owners, the rest is balanced.
-        memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets and optimizer state;
-            layers are given to owners, or cut over the ranks, until they are kept. `shoal.memory` tells what is held.
-        micro_batches: that a batch is cut into where the end of the model runs on hosts of its own ("stage").
+        count: a function of (output, target) that gives how many terms the local mean is over,
+            where that is not the number of rows (ignore_index, token losses). Without a loss_fn its
+            target is what the model was called with. Each step waits for the number, so on a GPU it
+            is better one that the host knows already.
+        staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for
+            the synchronous step, None for any number. Otherwise all layers are served, every rank
+            weighs the same however many rows it has, and there is no one gradient to read or to
+            clip.
+        memory: "fast", or "low": buckets of layers that have owners take memory only while they are
+            on their way, backward waits where more than two a lane would, and a plan that is made
+            here has small ones. One plan gives the same results either way, bit for bit.
+        placement: who owns what in layers that have owners: "balanced" (equal shares of bytes,
+            parameters are cut), "round-robin" or "hash" (whole parameters, to the servers where
+            there are any), or a rank by dotted layer or parameter name or glob, as {"head.*": 0};
+            those layers are then given to owners, the rest is balanced.
+        memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets
+            and optimizer state; layers are given to owners, or cut over the ranks, until they are
+            kept. `shoal.memory` tells what is held.
+        micro_batches: that a batch is cut into where the end of the model runs on hosts of its own
+            ("stage").
 
     Returns:
-        `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function, which may be wrapped.
+        `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function,
+        which may be wrapped.
 
     Raises:
-        UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled model, or ranks that
-            differ.
+        UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled
+            model, or ranks that differ.
         WorldError: a rank was lost while they prepared.
     """
     session = current()
@@ -118,8 +129,14 @@ def parallelize(
         sys.exit(0)
     if session.tail is not None:
         session.tail.calls += 1
-    names = tuple(strategies) if isinstance(strategies, Iterable) and not isinstance(strategies, str) else strategies
-    asked = Request(plan, pins, names, count, staleness, memory, placement, memory_limit, micro_batches)
+    names = (
+        tuple(strategies)
+        if isinstance(strategies, Iterable) and not isinstance(strategies, str)
+        else strategies
+    )
+    asked = Request(
+        plan, pins, names, count, staleness, memory, placement, memory_limit, micro_batches
+    )
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
     optimizers = listed(optimizer)
@@ -146,7 +163,15 @@ def parallelize(
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     attached = attach(
-        session, model, loss_fn, optimizers, chosen, count=count, memory=memory, stage=stage, inputs_alike=alike
+        session,
+        model,
+        loss_fn,
+        optimizers,
+        chosen,
+        count=count,
+        memory=memory,
+        stage=stage,
+        inputs_alike=alike,
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
@@ -156,10 +181,16 @@ def parallelize(
 
 
 def _open_tail(
-    session: Session, model: nn.Module, loss_fn: Callable[..., Any] | None, plan: Plan, profile: ModelProfile
+    session: Session,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    plan: Plan,
+    profile: ModelProfile,
 ) -> Stage | None:
     """The way to the end of the model, if the plan has it on tail hosts."""
-    at_tail = {c.layer: c for c in plan.choices if named(all_strategies, Strategy, c.strategy).staged}
+    at_tail = {
+        c.layer: c for c in plan.choices if named(all_strategies, Strategy, c.strategy).staged
+    }
     if session.tail is None or not at_tail:
         return None
     if session.tail.calls > 1:
@@ -179,7 +210,9 @@ def _open_tail(
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}
     session.tail.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
-    others = [named(all_strategies, Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
+    others = [
+        named(all_strategies, Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail
+    ]
     alike = any(strategy.cuts for strategy in others)
     return Stage(session.tail, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
@@ -197,11 +230,12 @@ def plan(
     memory_limit: float | None = None,
     micro_batches: int = MICRO_BATCHES,
 ) -> Plan:
-    """Plan without changing anything. With a `cluster` it needs no network; without, it measures the session's.
+    """Plan without changing anything. With a `cluster` it needs no network; without, it measures
+    the session's.
 
     Args:
-        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit, micro_batches: as for
-            `parallelize`.
+        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit, micro_batches:
+            as for `parallelize`.
         cluster: the ranks and links to plan for.
 
     Raises:
@@ -209,7 +243,9 @@ def plan(
     """
     comm = ranks() if cluster else current().comm
     tail = cluster.tail if cluster else current().tail
-    profile = profile_model(model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None)
+    profile = profile_model(
+        model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None
+    )
     where = cluster or measured_cluster(current())
     return from_first(
         comm,
@@ -226,7 +262,8 @@ def plan(
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a parallelised model follows; None where one process trains alone, which needs none.
+    """The plan that a parallelised model follows; None where one process trains alone, which needs
+    none.
 
     Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`.
 
@@ -235,27 +272,32 @@ def plan_of(model: nn.Module) -> Plan | None:
     """
     session = current()
     if model not in (session.attached if session.comm.size > 1 else session.optimizers):
-        raise UsageError("the model is not parallelised", got=type(model).__name__, do="call shoal.parallelize first")
+        raise UsageError(
+            "the model is not parallelised",
+            got=type(model).__name__,
+            do="call shoal.parallelize first",
+        )
     attached = session.attached.get(model)
     return attached.plan if attached else None
 
 
 def shard(loader: DataLoader[T]) -> DataLoader[T]:
-    """A DataLoader that gives this rank its own rows: none twice, none lost, as many batches on every rank.
+    """A DataLoader that gives this rank its own rows: none twice, none lost, as many batches on
+    every rank.
 
     On a tail host, which has no rows of its own, it is the loader itself.
 
     Args:
-        loader: the loader as one process would use it; `batch_size` is the number of rows on one rank. Its sampler and
-            all its other options are kept; shuffling follows a seed that the ranks agree on and the epoch, which
-            advances with every pass.
+        loader: the loader as one process would use it; `batch_size` is the number of rows on one
+            rank. Its sampler and all its other options are kept; shuffling follows a seed that the
+            ranks agree on and the epoch, which advances with every pass.
 
     Returns:
         A copy of it (alone, the loader itself).
 
     Raises:
-        UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or (RanksDiffer) loaders
-            of other lengths or batch sizes on other ranks.
+        UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or
+            (RanksDiffer) loaders of other lengths or batch sizes on other ranks.
     """
     session = current()
     if session.tail is not None and session.tail.is_one:
@@ -270,7 +312,9 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
 
 
 def _require_same_batches(comm: Comm, mine: str) -> None:
-    """Raise RanksDiffer where ranks cut the same rows in different ways: some would come twice, some never."""
+    """Raise RanksDiffer where ranks cut the same rows in different ways: some would come twice,
+    some never.
+    """
     first, *others = comm.gather_objects(mine)
     for rank, theirs in enumerate(others, start=1):
         if theirs != first:
@@ -278,7 +322,8 @@ def _require_same_batches(comm: Comm, mine: str) -> None:
                 f"rank {rank} and rank 0 shard different loaders",
                 got=f"rank {rank}: {theirs}",
                 expected=f"as on rank 0: {first}",
-                do="give the same loader on every rank; for shares of unlike size, give each its rows by hand",
+                do="give the same loader on every rank; for shares of unlike size, give each its "
+                "rows by hand",
                 rank=rank,
             )
 
@@ -287,10 +332,15 @@ def measured_cluster(session: Session) -> Cluster:
     """The session's ranks and links, measured at the first call (a collective)."""
     if session.cluster is None:
         comm = session.comm
-        seats = comm.gather_objects((_machine(), (_machine(), container()), bound_cores(), quota_cores()))
+        seats = comm.gather_objects(
+            (_machine(), (_machine(), container()), bound_cores(), quota_cores())
+        )
         machines = Counter(machine for machine, _, _, _ in seats)
         boxes = Counter(box for _, box, _, _ in seats)
-        cores = min(min(bound / machines[machine], quota / boxes[box]) for machine, box, bound, quota in seats)
+        cores = min(
+            min(bound / machines[machine], quota / boxes[box])
+            for machine, box, bound, quota in seats
+        )
         if comm.size == 1:
             session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
         else:
@@ -298,7 +348,11 @@ def measured_cluster(session: Session) -> Cluster:
             link = probe_link(comm, sharing=sharing)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
             every = {name: kind() for name, kind in found(exchanges, Exchange).items()}
-            usable = {name: each for name, each in every.items() if each.exact and each.fits(comm.topology)}
+            usable = {
+                name: each
+                for name, each in every.items()
+                if each.exact and each.fits(comm.topology)
+            }
             paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
             moves = probe_moves(comm, link, every["direct"], lane=lanes[0], sharing=sharing)
             for lane in lanes:
@@ -307,12 +361,16 @@ def measured_cluster(session: Session) -> Cluster:
             tail = session.tail.hosts if session.tail else ()
             bucket = min(BUCKET_BYTES[0], int(link.bytes_per_s * _BUCKET_S))
             duplex = session.servers.duplex(LANES, bucket) if session.servers else 1.0
-            session.cluster = Cluster(comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves, duplex)
+            session.cluster = Cluster(
+                comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves, duplex
+            )
     return session.cluster
 
 
 def _machine() -> str:
-    """A name for the machine under all its containers and network namespaces: ranks with one name share its cores."""
+    """A name for the machine under all its containers and network namespaces: ranks with one name
+    share its cores.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

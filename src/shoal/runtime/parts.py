@@ -1,12 +1,14 @@
-"""What parallelize adds to an optimizer of parameters of which this rank has a part: it updates that.
+"""What parallelize adds to an optimizer of parameters of which this rank has a part: it updates
+that.
 
-    optimizer.step()            the parameters are the parts for as long as the original runs, inside its hooks
+    optimizer.step()            the parameters are the parts for as long as the original runs,
+                                inside its hooks
     optimizer.state_dict()      in one-process form: every rank's parts put together (a collective)
     optimizer.load_state_dict() takes that form, and keeps this rank's parts
 
 Of tables that servers have, these are told to make the step, and have the state.
-A part's update is the same part of the whole's update, or the layer would not have been cut (profiling/updates.py).
-Guarded by tests/equivalence/test_cut.py and test_tables.py.
+A part's update is the same part of the whole's update, or the layer would not have been cut
+(profiling/updates.py). Guarded by tests/equivalence/test_cut.py and test_tables.py.
 """
 
 from __future__ import annotations
@@ -34,15 +36,25 @@ def cut_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if is_cut(p)]
 
 
-def far_tables(parameters: Iterable[nn.Parameter], tables: Tables | None = None) -> dict[nn.Parameter, FarTable]:
+def far_tables(
+    parameters: Iterable[nn.Parameter], tables: Tables | None = None
+) -> dict[nn.Parameter, FarTable]:
     """Those that are tables at servers, of every model or of the one that has these."""
     cuts = {parameter: cut_of(parameter) for parameter in parameters if is_cut(parameter)}
-    far = {parameter: its_cut for parameter, its_cut in cuts.items() if isinstance(its_cut, FarTable)}
-    return {parameter: table for parameter, table in far.items() if tables is None or table in tables.all}
+    far = {
+        parameter: its_cut for parameter, its_cut in cuts.items() if isinstance(its_cut, FarTable)
+    }
+    return {
+        parameter: table
+        for parameter, table in far.items()
+        if tables is None or table in tables.all
+    }
 
 
 def norms_of_parts(parameters: list[nn.Parameter], order: float) -> list[Tensor]:
-    """The norm of every rank's parts of those parameters' gradients, in rank order (a collective); no tables'."""
+    """The norm of every rank's parts of those parameters' gradients, in rank order (a collective);
+    no tables'.
+    """
     by_comm: dict[Comm, list[Tensor]] = {}
     for parameter in parameters:
         if not isinstance(cut_of(parameter), OverRanks):
@@ -72,7 +84,8 @@ class CutOptimizer:
         """Nothing of it is ever this rank's own."""
 
     def open(self) -> None:
-        """Let cut parameters be the parts, with gradients that lie as they do, which fused optimizers take for granted.
+        """Let cut parameters be the parts, with gradients that lie as they do, which fused
+        optimizers take for granted.
 
         A gradient that somebody has looked at is a view of the whole one, and may lie otherwise.
         """
@@ -91,7 +104,9 @@ class CutOptimizer:
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form, on every rank."""
         state = self._optimizer.state
-        parts: dict[Tensor, Any] = {p: state[p] for p in cut_parameters(self._optimizer) if p in state}
+        parts: dict[Tensor, Any] = {
+            p: state[p] for p in cut_parameters(self._optimizer) if p in state
+        }
         state.update({p: _whole(cut_of(p), part_of(p), its) for p, its in parts.items()})
         try:
             return original()
@@ -133,7 +148,9 @@ class _Hidden:
 
 @final
 class TableOptimizer:
-    """The methods that take the place of an optimizer's own where some of its parameters are tables at servers."""
+    """The methods that take the place of an optimizer's own where some of its parameters are tables
+    at servers.
+    """
 
     def __init__(self, optimizer: Optimizer, number: int, tables: Tables) -> None:
         self._optimizer, self._number = optimizer, number  # among the model's optimizers
@@ -158,7 +175,9 @@ class TableOptimizer:
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form."""
-        states = {parameter: table.state(self._number) for parameter, table in self._tables().items()}
+        states = {
+            parameter: table.state(self._number) for parameter, table in self._tables().items()
+        }
         with shown(self._optimizer, states):
             return original()
 
@@ -176,18 +195,24 @@ class TableOptimizer:
                 table.take_state(self._number, self._optimizer.state.pop(parameter))
 
     def _tables(self) -> dict[nn.Parameter, FarTable]:
-        return far_tables((p for group in self._optimizer.param_groups for p in group["params"]), self._of_model)
+        return far_tables(
+            (p for group in self._optimizer.param_groups for p in group["params"]), self._of_model
+        )
 
 
 def mark(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Show that these have a state: where there is none at all torch.distributed.checkpoint makes a step of its own."""
+    """Show that these have a state: where there is none at all torch.distributed.checkpoint makes a
+    step of its own.
+    """
     for parameter in parameters:
         optimizer.state.setdefault(parameter, {})
 
 
 @contextmanager
 def shown(optimizer: Optimizer, states: Mapping[Any, Mapping[str, Any]]) -> Iterator[None]:
-    """Let an optimizer show the states that others hold of some parameters, beside what was put there by somebody."""
+    """Let an optimizer show the states that others hold of some parameters, beside what was put
+    there by somebody.
+    """
     here = {parameter: optimizer.state.pop(parameter, None) for parameter in states}
     both = {parameter: {**(here[parameter] or {}), **state} for parameter, state in states.items()}
     optimizer.state.update({parameter: state for parameter, state in both.items() if state})
@@ -201,14 +226,21 @@ def shown(optimizer: Optimizer, states: Mapping[Any, Mapping[str, Any]]) -> Iter
 
 
 def groups_at_tail(stage: Stage, optimizer: Optimizer) -> Groups:
-    """An optimizer's groups: the settings, and the names of those parameters that tail hosts have."""
+    """An optimizer's groups: the settings, and the names of those parameters that tail hosts
+    have.
+    """
     names = stage.names
-    return [(settings(group), [names[p] for p in group["params"] if p in names]) for group in optimizer.param_groups]
+    return [
+        (settings(group), [names[p] for p in group["params"] if p in names])
+        for group in optimizer.param_groups
+    ]
 
 
 @final
 class StageOptimizer:
-    """The methods that take the place of an optimizer's own where tail hosts run the end of a model."""
+    """The methods that take the place of an optimizer's own where tail hosts run the end of a
+    model.
+    """
 
     def __init__(self, optimizer: Optimizer, number: int, stage: Stage) -> None:
         self._optimizer, self._number, self._stage = optimizer, number, stage
@@ -219,7 +251,9 @@ class StageOptimizer:
 
     def open(self) -> None:
         """Have the tail make the step."""
-        self._stage.step(self._number, groups_at_tail(self._stage, self._optimizer), attributes(self._optimizer))
+        self._stage.step(
+            self._number, groups_at_tail(self._stage, self._optimizer), attributes(self._optimizer)
+        )
         mark(self._optimizer, self._held())
         self._hidden.open(self._held())
 
@@ -229,7 +263,9 @@ class StageOptimizer:
 
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form."""
-        states = self._stage.call("state", self._number, groups_at_tail(self._stage, self._optimizer))
+        states = self._stage.call(
+            "state", self._number, groups_at_tail(self._stage, self._optimizer)
+        )
         with shown(self._optimizer, {p: states.get(name, {}) for p, name in self._held().items()}):
             return original()
 
@@ -245,18 +281,30 @@ class StageOptimizer:
             self._give()
 
     def _give(self) -> None:
-        states = {name: self._optimizer.state.pop(parameter, {}) for parameter, name in self._held().items()}
+        states = {
+            name: self._optimizer.state.pop(parameter, {})
+            for parameter, name in self._held().items()
+        }
         groups = groups_at_tail(self._stage, self._optimizer)
-        self._stage.call("take_state", self._number, groups, [states if self._stage.hosts.speaks else {}])
+        self._stage.call(
+            "take_state", self._number, groups, [states if self._stage.hosts.speaks else {}]
+        )
 
     def _held(self) -> dict[nn.Parameter, str]:
         names = self._stage.names
-        return {p: names[p] for group in self._optimizer.param_groups for p in group["params"] if p in names}
+        return {
+            p: names[p]
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if p in names
+        }
 
 
 def _whole(its_cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     """A part's state with the whole of every tensor of its shape."""
     return {
-        name: its_cut.whole(value) if isinstance(value, Tensor) and value.shape == part.shape else value
+        name: its_cut.whole(value)
+        if isinstance(value, Tensor) and value.shape == part.shape
+        else value
         for name, value in state.items()
     }

@@ -21,7 +21,9 @@ class Block:
 
 @dataclass
 class Pass:
-    """What has gone through the tail at once: a micro-batch of all of this host's workers, or all of theirs."""
+    """What has gone through the tail at once: a micro-batch of all of this host's workers, or all
+    of theirs.
+    """
 
     blocks: list[Block]
     taken: Tensor
@@ -30,7 +32,13 @@ class Pass:
     def outputs(self, of: Tensor) -> list[tuple[Block, Tensor]]:
         """The blocks' parts of something that has the output's rows."""
         more, less = len(self.put_out), max(len(self.taken), 1)
-        return list(zip(self.blocks, of.split([block.rows * more // less for block in self.blocks]), strict=True))
+        return list(
+            zip(
+                self.blocks,
+                of.split([block.rows * more // less for block in self.blocks]),
+                strict=True,
+            )
+        )
 
 
 @dataclass
@@ -38,15 +46,18 @@ class Forward:
     """A forward of the model, with the rows of all of this host's workers."""
 
     of_gradients: bool  # whether a loss may follow
-    waiting: list[tuple[Block, Tensor]] = field(default_factory=list)  # for others to be joined with
+    # for others to be joined with
+    waiting: list[tuple[Block, Tensor]] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
-    whole: dict[int, Tensor] = field(default_factory=dict)  # each worker's output, apart from the tail's graph
+    # each worker's output, apart from the tail's graph
+    whole: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, dict[int, Tensor]] = field(default_factory=dict)  # of each worker, by number
 
     def alike(self) -> list[list[tuple[Block, Tensor]]]:
         """What waits, in groups that may go through the tail at once; afterwards nothing waits.
 
-        Where a worker's micro-batches are of several shapes each goes by itself, or they would change their order.
+        Where a worker's micro-batches are of several shapes each goes by itself, or they would
+        change their order.
         """
         forms: dict[int, set[Any]] = {}
         for block, activation in self.waiting:

@@ -1,13 +1,16 @@
-"""A recipe: a Python file whose four functions say what to train. The command line works on recipes.
+"""A recipe: a Python file whose four functions say what to train. The command line works on
+recipes.
 
     data()             a training DataLoader, or (training, test) with test None where there is none
     model()            an nn.Module
-    loss()             loss(output, target) -> scalar: a module or a function; None where the model returns its own loss
+    loss()             loss(output, target) -> scalar: a module or a function; None where the model
+                       returns its own loss
     optimizer(params)  a torch.optim.Optimizer over them
 
-and, where wanted, `accuracy(output, target) -> (correct, total)` for the test data and `EPOCHS`, a whole number.
-Caffe2's data_parallel_model took builders in the same way, so that each process makes a model of its own. The functions
-are checked when the file is loaded, what they return when they are called.
+and, where wanted, `accuracy(output, target) -> (correct, total)` for the test data and `EPOCHS`, a
+whole number. Caffe2's data_parallel_model took builders in the same way, so that each process makes
+a model of its own. The functions are checked when the file is loaded, what they return when they
+are called.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ _NUM_ARGUMENTS = {"data": 0, "model": 0, "loss": 0, "optimizer": 1, "accuracy": 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe file offers. Each method calls the builder of that name and checks what it returns."""
+    """What a recipe file offers. Each method calls the builder of that name and checks what it
+    returns.
+    """
 
     path: Path
     builders: Mapping[str, Callable[..., Any]]
@@ -51,7 +56,9 @@ class Recipe:
     def data(self) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         """The training loader, and the test loader or None."""
         built = self.builders["data"]()
-        train, test = built if isinstance(built, (tuple, list)) and len(built) == 2 else (built, None)
+        train, test = (
+            built if isinstance(built, (tuple, list)) and len(built) == 2 else (built, None)
+        )
         if not isinstance(train, DataLoader) or not isinstance(test, DataLoader | None):
             raise self._wrong("data", built)
         return train, test
@@ -84,7 +91,9 @@ class Recipe:
             if isinstance(built, tuple)
             else type(built).__name__
         )
-        return UsageError(f"{builder}() returned something else", got=got, expected=_BUILDERS[builder], do=do)
+        return UsageError(
+            f"{builder}() returned something else", got=got, expected=_BUILDERS[builder], do=do
+        )
 
 
 def load(path: str | Path) -> Recipe:
@@ -94,13 +103,20 @@ def load(path: str | Path) -> Recipe:
         path: the file.
 
     Raises:
-        UsageError: the file is missing, does not run, lacks a builder, or has one that takes other arguments.
+        UsageError: the file is missing, does not run, lacks a builder, or has one that takes other
+            arguments.
     """
     path = Path(path)
     _require_recipe(path)
     module = _execute(path)
-    there = {name: value for name, value in vars(module).items() if callable(value) and not name.startswith("_")}
-    own = [name for name, value in there.items() if getattr(value, "__module__", "") == module.__name__]
+    there = {
+        name: value
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_")
+    }
+    own = [
+        name for name, value in there.items() if getattr(value, "__module__", "") == module.__name__
+    ]
     for name, usage in _BUILDERS.items():
         if name not in there:
             raise _missing(path, own, name, usage)
@@ -116,7 +132,9 @@ def load(path: str | Path) -> Recipe:
 def _require_recipe(path: Path) -> None:
     """Refuse what is no recipe before it runs: a script would train first."""
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob("*.py")], n=1)
+        near = difflib.get_close_matches(
+            path.name, [each.name for each in path.parent.glob("*.py")], n=1
+        )
         do = f"did you mean {path.parent / near[0]}?" if near else "give the path of a Python file"
         raise UsageError("there is no such recipe", got=str(path), do=do)
     try:
@@ -136,12 +154,15 @@ def _execute(path: Path) -> ModuleType:
     name = f"shoal_recipe_{path.stem}"  # not the bare stem: a recipe may be called as a library is
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError("a recipe is a Python file", got=str(path), expected="a name that ends in .py")
+        raise UsageError(
+            "a recipe is a Python file", got=str(path), expected="a name that ends in .py"
+        )
     module = importlib.util.module_from_spec(spec)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # stays: a builder may import when it is called
-    sys.modules[name] = module  # classes defined in the file are looked up there, e.g. by pickle and dataclasses
+    # classes defined in the file are looked up there, e.g. by pickle and dataclasses
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
@@ -186,7 +207,12 @@ def _check_call(path: Path, builder: Callable[..., Any], name: str, usage: str) 
     """Refuse a builder that cannot be called as `usage` says."""
     if isinstance(builder, nn.Module):
         got = f"a {type(builder).__name__}, built already"
-        raise UsageError(f"{name} in the recipe is not a function", where=str(path), got=got, do=f"define {usage}")
+        raise UsageError(
+            f"{name} in the recipe is not a function",
+            where=str(path),
+            got=got,
+            do=f"define {usage}",
+        )
     try:
         inspect.signature(builder).bind(*range(_NUM_ARGUMENTS[name]))
     except TypeError as error:

@@ -1,4 +1,6 @@
-"""What a caller asks of `parallelize`: refused where it cannot be done, and compared among the ranks."""
+"""What a caller asks of `parallelize`: refused where it cannot be done, and compared among the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -47,49 +49,79 @@ class Request:
     micro_batches: int = MICRO_BATCHES
 
 
-def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session) -> Plan | None:
+def checked(
+    asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session
+) -> Plan | None:
     """Refuse what cannot be parallelised; the given plan, None for "auto"."""
     optimizers = listed(optimizer)
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
     if isinstance(loss_fn, type):
-        raise UsageError("the loss is a class", got=loss_fn.__name__, do=f"give an instance: {loss_fn.__name__}()")
+        raise UsageError(
+            "the loss is a class",
+            got=loss_fn.__name__,
+            do=f"give an instance: {loss_fn.__name__}()",
+        )
     parameters = _check_model(model, session)
     _check_loss(loss_fn, parameters)
     if is_counted(loss_fn):
         raise UsageError(
-            "the loss is counted for another model already, and would weigh that one's gradients, too",
-            do="give each model a loss of its own: another instance, or the function that was given first",
+            "the loss is counted for another model already, and would weigh that one's gradients, "
+            "too",
+            do="give each model a loss of its own: another instance, or the function that was "
+            "given first",
         )
     _check_optimizers(optimizers, parameters)
     if asked.memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))
-        raise UsageError("there is no such way to use memory", got=repr(asked.memory), expected=expected)
+        raise UsageError(
+            "there is no such way to use memory", got=repr(asked.memory), expected=expected
+        )
     limit = asked.memory_limit
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
-        raise UsageError("memory_limit is a number of bytes", got=repr(limit), do="give for instance 2e9, or None")
+        raise UsageError(
+            "memory_limit is a number of bytes",
+            got=repr(limit),
+            do="give for instance 2e9, or None",
+        )
     if not isinstance(asked.micro_batches, int) or asked.micro_batches < 1:
-        raise UsageError("micro_batches is a whole number, at least 1", got=repr(asked.micro_batches), do="give 4, say")
+        raise UsageError(
+            "micro_batches is a whole number, at least 1",
+            got=repr(asked.micro_batches),
+            do="give 4, say",
+        )
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
     servers = len(session.servers.hosts) if session.servers else 0
     if asked.plan == "auto":
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         resolve(asked.pins or {}, list(layers))
-        check_placement(asked.placement, layers, session.comm.size, servers, stale=asked.staleness != 0)
+        check_placement(
+            asked.placement, layers, session.comm.size, servers, stale=asked.staleness != 0
+        )
         return None
     if asked.pins:
-        raise PlanError("there are both a plan and pins", do='edit the plan, or use pins with plan="auto"')
+        raise PlanError(
+            "there are both a plan and pins", do='edit the plan, or use pins with plan="auto"'
+        )
     if asked.staleness != 0:
-        raise PlanError("there are both a plan and a staleness", do="write the staleness into the plan")
+        raise PlanError(
+            "there are both a plan and a staleness", do="write the staleness into the plan"
+        )
     if asked.placement != BALANCED:
-        raise PlanError("there are both a plan and a placement", do="write the placement into the plan")
+        raise PlanError(
+            "there are both a plan and a placement", do="write the placement into the plan"
+        )
     if asked.memory_limit is not None:
-        raise PlanError("there are both a plan and a memory_limit", do='let plan="auto" make one that keeps it')
+        raise PlanError(
+            "there are both a plan and a memory_limit", do='let plan="auto" make one that keeps it'
+        )
     plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
     if not isinstance(plan, Plan):
         raise PlanError(
-            "the plan is of a type that is none", got=type(plan).__name__, do='give "auto", a Plan or a path'
+            "the plan is of a type that is none",
+            got=type(plan).__name__,
+            do='give "auto", a Plan or a path',
         )
     check(plan, model, session.comm.size, servers)
     _check_staleness(plan.staleness, asked, session)
@@ -98,11 +130,14 @@ def checked(asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: S
 
 def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
     if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
-        raise UsageError("staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step")
+        raise UsageError(
+            "staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step"
+        )
     if staleness == 0:
         return
     pinned = {
-        name: named(all_strategies, Strategy, each.partition(":")[0]) for name, each in (asked.pins or {}).items()
+        name: named(all_strategies, Strategy, each.partition(":")[0])
+        for name, each in (asked.pins or {}).items()
     }
     other = next((name for name, strategy in pinned.items() if not strategy.served), None)
     if other is not None or asked.strategies is not None:
@@ -112,9 +147,13 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
             do='leave out strategies, and pins to others than "server" and "server_rows"',
         )
     if asked.count is not None:
-        raise UsageError("where workers run ahead every rank weighs the same", do="leave out count, or staleness")
+        raise UsageError(
+            "where workers run ahead every rank weighs the same", do="leave out count, or staleness"
+        )
     if session.servers is None:
-        raise PlanError("there are no servers, which a staleness needs", do="set SHOAL_SERVERS=1 on every rank")
+        raise PlanError(
+            "there are no servers, which a staleness needs", do="set SHOAL_SERVERS=1 on every rank"
+        )
 
 
 def _check_model(model: Any, session: Session) -> set[int]:
@@ -128,7 +167,8 @@ def _check_model(model: Any, session: Session) -> set[int]:
             raise UsageError(
                 "the model is compiled already, so a rewrite of its layers would not be seen",
                 where=f"module {name or '(model)'}",
-                do="parallelise first, then compile block by block: for block in model.children(): block.compile()",
+                do="parallelise first, then compile block by block: for block in model.children(): "
+                "block.compile()",
             )
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             raise UsageError(
@@ -138,7 +178,9 @@ def _check_model(model: Any, session: Session) -> set[int]:
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(
-                "sparse gradients are not exchanged", where=f"module {name}", do="build it with sparse=False"
+                "sparse gradients are not exchanged",
+                where=f"module {name}",
+                do="build it with sparse=False",
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
@@ -151,19 +193,24 @@ def _check_model(model: Any, session: Session) -> set[int]:
         in_use = parameter.requires_grad or is_cut(parameter)
         if in_use and parameter in session.served and id(parameter) not in elsewhere:
             raise UsageError(
-                "a parameter was that of a parallelised model, which is gone, and is still served as there",
+                "a parameter was that of a parallelised model, which is gone, and is still served "
+                "as there",
                 where=f"parameter {name}",
-                do="build the model of copies: copy.deepcopy(module), on every rank, while the other model is there",
+                do="build the model of copies: copy.deepcopy(module), on every rank, while the "
+                "other model is there",
             )
         if parameter.requires_grad and id(parameter) in elsewhere:
             raise UsageError(
-                "a parameter is that of another parallelised model too, and both would exchange its gradient",
+                "a parameter is that of another parallelised model too, and both would exchange "
+                "its gradient",
                 where=f"parameter {name}",
                 do="parallelise one module that holds both models",
             )
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not parameters:
-        raise UsageError("the model has no trainable parameter", do="unfreeze a layer before parallelize")
+        raise UsageError(
+            "the model has no trainable parameter", do="unfreeze a layer before parallelize"
+        )
     return parameters
 
 
@@ -173,9 +220,11 @@ def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
     for name, parameter in loss_fn.named_parameters():
         if parameter.requires_grad and id(parameter) not in parameters:
             raise UsageError(
-                "the loss has a trainable parameter that is not the model's, whose gradient is not exchanged",
+                "the loss has a trainable parameter that is not the model's, whose gradient is not "
+                "exchanged",
                 where=f"parameter {name} of the loss",
-                do="have a module that holds the model and the loss return the loss, and parallelise that with None",
+                do="have a module that holds the model and the loss return the loss, and "
+                "parallelise that with None",
             )
 
 
@@ -199,12 +248,18 @@ def listed(optimizer: Any) -> list[Optimizer]:
     listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for each in listed:
         if not isinstance(each, Optimizer):
-            raise UsageError("the optimizer is not a torch optimizer", got=type(each).__name__, do=_ORDER)
+            raise UsageError(
+                "the optimizer is not a torch optimizer", got=type(each).__name__, do=_ORDER
+            )
     return listed
 
 
-def require_same(comm: Comm, asked: Request, plan: Plan | None, model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Raise RanksDiffer where the ranks ask for different things. Models are compared when they are profiled."""
+def require_same(
+    comm: Comm, asked: Request, plan: Plan | None, model: nn.Module, optimizers: list[Optimizer]
+) -> None:
+    """Raise RanksDiffer where the ranks ask for different things. Models are compared when they are
+    profiled.
+    """
     chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
     other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
     if plan is not None:
@@ -223,7 +278,10 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, model: nn.Module
         "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
         **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
-        **{f"state of optimizer {number}": _state(each, model) for number, each in enumerate(optimizers)},
+        **{
+            f"state of optimizer {number}": _state(each, model)
+            for number, each in enumerate(optimizers)
+        },
     }
     first, *others = comm.gather_objects(mine)
     for rank, theirs in enumerate(others, start=1):
@@ -239,8 +297,14 @@ def require_same(comm: Comm, asked: Request, plan: Plan | None, model: nn.Module
 
 
 def _state(optimizer: Optimizer, model: nn.Module) -> str:
-    """A digest of what an optimizer has of a model's parameters, as of a checkpoint that was loaded."""
-    held = [optimizer.state[parameter] for parameter in model.parameters() if optimizer.state.get(parameter)]
+    """A digest of what an optimizer has of a model's parameters, as of a checkpoint that was
+    loaded.
+    """
+    held = [
+        optimizer.state[parameter]
+        for parameter in model.parameters()
+        if optimizer.state.get(parameter)
+    ]
     digest = hashlib.sha256()
     for leaf in pytree.tree_leaves(held):
         digest.update(content(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
@@ -262,7 +326,8 @@ def _settings(optimizer: Optimizer) -> str:
         {
             key: float(value) if isinstance(value, Tensor) else value
             for key, value in group.items()
-            if isinstance(value, int | float | str | tuple) or (isinstance(value, Tensor) and value.numel() == 1)
+            if isinstance(value, int | float | str | tuple)
+            or (isinstance(value, Tensor) and value.numel() == 1)
         }
         for group in optimizer.param_groups
     ]

@@ -4,13 +4,14 @@
     what each worker does next   ──▶  does its part of it, in the same order, over the same lanes
     tell(what, …)                     serve(): _Model.do(what, …)
 
-A server holds the same transfers, updates and lanes as a worker, without the model: it sums, updates and sends its
-slices whenever the workers do. Of its tensors it touches its own slices only, and memory that nobody touches is never
-taken. What workers and servers both know (parameters, pieces, transfers) crosses by name, not by value.
-Guarded by tests/equivalence/test_servers.py.
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the split in which
-workers serve a share too: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
-Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
+A server holds the same transfers, updates and lanes as a worker, without the model: it sums,
+updates and sends its slices whenever the workers do. Of its tensors it touches its own slices only,
+and memory that nobody touches is never taken. What workers and servers both know (parameters,
+pieces, transfers) crosses by name, not by value. Guarded by tests/equivalence/test_servers.py.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the
+split in which
+workers serve a share too: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN
+Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Servers:
         self._tables: list[Tables] = []
 
     def duplex(self, lanes: int, nbytes: int) -> float:
-        """What each direction of the links keeps of its rate while both are in use (a collective of all ranks).
+        """What each direction of the links keeps of its rate while both are in use (a collective of
+        all ranks).
 
         Args:
             lanes: how many buckets go, and come, at once.
@@ -99,7 +101,8 @@ class Servers:
         lanes: int,
         staleness: int | None,
     ) -> tuple[int, list[Comm], list[Comm]]:
-        """Let servers take their part of a model (a collective of all ranks): its number, and the ways there and back.
+        """Let servers take their part of a model (a collective of all ranks): its number, and the
+        ways there and back.
 
         Args:
             sites: what servers take part in.
@@ -110,19 +113,34 @@ class Servers:
         """
         model = len(self._models)
         self._models.append(tuple(transfers))
-        self._send("open", model, sites, [(type(each), attributes(each)) for each in optimizers], lanes, staleness)
+        self._send(
+            "open",
+            model,
+            sites,
+            [(type(each), attributes(each)) for each in optimizers],
+            lanes,
+            staleness,
+        )
         self._names.add(model, transfers)
         return model, *ways(self._comm, model, lanes, staleness)
 
-    def open_tables(self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None) -> Tables:
-        """Have the servers make tables of these forms, of zeros (a collective of all ranks); the way to them."""
-        self._send("tables", forms, [(type(each), attributes(each)) for each in optimizers], staleness)
+    def open_tables(
+        self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None
+    ) -> Tables:
+        """Have the servers make tables of these forms, of zeros (a collective of all ranks); the
+        way to them.
+        """
+        self._send(
+            "tables", forms, [(type(each), attributes(each)) for each in optimizers], staleness
+        )
         channel = self._comm.channel(f"tables{len(self._tables)}", idle=staleness != 0)
         self._tables.append(Tables(channel, in_step=staleness == 0))
         return self._tables[-1]
 
     def tell(self, model: int, engine: Engine, staleness: int | None) -> Tell:
-        """How to tell the servers of a model what its workers do; they are given the parameters as they are."""
+        """How to tell the servers of a model what its workers do; they are given the parameters as
+        they are.
+        """
         tell = partial(self._tell, model)
         for transfer in self._models[model]:
             tell("take_values", OfRank(partial(values_of, [transfer], set(transfer.parameters))))
@@ -159,7 +177,10 @@ class Servers:
     def _tell(self, model: int, what: str, /, *args: Any) -> None:
         held = None  # an update says so itself, piece by piece
         if what != "update":
-            held = [[i for i, p in enumerate(each.parameters) if p in each.held] for each in self._models[model]]
+            held = [
+                [i for i, p in enumerate(each.parameters) if p in each.held]
+                for each in self._models[model]
+            ]
         self._send(what, model, held, *args)
 
     def _send(self, what: str, /, *args: Any) -> None:
@@ -167,18 +188,24 @@ class Servers:
             return
         self._lane.check("an order to the servers")
         servers = range(self._comm.workers, self._comm.size)
-        orders = {s: self._names.written(what, *of_rank(s, args)) for s in servers}  # as of now; refusals are said here
+        # as of now; refusals are said here
+        orders = {s: self._names.written(what, *of_rank(s, args)) for s in servers}
         self._lane.run(partial(send_orders, orders), f"order to servers: {what}")
 
 
 def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
-    return probe_duplex(comm, Direct(), shares(comm.workers, comm.size - comm.workers), lanes, nbytes)
+    return probe_duplex(
+        comm, Direct(), shares(comm.workers, comm.size - comm.workers), lanes, nbytes
+    )
 
 
-def ways(comm: Comm, model: int, lanes: int, staleness: int | None) -> tuple[list[Comm], list[Comm]]:
+def ways(
+    comm: Comm, model: int, lanes: int, staleness: int | None
+) -> tuple[list[Comm], list[Comm]]:
     """Channels of a model's served transfers, among all ranks: there, and back."""
     there, back = (
-        [comm.channel(f"model{model}-{way}{i}", idle=staleness != 0) for i in range(lanes)] for way in ("there", "back")
+        [comm.channel(f"model{model}-{way}{i}", idle=staleness != 0) for i in range(lanes)]
+        for way in ("there", "back")
     )
     return there, back
 
@@ -190,8 +217,8 @@ def serve(comm: Comm) -> list[Counter[int]]:
         comm: all ranks, of which this is one of the last.
 
     Returns:
-        For each model, and all tables of one, how often a worker was given parameters when it was ahead of the slowest
-        by how many steps; nothing where workers keep step.
+        For each model, and all tables of one, how often a worker was given parameters when it was
+        ahead of the slowest by how many steps; nothing where workers keep step.
 
     Raises:
         WorldError: a rank was lost.
@@ -199,7 +226,8 @@ def serve(comm: Comm) -> list[Counter[int]]:
     orders = Lane(comm.channel(_CHANNEL, idle=True), "orders")
     models: list[_Model] = []
     tables: list[ServedTables] = []
-    while True:  # after an error nothing is closed: threads may wait for messages that will not come
+    # after an error nothing is closed: threads may wait for messages that will not come
+    while True:
         landed: SimpleQueue[Tensor] = SimpleQueue()
         errand = orders.run(partial(_next_order, landed), "orders")
         errand.wait("serving", meanwhile=partial(_check, models, tables))
@@ -259,7 +287,10 @@ class _Model:
                 buckets=Buckets("low"),
                 owners=site.owners,
             )
-            strategy, exchange = named(strategies, Strategy, site.strategy), named(exchanges, Exchange, site.exchange)
+            strategy, exchange = (
+                named(strategies, Strategy, site.strategy),
+                named(exchanges, Exchange, site.exchange),
+            )
             made_here = strategy.apply(place, exchange, site.label)
             transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]
         self.transfers = tuple(transfers)
@@ -272,11 +303,16 @@ class _Model:
             self.way = AheadModel(self.transfers, number, self._updates, there, back, staleness)
 
     def do(self, what: str, held: Sequence[Sequence[int]] | None, *args: Any) -> None:
-        """Do this server's part of what the workers do; `held`, where it matters: the gradients that owners have."""
+        """Do this server's part of what the workers do; `held`, where it matters: the gradients
+        that owners have.
+        """
         if held is not None:
             for transfer, indices in zip(self.transfers, held, strict=True):
                 transfer.held = {transfer.parameters[i] for i in indices}
-        parts: dict[str, Callable[..., object]] = {"take_values": self._take_values, "take_state": self._take_state}
+        parts: dict[str, Callable[..., object]] = {
+            "take_values": self._take_values,
+            "take_state": self._take_state,
+        }
         (parts | self.way.parts)[what](*args)
 
     def _take_values(self, values: Mapping[Piece, Tensor]) -> None:
@@ -291,7 +327,9 @@ class _Model:
 
 
 class _InStep:
-    """A server's part of a model whose workers keep step: whatever they do together, it does with them."""
+    """A server's part of a model whose workers keep step: whatever they do together, it does with
+    them.
+    """
 
     def __init__(
         self,
@@ -327,9 +365,13 @@ class _InStep:
             transfer.follow(set(transfer.held))
             self._engine.exchange(transfer)
 
-    def _update(self, optimizer: int, given: Mapping[OwnedTransfer, Mapping[Piece, Given]], *settings: Any) -> None:
+    def _update(
+        self, optimizer: int, given: Mapping[OwnedTransfer, Mapping[Piece, Given]], *settings: Any
+    ) -> None:
         for transfer, its in given.items():
-            self._owners.send_off(transfer, (), self._updates[optimizer][transfer].work(its, *settings))
+            self._owners.send_off(
+                transfer, (), self._updates[optimizer][transfer].work(its, *settings)
+            )
 
     def _gather_state(self, optimizer: int) -> None:
         self.settle()

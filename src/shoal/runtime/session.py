@@ -1,7 +1,7 @@
 """The session: this process's place among the ranks, and what it measured of the links.
 
-It is the process's; ranks that are threads each have their own, in a context variable. The environment is read here
-only.
+It is the process's; ranks that are threads each have their own, in a context variable. The
+environment is read here only.
 """
 
 from __future__ import annotations
@@ -85,9 +85,12 @@ class Session:
     comm: Comm
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
-    optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(default_factory=WeakKeyDictionary)
+    optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(
+        default_factory=WeakKeyDictionary
+    )
     threads: dict[int, Threads] = field(default_factory=dict)  # by the number of the model
-    served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)  # parameters, also of models gone
+    # parameters, also of models gone
+    served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     models: int = 0  # that were parallelised, whether they are gone or not
     servers: Servers | None = None
     tail: TailHosts | None = None
@@ -103,7 +106,9 @@ class Session:
         return World(comm.rank, comm.size, host)
 
     def end_gone(self) -> None:
-        """End the threads of models that are gone on every rank (a collective); servers keep theirs of all."""
+        """End the threads of models that are gone on every rank (a collective); servers keep theirs
+        of all.
+        """
         if self.servers is not None:
             return
         gone = {number for number, each in self.threads.items() if each.model() is None}
@@ -116,7 +121,9 @@ class Session:
                 ended.boundary.close()
 
     def drain(self) -> None:
-        """Finish what other ranks wait for: parameters that this one has updated and is sending; servers' work."""
+        """Finish what other ranks wait for: parameters that this one has updated and is sending;
+        servers' work.
+        """
         for each in self.threads.values():
             for lane in each.lanes:
                 lane.drain()
@@ -133,31 +140,39 @@ class Session:
             self.servers.abandon()
 
     def close(self) -> None:
-        """End every parallelised model's threads; what cut layers send over stays, as weights are read later."""
+        """End every parallelised model's threads; what cut layers send over stays, as weights are
+        read later.
+        """
         for each in self.threads.values():
             each.close()
         if self.servers is not None:
             self.servers.close()
 
 
-_session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)  # of a thread that is a rank
-_joined: list[Session] = []  # at most one: the process's, which all its threads and a notebook's cells share
+# of a thread that is a rank
+_session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
+# at most one: the process's, which all its threads and a notebook's cells share
+_joined: list[Session] = []
 
 
 def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
-    """Join the other ranks, as torchrun's environment variables say; without them this process is alone.
+    """Join the other ranks, as torchrun's environment variables say; without them this process is
+    alone.
 
-    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server"): on those this call
-    serves until the workers have ended, and then ends the process. Where SHOAL_TAIL=T is set, the last T run the end of
-    the model (strategy "stage"): on those `parallelize` does so, and ends the process.
+    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server"):
+    on those this call serves until the workers have ended, and then ends the process. Where
+    SHOAL_TAIL=T is set, the last T run the end of the model (strategy "stage"): on those
+    `parallelize` does so, and ends the process.
 
     Args:
-        timeout_s: seconds after which an exchange that a rank does not take part in is an error. Whatever this says, a
-            rank that dies is noticed within seconds, and one that is stopped within 20.
+        timeout_s: seconds after which an exchange that a rank does not take part in is an error.
+            Whatever this says, a rank that dies is noticed within seconds, and one that is stopped
+            within 20.
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
-        This process's place among the workers; `rank` is `size` or more on a tail host. A second call gives the same.
+        This process's place among the workers; `rank` is `size` or more on a tail host. A second
+        call gives the same.
 
     Raises:
         MissingRank: a rank did not start in time; it is named.
@@ -172,10 +187,18 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
     session = _found()
     if session is None:
         if min(timeout_s, start_timeout_s) <= 0:
-            raise UsageError("a time-out is more than 0 s", got=f"{timeout_s}, {start_timeout_s}", do="give seconds")
+            raise UsageError(
+                "a time-out is more than 0 s",
+                got=f"{timeout_s}, {start_timeout_s}",
+                do="give seconds",
+            )
         host = os.environ.get("SHOAL_HOST") or socket.gethostname()
         servers, tail = _number_of("SHOAL_SERVERS"), _number_of("SHOAL_TAIL")
-        comm = ThreadComm(hub=Hub(hosts=(host,))) if alone() else join(timeout_s, start_timeout_s, host, servers, tail)
+        comm = (
+            ThreadComm(hub=Hub(hosts=(host,)))
+            if alone()
+            else join(timeout_s, start_timeout_s, host, servers, tail)
+        )
         if servers and comm.rank >= comm.workers:
             for observed in filter(None, serve(comm)):
                 text.console().print(text.staleness(comm.rank, observed))
@@ -183,7 +206,8 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
             sys.exit(0)
         session = _among_workers(comm)
         _joined.append(session)
-        # Before what tells the others that this rank has left; multiprocessing's children know no atexit.
+        # Before what tells the others that this rank has left; multiprocessing's children know no
+        # atexit.
         atexit.register(_drain_at_exit, session)
         Finalize(None, _drain_at_exit, (session,), exitpriority=10)
     return session.world
@@ -196,12 +220,18 @@ def _found() -> Session | None:
 def _number_of(variable: str) -> int:
     text = os.environ.get(variable, "0")
     if not text.isdigit():
-        raise UsageError(f"{variable} is not a number", got=repr(text), do="set it to how many of the ranks are that")
+        raise UsageError(
+            f"{variable} is not a number",
+            got=repr(text),
+            do="set it to how many of the ranks are that",
+        )
     return int(text)
 
 
 def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
-    """The session of a worker, or of a tail host; where there are servers or a tail all of them call this at once."""
+    """The session of a worker, or of a tail host; where there are servers or a tail all of them
+    call this at once.
+    """
     if comm.workers == comm.size:
         return Session(comm, cluster)
     if comm.topology.tail:
@@ -216,7 +246,9 @@ def world() -> World:
 
 
 def leave(error: BaseException | None) -> None:
-    """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell by themselves."""
+    """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell
+    by themselves.
+    """
     session = _found()
     if session is not None:
         session.broken = error is not None
@@ -226,7 +258,8 @@ def leave(error: BaseException | None) -> None:
 def _drain_at_exit(session: Session) -> None:
     if session.process != os.getpid():  # forked from a rank, whose threads it has not
         return
-    if session.broken or getattr(sys, "last_value", None) is not None:  # an uncaught error leaves nothing to finish
+    # an uncaught error leaves nothing to finish
+    if session.broken or getattr(sys, "last_value", None) is not None:
         session.abandon()
         return
     with suppress(WorldError):  # a rank that is lost is told of by those who still need it
@@ -249,7 +282,9 @@ def ranks() -> Comm:
 
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
-    """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the links."""
+    """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the
+    links.
+    """
     session = _among_workers(comm, cluster)
     token = _session.set(session)
     try:

@@ -1,15 +1,19 @@
 """A tail host: runs the end of a model for its workers, who say what to do (comm/stage.py).
 
     a thread for each worker    receives letters, a few ahead of what is done              (inbox.py)
-    the main thread             takes the next letter of every worker, which ask for the same, in any order of arrival
-      FORWARD    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail on them
-      LOSS       each worker's loss, over all of its micro-batches together: as one process would compute it
-      BACKWARD   one backward through all of it; each activation's gradient goes back as soon as it is there
+    the main thread             takes the next letter of every worker, which ask for the same, in
+                                any order of arrival
+      FORWARD    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail
+                 on them
+      LOSS       each worker's loss, over all of its micro-batches together: as one process would
+                 compute it
+      BACKWARD   one backward through all of it; each activation's gradient goes back as soon as it
+                 is there
       STEP …     what one process would do, with this process's own optimizer
 
-Several tail hosts are an ordinary job of Shoal among themselves: each has the rows of its workers, their layers are
-served by the plan's strategies. So whatever one of them does all do, in the same order, as workers do.
-Guarded by tests/equivalence/test_stage.py.
+Several tail hosts are an ordinary job of Shoal among themselves: each has the rows of its workers,
+their layers are served by the plan's strategies. So whatever one of them does all do, in the same
+order, as workers do. Guarded by tests/equivalence/test_stage.py.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ class Opening:
     modules: tuple[str, ...]
     micro_batches: int
     joined: bool
-    shared: Mapping[str, str]  # by layer, in the order in which gradients come, how they share it: "sliced:direct"
+    # by layer, in the order in which gradients come, how they share it: "sliced:direct"
+    shared: Mapping[str, str]
 
 
 @final
@@ -119,7 +124,8 @@ class Tail:
         if not run.waiting:
             if self._hosts == 1:
                 return
-            like, its = run.passes[0].taken, run.passes[0].blocks[0]  # others may have rows, and all of them are called
+            # others may have rows, and all of them are called
+            like, its = run.passes[0].taken, run.passes[0].blocks[0]
             block = Block(self._workers[0], first.index, 0, its.back)
             run.waiting = [(block, like.detach().new_empty(0, *like.shape[1:]))]
         groups = run.alike()
@@ -134,15 +140,20 @@ class Tail:
                 blocks, tensors = map(list, zip(*same, strict=True))
                 taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
                 taken.requires_grad_(of_gradients and any(block.back for block in blocks))
-                put_out = self._runs(taken.clone() if taken.requires_grad else taken)  # it may begin in place
+                # it may begin in place
+                put_out = self._runs(taken.clone() if taken.requires_grad else taken)
                 run.passes.append(Pass(blocks, taken, put_out))
 
     def _set(self, its_modes: Modes) -> None:
         every = modules_of(self._modules, self._loss_fn)
-        for module, training, settings in zip(every, its_modes.training, its_modes.settings, strict=True):
+        for module, training, settings in zip(
+            every, its_modes.training, its_modes.settings, strict=True
+        ):
             module.training = training
             vars(module).update(settings or {})
-        for parameter, trainable in zip(self._parameters.values(), its_modes.trainable, strict=True):
+        for parameter, trainable in zip(
+            self._parameters.values(), its_modes.trainable, strict=True
+        ):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
@@ -155,7 +166,9 @@ class Tail:
                 for block, part in each.outputs(each.put_out.detach())
                 if block.worker == worker
             ]
-            run.whole[worker] = torch.cat(parts).requires_grad_(any(each.put_out.requires_grad for each in run.passes))
+            run.whole[worker] = torch.cat(parts).requires_grad_(
+                any(each.put_out.requires_grad for each in run.passes)
+            )
         return run.whole[worker]
 
     def _output(self, asked: dict[int, Letter]) -> None:
@@ -178,19 +191,28 @@ class Tail:
         run = self._forwards[asked[self._workers[0]].run]
         cleared, wanted, _, _ = asked[self._workers[0]].content
         self._clear(cleared)
-        share = self._hosts / self._comm.workers  # gradients are the mean over workers, of which this host has some
+        # gradients are the mean over workers, of which this host has some
+        share = self._hosts / self._comm.workers
         for worker, letter in asked.items():
             *_, weight, slopes = letter.content
             losses = [run.losses[worker][number] for number in slopes]
             torch.autograd.backward(losses, [slope * (weight * share) for slope in slopes.values()])
         grads = {worker: iter(self._slopes(run, worker)) for worker in self._workers}
-        slopes = [torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes]
-        live = [(each, slope) for each, slope in zip(run.passes, slopes, strict=True) if each.put_out.requires_grad]
+        slopes = [
+            torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes
+        ]
+        live = [
+            (each, slope)
+            for each, slope in zip(run.passes, slopes, strict=True)
+            if each.put_out.requires_grad
+        ]
         waiting = [each for each in run.passes if each.taken.requires_grad]
         there: dict[int, Tensor] = {}
 
         def ready(its: Pass, grad: Tensor) -> None:
-            """The gradient of a pass's input has come; they go in the order in which workers wait for them."""
+            """The gradient of a pass's input has come; they go in the order in which workers wait
+            for them.
+            """
             there[id(its)] = grad / share
             while waiting and id(waiting[-1]) in there:
                 each = waiting.pop()
@@ -202,7 +224,11 @@ class Tail:
         into: list[Tensor] = [parameter for parameter, its in parameters if its]
         into += [each.taken for each in waiting if each.put_out.requires_grad]
         if into and live:
-            every = all(its for p, its in zip(self._parameters.values(), wanted, strict=True) if p.requires_grad)
+            every = all(
+                its
+                for p, its in zip(self._parameters.values(), wanted, strict=True)
+                if p.requires_grad
+            )
             outputs, their_slopes = zip(*live, strict=True)
             put_out = [each.put_out for each in outputs]
             torch.autograd.backward(put_out, list(their_slopes), inputs=None if every else into)
@@ -216,17 +242,25 @@ class Tail:
         whole = self._whole(run, worker)
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
         rows = [
-            len(part) for each in run.passes for block, part in each.outputs(each.put_out) if block.worker == worker
+            len(part)
+            for each in run.passes
+            for block, part in each.outputs(each.put_out)
+            if block.worker == worker
         ]
         return list(grad.split(rows))
 
     def _send_back(self, its: Pass, grad: Tensor) -> None:
         """The gradient of a pass's input to the workers, the last micro-batch first."""
         parts = grad.split([block.rows for block in its.blocks])
-        for block, part in sorted(zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index):
+        for block, part in sorted(
+            zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index
+        ):
             if block.back and block.rows:
                 part = part.contiguous()
-                self._note(f"gradient of micro-batch {block.index} to rank {block.worker}", time.perf_counter())
+                self._note(
+                    f"gradient of micro-batch {block.index} to rank {block.worker}",
+                    time.perf_counter(),
+                )
                 self._under_way.append((self._comm.send(part, block.worker), part))
 
     def _clear(self, cleared: Sequence[bool]) -> None:
@@ -246,7 +280,8 @@ class Tail:
 
     def _regroup(self, number: int, groups: Groups) -> None:
         self._optimizers[number].param_groups[:] = [
-            {**settings, "params": [self._parameters[name] for name in names]} for settings, names in groups
+            {**settings, "params": [self._parameters[name] for name in names]}
+            for settings, names in groups
         ]
 
     def _read(self, asked: dict[int, Letter]) -> None:
@@ -270,7 +305,10 @@ class Tail:
         """A gradient that workers have found without the tail: the mean of all of theirs."""
         name, cleared, _ = asked[self._workers[0]].content
         self._clear(cleared)
-        mean = torch.stack([letter.content[2] for letter in asked.values()]).sum(0) / self._comm.workers
+        mean = (
+            torch.stack([letter.content[2] for letter in asked.values()]).sum(0)
+            / self._comm.workers
+        )
         if self._hosts > 1:
             self._among.all_reduce(mean)
         parameter = self._parameters[name]
@@ -313,7 +351,9 @@ class Tail:
     def _state(self, number: int) -> dict[str, Any]:
         """What optimizer `number` has of every parameter, in one-process form."""
         state = self._optimizers[number].state_dict()["state"]
-        return {name: state[place] for place, name in enumerate(self._held(number)) if place in state}
+        return {
+            name: state[place] for place, name in enumerate(self._held(number)) if place in state
+        }
 
     def _take_state(self, number: int, states: Mapping[str, Any]) -> None:
         whole = self._optimizers[number].state_dict()
@@ -326,7 +366,9 @@ class Tail:
     def _held(self, number: int) -> list[str]:
         """Names of an optimizer's parameters, in their order."""
         names = {parameter: name for name, parameter in self._parameters.items()}
-        return [names[p] for group in self._optimizers[number].param_groups for p in group["params"]]
+        return [
+            names[p] for group in self._optimizers[number].param_groups for p in group["params"]
+        ]
 
 
 def _autocast(state: tuple[bool, torch.dtype]) -> Any:
@@ -381,16 +423,24 @@ def _made(
         for optimizer in optimizers:
             extend(optimizer)
     else:
-        attach(session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False)
-    return Tail(hosts, session.comm, list(modules.values()), tail, loss_fn, optimizers, parameters, opening)
+        attach(
+            session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False
+        )
+    return Tail(
+        hosts, session.comm, list(modules.values()), tail, loss_fn, optimizers, parameters, opening
+    )
 
 
 def _plan(tail: nn.Module, opening: Opening, hosts: int) -> Plan:
     """How tail hosts share the layers among themselves, where these have names of their own."""
 
     def inside(layer: str) -> str:
-        module = next(name for name in opening.modules if layer == name or layer.startswith(f"{name}."))
+        module = next(
+            name for name in opening.modules if layer == name or layer.startswith(f"{name}.")
+        )
         return f"{opening.modules.index(module)}{layer[len(module) :]}"
 
-    choices = [Choice(inside(layer), *how.partition(":")[::2]) for layer, how in opening.shared.items()]
+    choices = [
+        Choice(inside(layer), *how.partition(":")[::2]) for layer, how in opening.shared.items()
+    ]
     return Plan(hosts, model_digest(tail), tuple(choices), bucket_bytes=4 << 20, lanes=3)

@@ -1,10 +1,13 @@
-"""Tables: rows that servers keep whole, and give and change as workers ask (comm/tables.py has what these say).
+"""Tables: rows that servers keep whole, and give and change as workers ask (comm/tables.py has what
+these say).
 
     each worker has a thread here, for all tables of a model:
-      PULL          wait until the worker's steps have been applied, but for as many as it may be ahead; its rows
+      PULL          wait until the worker's steps have been applied, but for as many as it may be
+                    ahead; its rows
       PUSH          keep ids and gradients, as they come
-      STEP          when all workers have made it: add up what they have kept, in the order of the ranks; one dense
-                    update by a copy of the optimizer, as in one process, where momentum moves rows nobody looked up
+      STEP          when all workers have made it: add up what they have kept, in the order of the
+                    ranks; one dense update by a copy of the optimizer, as in one process, where
+                    momentum moves rows nobody looked up
       READ, WRITE, …of gradients, and changes of values: when all workers have asked
 
 Without a bound on the staleness each step is an update of its own, as it comes.
@@ -69,7 +72,8 @@ class ServedTables:
         self._in_step = staleness == 0
         index, servers = comm.rank - comm.workers, comm.size - comm.workers
         self._tables = [
-            _Table(form, cut_sizes(form.rows, servers)[index], comm.workers, optimizers, staleness) for form in forms
+            _Table(form, cut_sizes(form.rows, servers)[index], comm.workers, optimizers, staleness)
+            for form in forms
         ]
         answering = Answering()
         self.check, self.finish, self.close = answering.check, answering.finish, answering.close
@@ -116,7 +120,9 @@ class ServedTables:
                         comm.send(tensor, worker).wait()
                 case Ask.WRITE:
                     rows = receive(len(table.weight), width, dtype=dtype) if count else None
-                    table.together(worker, f"write {_WHAT[more]}", rows, partial(table.write, more), check)
+                    table.together(
+                        worker, f"write {_WHAT[more]}", rows, partial(table.write, more), check
+                    )
                 case Ask.CALL:
                     name, args = unpickled(receive(more, dtype=torch.uint8))
                     answer = table.call(worker, name, args, check)
@@ -127,8 +133,10 @@ class ServedTables:
 
 
 _Pushed = list[tuple[Tensor, Tensor]]  # ids, which are different, and gradients of their rows
-_Work = tuple[int, Mapping[str, Any], Mapping[str, Any]]  # which optimizer, the group's settings, its attributes
-_Brought = tuple[_Pushed | None, _Work | None]  # to a step: None where it has no gradient, or lets others speak
+# which optimizer, the group's settings, its attributes
+_Work = tuple[int, Mapping[str, Any], Mapping[str, Any]]
+# to a step: None where it has no gradient, or lets others speak
+_Brought = tuple[_Pushed | None, _Work | None]
 
 
 @dataclass
@@ -157,7 +165,8 @@ class _Table:
         self.clocks: Clocks[_Brought] = Clocks(workers, staleness)
         self._name = form.name
         self._copies = [made(*each) for each in optimizers]
-        self._pushed: dict[int, _Pushed | None] = dict.fromkeys(range(workers))  # None: it has no gradient
+        # None: it has no gradient
+        self._pushed: dict[int, _Pushed | None] = dict.fromkeys(range(workers))
         self._dense: Tensor | None = None  # zeros, but within an update
         self._meeting = _Meeting()
 
@@ -172,7 +181,8 @@ class _Table:
         """Keep a worker's gradients, beside those that it has brought since it had none."""
         with self.clocks.moved:
             brought = [*(self._pushed[worker] or ()), (ids, rows)]
-            if sum(len(its) for its, _ in brought) > len(self.weight):  # never more than a table of them
+            # never more than a table of them
+            if sum(len(its) for its, _ in brought) > len(self.weight):
                 brought = [_folded(brought)]
             self._pushed[worker] = brought
 
@@ -196,7 +206,9 @@ class _Table:
     def read(self, worker: int, what: int, check: Callable[[], None]) -> list[Tensor]:
         """All values, or whether there are gradients and, where there are, these."""
         if what == GRADIENTS:
-            found: list[Tensor] = self.together(worker, "read gradients", None, lambda _: self._gradients(), check)
+            found: list[Tensor] = self.together(
+                worker, "read gradients", None, lambda _: self._gradients(), check
+            )
             return found
         with self.clocks.moved:
             self._wait(worker, check)
@@ -206,7 +218,10 @@ class _Table:
         """Take these values, or these gradients instead of what workers have brought."""
         if what == GRADIENTS:
             first, *others = sorted(self.clocks.workers)
-            self._pushed |= {first: [(torch.arange(len(rows)), rows)], **{worker: [] for worker in others}}
+            self._pushed |= {
+                first: [(torch.arange(len(rows)), rows)],
+                **{worker: [] for worker in others},
+            }
         else:
             self.weight.detach().copy_(rows)
 
@@ -223,8 +238,17 @@ class _Table:
         }  # of the last argument
         return self.together(worker, what, args[-1], parts[what], check)
 
-    def together(self, worker: int, what: str, given: Any, do: Callable[[Any], Any], check: Callable[[], None]) -> Any:
-        """Do something once, when every worker has asked for it, with what the first of them gives; its result."""
+    def together(
+        self,
+        worker: int,
+        what: str,
+        given: Any,
+        do: Callable[[Any], Any],
+        check: Callable[[], None],
+    ) -> Any:
+        """Do something once, when every worker has asked for it, with what the first of them gives;
+        its result.
+        """
         with self.clocks.moved:
             self._wait(worker, check)
             meeting = self._meeting
@@ -238,7 +262,8 @@ class _Table:
             while meeting.number == number:
                 if ended := self._pushed.keys() - self.clocks.workers:
                     raise RanksDiffer(
-                        f"rank {min(ended)} has ended, but rank {worker} asks for {what!r} of table {self._name}",
+                        f"rank {min(ended)} has ended, but rank {worker} asks for {what!r} of "
+                        f"table {self._name}",
                         do=_ALIKE,
                         rank=min(ended),
                     )
@@ -251,13 +276,16 @@ class _Table:
             return result
 
     def _wait(self, worker: int, check: Callable[[], None]) -> None:
-        """Wait until a worker may go on; not for one that waits itself until all ask for the same."""
+        """Wait until a worker may go on; not for one that waits itself until all ask for the
+        same.
+        """
 
         def check_meeting() -> None:
             check()
             for other in self.clocks.slowest() & self._meeting.asked.keys():
                 raise RanksDiffer(
-                    f"rank {other} asks for {self._meeting.asked[other][0]!r} of table {self._name}, and rank {worker} "
+                    f"rank {other} asks for {self._meeting.asked[other][0]!r} of table "
+                    f"{self._name}, and rank {worker} "
                     f"went on without",
                     do=_ALIKE,
                     rank=other,
@@ -270,7 +298,8 @@ class _Table:
             first = meeting.asked[min(meeting.asked)][0]
             if what != first:
                 raise RanksDiffer(
-                    f"rank {worker} wants another thing of table {self._name} than rank {min(meeting.asked)}",
+                    f"rank {worker} wants another thing of table {self._name} than rank "
+                    f"{min(meeting.asked)}",
                     got=f"{what}, {first}",
                     do=_ALIKE,
                     rank=worker,

@@ -1,7 +1,10 @@
-"""Hooks on a parallelised model: they see forward begin and end, count its rows, and put the border around it.
+"""Hooks on a parallelised model: they see forward begin and end, count its rows, and put the border
+around it.
 
-    before forward   this rank's rows are counted, unless gradients are off: evaluation on one rank is free
-    after forward    the output goes over the border, where backward opens the engine's round and is weighed
+    before forward   this rank's rows are counted, unless gradients are off: evaluation on one rank
+                     is free
+    after forward    the output goes over the border, where backward opens the engine's round and is
+                     weighed
     with count=      the loss goes over it instead, since only there output and target meet
 
 A deep copy or a pickle of the model takes none of this along: it is an ordinary model.
@@ -87,7 +90,9 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 @final
 class _BeforeCompiled(_StaysBehind):
-    """Waits for the parameters of compiled blocks, which are compiled for parameters that are there."""
+    """Waits for the parameters of compiled blocks, which are compiled for parameters that are
+    there.
+    """
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
@@ -102,7 +107,9 @@ class _BeforeCompiled(_StaysBehind):
 
 @final
 class _Before(_StaysBehind):
-    """Makes the weights, and keeps each running call's own: a model that calls itself is weighed outside only."""
+    """Makes the weights, and keeps each running call's own: a model that calls itself is weighed
+    outside only.
+    """
 
     def __init__(self, border: Border, weigher: Weigher) -> None:
         self._border, self._weigher = border, weigher
@@ -111,7 +118,9 @@ class _Before(_StaysBehind):
     @property
     def _running(self) -> list[tuple[FrameType, Weight | None]]:
         """The calls of this thread, each by the frame that makes it."""
-        running: list[tuple[FrameType, Weight | None]] = self._of_thread.__dict__.setdefault("running", [])
+        running: list[tuple[FrameType, Weight | None]] = self._of_thread.__dict__.setdefault(
+            "running", []
+        )
         return running
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,7 +128,11 @@ class _Before(_StaysBehind):
         while self._running and not _is_under(caller, self._running[-1][0]):
             self._running.pop()  # that call was broken off (Ctrl-C), for which torch calls no hooks
         self._running.append((caller, None))
-        if len(self._running) > 1 or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if (
+            len(self._running) > 1
+            or not torch.is_grad_enabled()
+            or torch._C._are_functorch_transforms_active()
+        ):
             return None
         self._border.check()
         weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
@@ -144,7 +157,9 @@ class _After(_StaysBehind):
     def __init__(self, border: Border, before: _Before) -> None:
         self._border, self._before = border, before
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         weight = self._before.ended()
         return None if weight is None else self._border.outward(output, weight)
 
@@ -153,14 +168,21 @@ class _After(_StaysBehind):
 class _Counted:
     """Weighs a loss by its own count of terms."""
 
-    def __init__(self, border: Border, weigher: Weigher, count: Count, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, border: Border, weigher: Weigher, count: Count, loss_fn: Callable[..., Any] | None
+    ) -> None:
         self._border, self._weigher, self._count = border, weigher, count
-        self._names = _argument_names(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+        self._names = _argument_names(
+            loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+        )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
         if not torch.is_grad_enabled():
             return loss
-        by_name = sorted(kwargs, key=lambda name: self._names.index(name) if name in self._names else len(self._names))
+        by_name = sorted(
+            kwargs,
+            key=lambda name: self._names.index(name) if name in self._names else len(self._names),
+        )
         output, target = (*args, *(kwargs[name] for name in by_name), None)[:2]
         return self.weigh(output, target, loss)
 
@@ -185,7 +207,9 @@ class _CountedLoss(_StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any
+    ) -> Any:
         return self._counted(args, kwargs, loss)
 
 
@@ -194,8 +218,12 @@ class _CountedModel(_StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         if not torch.is_grad_enabled():
             return None
-        called_with = kwargs if not args else (args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        called_with = (
+            kwargs if not args else (args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        )
         return self._counted.weigh(output, called_with, output)

@@ -1,17 +1,18 @@
 """Uneven rows: how much each rank's loss weighs in the global mean.
 
-The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of ΣK weighs K·P/ΣK.
-With equal counts nothing is multiplied. Who knows ΣK, and when:
+The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of
+ΣK weighs K·P/ΣK. With equal counts nothing is multiplied. Who knows ΣK, and when:
 
-    share    mostly nobody asks: the model is called once until backward. What is sent is multiplied by K ÷ (what was
-             usual in the first forward) and divided by the mean of the ranks' shares, which goes with it
-             (strategies/landing.py). Nobody waits, and where all have the usual number nothing is multiplied
-    weight   where several calls meet in what is sent, layers are cut, or `count=` weighs the loss but nothing that is
-             added to it, counts cross the network beside forward (32 bytes to each peer), and the gradient is
-             multiplied where backward enters the model (border.py)
+    share    mostly nobody asks: the model is called once until backward. What is sent is multiplied
+             by K ÷ (what was usual in the first forward) and divided by the mean of the ranks'
+             shares, which goes with it (strategies/landing.py). Nobody waits, and where all have
+             the usual number nothing is multiplied
+    weight   where several calls meet in what is sent, layers are cut, or `count=` weighs the loss
+             but nothing that is added to it, counts cross the network beside forward (32 bytes to
+             each peer), and the gradient is multiplied where backward enters the model (border.py)
 
-The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a mistake that nothing
-else would show.
+The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a
+mistake that nothing else would show.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ from shoal.runtime.lanes import Errand, Lane
 
 OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
 DEPTH = 3  # objects within objects
-_Asked = tuple[Errand | None, list[Tensor]]  # what is under way, and where it puts what the ranks say
+# what is under way, and where it puts what the ranks say
+_Asked = tuple[Errand | None, list[Tensor]]
 
 
 @final
 class Weigher:
-    """Counts rows, and exchanges the counts over a channel of its own; without one, every rank weighs the same."""
+    """Counts rows, and exchanges the counts over a channel of its own; without one, every rank
+    weighs the same.
+    """
 
     def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
         self._comm, self._alike = comm, inputs_alike
@@ -47,7 +51,8 @@ class Weigher:
         self._usual = 1.0  # rows of the rank that has most of them in the first forward
 
     def weight(self, count: float, batch: Any = None) -> Weight:
-        """The weight of this rank's count; the first also looks whether batches (anything with tensors) differ.
+        """The weight of this rank's count; the first also looks whether batches (anything with
+        tensors) differ.
 
         Raises:
             RanksDiffer: every rank was fed the same batch.
@@ -60,15 +65,19 @@ class Weigher:
         digest = _digest(batch) if first and _tensors(batch) else (0, 0)
         mine = torch.tensor([count, self._asked, *digest], dtype=torch.float64, device="cpu")
         self._asked += 1
-        weight = Weight(count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts")
+        weight = Weight(
+            count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts"
+        )
         if first:
             self._usual = weight.usual = max(weight.counts()) or 1.0
             if not self._alike and weight.same_batch():
                 raise RanksDiffer(
-                    f"all {self._comm.size} ranks were fed the same batch, so every rank would compute the same "
+                    f"all {self._comm.size} ranks were fed the same batch, so every rank would "
+                    "compute the same "
                     "gradients",
                     where="the first forward",
-                    do="wrap the loader on every rank: loader = shoal.shard(loader); or, where inputs are the same on "
+                    do="wrap the loader on every rank: loader = shoal.shard(loader); or, where "
+                    "inputs are the same on "
                     "purpose, give parallelize samples whose targets differ",
                 )
         return weight
@@ -91,7 +100,8 @@ class Weigher:
 
 @final
 class Weight:
-    """This rank's weight in the global mean: its share, at once; or, once every rank's count has come, all of it.
+    """This rank's weight in the global mean: its share, at once; or, once every rank's count has
+    come, all of it.
 
     Args:
         count: its rows, or terms of its loss.
@@ -101,7 +111,9 @@ class Weight:
         where: what the messages call it.
     """
 
-    def __init__(self, count: float, usual: float, ask: Callable[[], _Asked], rank: int, where: str) -> None:
+    def __init__(
+        self, count: float, usual: float, ask: Callable[[], _Asked], rank: int, where: str
+    ) -> None:
         self.usual = usual
         self._count, self._ask, self._rank, self._where = count, ask, rank, where
         self._asked: _Asked | None = None
@@ -112,7 +124,9 @@ class Weight:
         return self._count / self.usual
 
     def ask(self) -> None:
-        """Start the exchange of counts, if it was not: on every rank, of the same weights in the same order."""
+        """Start the exchange of counts, if it was not: on every rank, of the same weights in the
+        same order.
+        """
         if self._asked is None:
             self._asked = self._ask()
 
@@ -124,7 +138,8 @@ class Weight:
         return counts[self._rank] * len(counts) / sum(counts)
 
     def over(self, other: Weight) -> float | None:
-        """This weight, where that of `other` comes on top; None where there is nothing to multiply. Waits for both.
+        """This weight, where that of `other` comes on top; None where there is nothing to multiply.
+        Waits for both.
 
         Raises:
             UsageError: the other is 0.
@@ -133,10 +148,13 @@ class Weight:
         mine, its = self.value(), other.value()
         if its == 0:
             raise UsageError(
-                "one backward has gradients of two calls of the model, and this rank had no rows in the later call",
+                "one backward has gradients of two calls of the model, and this rank had no rows "
+                "in the later call",
                 do="call backward once for each call of the model, or give every rank rows",
             )
-        return None if mine == its else (1.0 if mine is None else mine) / (1.0 if its is None else its)
+        return (
+            None if mine == its else (1.0 if mine is None else mine) / (1.0 if its is None else its)
+        )
 
     def counts(self) -> list[float]:
         """Every rank's count. Waits for them.
@@ -172,23 +190,31 @@ def _nobody() -> _Asked:
 
 
 def rows(batch: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor that has one (1 where there is none)."""
+    """Rows of a batch: the first dimension of its first tensor that has one (1 where there is
+    none).
+    """
     return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
 
 
 def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
-    """Whether the ranks' samples have the same inputs, as of one grid, for targets that differ (a collective)."""
+    """Whether the ranks' samples have the same inputs, as of one grid, for targets that differ (a
+    collective).
+    """
     inputs, targets = zip(*comm.gather_objects((_digest(x), _digest(y))), strict=True)
     return len(set(inputs)) == 1 < len(set(targets))
 
 
 def warn_of_rows(x: Any, y: Any) -> None:
-    """Warn where the rows of x seem to be none of the target's: the mean is over those, and the weight by these."""
+    """Warn where the rows of x seem to be none of the target's: the mean is over those, and the
+    weight by these.
+    """
     of_input, of_target = rows(x), rows(y)
     if any(leaf.dim() for leaf in _tensors(y)) and of_input and of_target % of_input:
         warnings.warn(
-            f"the first dimension of x is {of_input} and of y {of_target}: a rank's loss is weighed by x's; where "
-            "ranks' batches may be of unlike size, say what the loss is a mean over: count=lambda output, y: len(y)",
+            f"the first dimension of x is {of_input} and of y {of_target}: a rank's loss is "
+            "weighed by x's; where "
+            "ranks' batches may be of unlike size, say what the loss is a mean over: count=lambda "
+            "output, y: len(y)",
             stacklevel=3,
         )
 
@@ -201,7 +227,11 @@ def _tensors(batch: Any) -> list[Tensor]:
         leaves = [leaf for value in level for leaf in pytree.tree_leaves(value)]
         if found := [leaf for leaf in leaves if isinstance(leaf, Tensor)]:
             return found
-        objects = {id(leaf): leaf for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE)}
+        objects = {
+            id(leaf): leaf
+            for leaf in leaves
+            if hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE)
+        }
         level = [vars(leaf) for number, leaf in objects.items() if number not in seen]
         seen |= objects.keys()
     return []

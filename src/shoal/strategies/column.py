@@ -1,12 +1,15 @@
 """Column: each rank has N/P of a layer's outputs, and computes them for the rows of all ranks.
 
     forward     gather x: K·M·s·(P−1) sent          give the rows their columns: K·N·s·(P−1)/P
-    backward    get their columns' dy: as much      give dx back, summed where the rows are: K·M·s·(P−1)
+    backward    get their columns' dy: as much      give dx back, summed where the rows are:
+                                                    K·M·s·(P−1)
 
-A rank sends 2·K·(M·(P−1) + N·(P−1)/P)·s in a step, on the critical path, instead of 2·M·N·s·(P−1)/P that may hide;
-weight, gradient, update and optimizer state are divided by P. dx is not computed where x takes no gradient. Of a
-convolution the outputs are its channels; a sample's K·M is then all of its input, and K·N all of its output.
-Reference: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014, section 4; Shoeybi et
+A rank sends 2·K·(M·(P−1) + N·(P−1)/P)·s in a step, on the critical path, instead of 2·M·N·s·(P−1)/P
+that may hide; weight, gradient, update and optimizer state are divided by P. dx is not computed
+where x takes no gradient. Of a convolution the outputs are its channels; a sample's K·M is then all
+of its input, and K·N all of its output.
+Reference: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
+section 4; Shoeybi et
 al., "Megatron-LM", 2019, section 3.
 """
 
@@ -29,7 +32,9 @@ class Column(ByOutputs):
 
     name = "column"
 
-    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def leave(
+        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+    ) -> Tensor:
         return rows.to_rows(product, widths, scale=1 / len(widths)).view(*shape)
 
     def moved(

@@ -1,15 +1,19 @@
 """Layers cut over the ranks: what `column`, `row`, pairs and `head` share.
 
-    1  forward    80 bytes tell each peer the number of rows; rows (or columns of them) come from all ranks
-    2             the layer on this rank's part of the weight, for the rows of all ranks; in chunks, as they come
+    1  forward    80 bytes tell each peer the number of rows; rows (or columns of them) come from
+                  all ranks
+    2             the layer on this rank's part of the weight, for the rows of all ranks; in chunks,
+                  as they come
     3             what came out goes to the ranks whose rows they are
-    4  backward   the same way back; the weight's gradient stays where the weight is, and is the global mean at once
+    4  backward   the same way back; the weight's gradient stays where the weight is, and is the
+                  global mean at once
 
-The moves are autograd's (comm/boundary.py); between them it is the layer's own function, or for nn.Linear one that does
-the same, so autocast, hooks on modules and checkpointing work as ever. Parameters, their gradients and the optimizer's
-state are divided by P (core/cut.py).
-Main threads wait for these moves. What a linear layer's rows take on their way in hides under its own products: that of
-one chunk under the sending of the next, and in backward, where they go back, that of the weight's gradient.
+The moves are autograd's (comm/boundary.py); between them it is the layer's own function, or for
+nn.Linear one that does the same, so autocast, hooks on modules and checkpointing work as ever.
+Parameters, their gradients and the optimizer's state are divided by P (core/cut.py).
+Main threads wait for these moves. What a linear layer's rows take on their way in hides under its
+own products: that of one chunk under the sending of the next, and in backward, where they go back,
+that of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -38,7 +42,9 @@ _SLOT = "_cut_layer"  # where a served layer keeps what runs it
 
 
 class CutStrategy(Strategy):
-    """Cuts the weight of a layer along one dimension: of an nn.Linear, by outputs also of others (rowwise.py)."""
+    """Cuts the weight of a layer along one dimension: of an nn.Linear, by outputs also of others
+    (rowwise.py).
+    """
 
     cuts = True
     dim: ClassVar[int]  # of the weight: 0 has the outputs, 1 the inputs
@@ -49,8 +55,12 @@ class CutStrategy(Strategy):
         """How rows come to the weight's parts."""
 
     @abstractmethod
-    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Bring the parts' products to the ranks whose rows they are, who have them in that shape."""
+    def leave(
+        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+    ) -> Tensor:
+        """Bring the parts' products to the ranks whose rows they are, who have them in that
+        shape.
+        """
 
     @abstractmethod
     def moved(
@@ -58,24 +68,37 @@ class CutStrategy(Strategy):
     ) -> tuple[list[Traffic], list[Traffic]]:
         """The moves of one forward, and of one backward."""
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
         (layer,) = layers
         ranks = cluster.size
         widths = cut_sizes((layer.outputs, layer.inputs)[self.dim], ranks)
         there, back = self.moved(layer, widths, cluster.topology)
         forward, backward, pace = total(there), total(back), cluster.move_pace
-        part, own_s, all_s = widths[0] / sum(widths), layer.product_s(layer.rows), layer.product_s(ranks * layer.rows)
+        part, own_s, all_s = (
+            widths[0] / sum(widths),
+            layer.product_s(layer.rows),
+            layer.product_s(ranks * layer.rows),
+        )
         taken_anew_s = max(0.0, layer.own_product_s - own_s)  # the memory of the weight's gradient
         products_s = max(0.0, layer.backward_s - taken_anew_s)
         kept = part * all_s / own_s if own_s else 1.0  # of each product,
-        again = part * layer.product_fixed_s / own_s if own_s else 0.0  # and what every further chunk adds to it
+        # and what every further chunk adds to it
+        again = part * layer.product_fixed_s / own_s if own_s else 0.0
         x_s = dx_s = 0.0  # what may hide of their way in, and back
-        chunks, halves = 1, 2 if layer.input_grad else 1  # of backward, x's gradient and the weight's
+        # of backward, x's gradient and the weight's
+        chunks, halves = 1, 2 if layer.input_grad else 1
         if layer.kind == "Linear" and not self.takes_parts:
             chunks = max(1, min(layer.chunks, layer.rows // max(layer.calls, 1)))
-            x_s = there[1].worst * pace.wall.byte_s  # the first does not come before its latency is over
+            # the first does not come before its latency is over
+            x_s = there[1].worst * pace.wall.byte_s
             dx_s = pace.wall.of(back[-1]) if layer.input_grad else 0.0
-        later, more, messages_s = 1 - 1 / chunks, (chunks - 1) * again, (chunks - 1) * pace.cpu.round_s
+        later, more, messages_s = (
+            1 - 1 / chunks,
+            (chunks - 1) * again,
+            (chunks - 1) * pace.cpu.round_s,
+        )
         product_s, half_s = (kept + more) * layer.forward_s, kept * products_s / halves
         return Cost(
             total([forward, backward]),
@@ -92,7 +115,9 @@ class CutStrategy(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         ((name, module),) = place.layers.items()
-        if not isinstance(module, nn.Linear | nn.Conv2d) or (self.dim and type(module) is not nn.Linear):
+        if not isinstance(module, nn.Linear | nn.Conv2d) or (
+            self.dim and type(module) is not nn.Linear
+        ):
             raise TypeError(f"{label}: cannot cut {type(module)}")
         assert place.comm is not None
         weight, bias = (module._parameters.get(leaf) for leaf in ("weight", "bias"))
@@ -101,7 +126,10 @@ class CutStrategy(Strategy):
         widths = cut_sizes(weight.shape[self.dim], place.ranks)
         cut(weight, OverRanks(f"{name}.weight", weight, self.dim, widths, place.comm))
         if bias is not None:
-            cut(bias, OverRanks(f"{name}.bias", bias, 0, cut_sizes(outputs, place.ranks), place.comm))
+            cut(
+                bias,
+                OverRanks(f"{name}.bias", bias, 0, cut_sizes(outputs, place.ranks), place.comm),
+            )
         parts = _Parts(name, self, module, outputs, widths, place)
         module.__class__ = _cut_class(type(module))
         module.__dict__[_SLOT] = parts
@@ -109,7 +137,9 @@ class CutStrategy(Strategy):
 
 
 class ByOutputs(CutStrategy):
-    """Cuts by outputs; what comes out stays cut (comm/cut_output.py), unless `leave` says otherwise."""
+    """Cuts by outputs; what comes out stays cut (comm/cut_output.py), unless `leave` says
+    otherwise.
+    """
 
     dim = 0
 
@@ -125,13 +155,17 @@ class ByOutputs(CutStrategy):
     def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
         return rows.gathered(scale=len(widths))
 
-    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def leave(
+        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+    ) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         return CutOutput.of(product, rows, widths, numbers)
 
 
 def uncut(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
-    """Why a layer cannot be cut along a dimension of that width over ranks that call it together, or None."""
+    """Why a layer cannot be cut along a dimension of that width over ranks that call it together,
+    or None.
+    """
     if layer.calls_vary:
         return "ranks or steps differ in how often they call it, and what is cut is called by all ranks together"
     return refused(layer, width, what, cluster)
@@ -205,18 +239,24 @@ class _Parts:
             if inside is not None:
                 product = F.linear(inside, self.weight, self._added_bias())
             elif self._is_linear:
-                product = linear(flat, self.weight, self._added_bias(), rows.chunks(self._chunks), self._enter)
+                product = linear(
+                    flat, self.weight, self._added_bias(), rows.chunks(self._chunks), self._enter
+                )
             else:
                 product = forward(self._enter(rows)(flat).view(-1, *row))
         place = product.shape[2:]  # of an output, in a convolution
         widths = [width * place.numel() for width in self._widths]
-        return self._strategy.leave(product.flatten(1), rows, widths, (*ahead, self._outputs, *place))
+        return self._strategy.leave(
+            product.flatten(1), rows, widths, (*ahead, self._outputs, *place)
+        )
 
     def _enter(self, rows: Rows) -> Move:
         return self._strategy.enter(rows, self._widths)
 
     def _added_bias(self) -> Tensor | None:
-        """What this rank adds to its product: its bias, with zeros for other ranks' where all outputs are summed."""
+        """What this rank adds to its product: its bias, with zeros for other ranks' where all
+        outputs are summed.
+        """
         if self.bias is None or not self._strategy.dim:
             return self.bias
         start, stop = self._mine
@@ -224,14 +264,17 @@ class _Parts:
 
 
 class _CutLayer(nn.Module):
-    """A layer that is cut over the ranks. Same parameters, names and repr; a copy of it is an ordinary layer."""
+    """A layer that is cut over the ranks. Same parameters, names and repr; a copy of it is an
+    ordinary layer.
+    """
 
     _cut_layer: _Parts | None = None
 
     @torch.compiler.disable
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         parts = self._cut_layer
-        if parts is None or self.weight is not parts.weight or self.bias is not parts.bias:  # by functional_call
+        # by functional_call
+        if parts is None or self.weight is not parts.weight or self.bias is not parts.bias:
             output: Tensor = super().forward(*args, **kwargs)
             return output
         (x,) = (*args, *kwargs.values())  # or it would not have been cut

@@ -1,14 +1,18 @@
 """Embedding: each rank has V/P rows of a table, and gives the others those that they ask for.
 
-    forward     1  80 bytes tell each peer how many of its rows are wanted; each id once: 8 bytes to the row's rank
+    forward     1  80 bytes tell each peer how many of its rows are wanted; each id once: 8 bytes to
+                   the row's rank
                 2  the rows come back: D·s each, to be spread over the ids
-    backward    3  each row's gradients, added up, go to its rank: D·s; they become the dense gradient of its part
+    backward    3  each row's gradients, added up, go to its rank: D·s; they become the dense
+                   gradient of its part
 
-With U different ids a rank sends about U·(8 + 2·D·s)·(P−1)/P, a function of the ids, instead of 2·V·D·s·(P−1)/P;
-table, gradient, update and optimizer state are divided by P. The gradient is dense, as in one process: momentum moves
-rows that nobody looked up. It lies in a buffer of its own, of which a step writes the rows that it touches. Main
+With U different ids a rank sends about U·(8 + 2·D·s)·(P−1)/P, a function of the ids, instead of
+2·V·D·s·(P−1)/P; table, gradient, update and optimizer state are divided by P. The gradient is
+dense, as in one process: momentum moves rows that nobody looked up. It lies in a buffer of its own,
+of which a step writes the rows that it touches. Main
 threads wait for these messages: they hide under nothing.
-Reference: Naumov et al., "Deep Learning Recommendation Model", 2019, section 4 (tables over ranks, all-to-all).
+Reference: Naumov et al., "Deep Learning Recommendation Model", 2019, section 4 (tables over ranks,
+all-to-all).
 """
 
 from __future__ import annotations
@@ -47,11 +51,14 @@ class EmbeddingRows(Strategy):
             return f"it serves nn.Embedding, and this is a {layer.kind}"
         return uncut(layer, layer.inputs, "rows", cluster)
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
         (layer,) = layers
         sizes, topology = cut_sizes(layer.inputs, cluster.size), cluster.topology
         row_bytes = layer.outputs * layer.parameters[0].itemsize
-        of_rank = [layer.distinct * size / layer.inputs for size in sizes]  # ids, taken to be anywhere in the table
+        # ids, taken to be anywhere in the table
+        of_rank = [layer.distinct * size / layer.inputs for size in sizes]
         ids = move(topology, lambda source, to: of_rank[to] * _ID_BYTES)
         rows = move(topology, lambda source, to: of_rank[source] * row_bytes)
         slopes = move(topology, lambda source, to: of_rank[to] * row_bytes)
@@ -60,7 +67,8 @@ class EmbeddingRows(Strategy):
         return Cost(
             total([forward, slopes]),
             cluster.move_pace,
-            backward_s=-min(layer.own_product_s, layer.backward_s) + layer.product_s_per_row * layer.rows,
+            backward_s=-min(layer.own_product_s, layer.backward_s)
+            + layer.product_s_per_row * layer.rows,
             memory_bytes=part * layer.nbytes,
             awaited=(forward, slopes),
             held=part,
@@ -95,7 +103,8 @@ class _Table:
     def look_up(self, ids: Tensor) -> Tensor:
         """The rows of these ids."""
         comm, starts = self._comm, self._starts
-        distinct, place = torch.unique(ids.long(), return_inverse=True)  # ascending: each rank's together
+        # ascending: each rank's together
+        distinct, place = torch.unique(ids.long(), return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._rows:
             raise IndexError(f"an id is not one of the table's {self._rows} rows")
         ends = torch.searchsorted(distinct, torch.tensor(starts, device=ids.device))
@@ -121,7 +130,9 @@ class _Table:
             self._version = target._version
 
     def _cleared(self) -> Tensor:
-        """A dense gradient of zeros: the last one, if it is not in use, where only the rows it has are cleared."""
+        """A dense gradient of zeros: the last one, if it is not in use, where only the rows it has
+        are cleared.
+        """
         buffer = self._cut.buffer
         if buffer is None:
             buffer = self._cut.buffer = torch.zeros_like(part_of(self.weight))
@@ -138,9 +149,11 @@ class _Table:
 
 
 def is_written(dense: Tensor) -> bool:
-    """Whether somebody has written over a gradient that should be zeros, as optimizers that write through `.data` do.
+    """Whether somebody has written over a gradient that should be zeros, as optimizers that write
+    through `.data` do.
 
-    That leaves no version behind, so some rows are looked at: such an optimizer writes over all of them.
+    That leaves no version behind, so some rows are looked at: such an optimizer writes over all of
+    them.
     """
     return bool(dense[:: max(1, len(dense) // _LOOKED_AT)].any())
 
@@ -177,7 +190,9 @@ def run_by(module: nn.Embedding, table: Table) -> None:
 
 
 class CutEmbedding(nn.Embedding):
-    """An nn.Embedding whose rows are elsewhere. Same parameters, names and repr; a copy of it is an ordinary one."""
+    """An nn.Embedding whose rows are elsewhere. Same parameters, names and repr; a copy of it is an
+    ordinary one.
+    """
 
     _cut_embedding: Table | None = None
 

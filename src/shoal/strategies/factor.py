@@ -1,16 +1,20 @@
 """Factor: send what the gradient is made of, (x, dy), and build dW = Σ dyᵀx on every rank.
 
-For a layer of M inputs and N outputs seen by K rows a rank, each rank sends K·(M+N)·s·(P−1) bytes instead of
-2·M·N·s·(P−1)/P: fewer iff K < 2MN / (P(M+N)). The price is that every rank multiplies all P·K rows. An embedding is
-the same with row ids in place of x: K·(D·s+8)·(P−1).
+For a layer of M inputs and N outputs seen by K rows a rank, each rank sends K·(M+N)·s·(P−1) bytes
+instead of 2·M·N·s·(P−1)/P: fewer iff K < 2MN / (P(M+N)). The price is that every rank multiplies
+all P·K rows. An embedding is the same with row ids in place of x: K·(D·s+8)·(P−1).
 
-    1  forward      the layer keeps x                         (FactorLinear, FactorEmbedding: the layer's new class)
+    1  forward      the layer keeps x                         (FactorLinear, FactorEmbedding: the
+                                                              layer's new class)
     2  backward     dx as always; (x, dy) is kept for the lane instead of multiplied
-    3  on a lane    16 bytes tell each peer rows and share; x and dy of all ranks are gathered, in rank order
-    4  on a lane    one product over all rows gives the global mean gradient, the same bits wherever the libraries agree
+    3  on a lane    16 bytes tell each peer rows and share; x and dy of all ranks are gathered, in
+                    rank order
+    4  on a lane    one product over all rows gives the global mean gradient, the same bits wherever
+                    the libraries agree
     5  backward ends  `.grad` is that buffer, or has it added
 
-Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015, section 3; Zhang et al.,
+Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015,
+section 3; Zhang et al.,
 "Poseidon", USENIX ATC 2017, section 3.2 (choosing it by layer).
 """
 
@@ -36,7 +40,9 @@ _SLOT = "_factors"  # where a served layer keeps its transfer
 
 @final
 class Factor(Strategy):
-    """Gathers the factors of a linear layer's or an embedding's weight gradient and multiplies them on every rank."""
+    """Gathers the factors of a linear layer's or an embedding's weight gradient and multiplies them
+    on every rank.
+    """
 
     name = "factor"
 
@@ -49,19 +55,24 @@ class Factor(Strategy):
             return "its weight is frozen"
         return None
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
         (layer,) = layers
         ranks, topology = cluster.size, cluster.topology
         message_bytes = layer.rows * self._row_bytes(layer) + _HEADER_BYTES
         sent = message_bytes * (ranks - 1)
-        leaving = tuple(message_bytes * (ranks - len(topology.ranks_on[host])) for host in topology.hosts)
+        leaving = tuple(
+            message_bytes * (ranks - len(topology.ranks_on[host])) for host in topology.hosts
+        )
         itemsize = layer.parameters[0].itemsize
         return Cost(
             Traffic((sent,) * ranks, (sent,) * ranks, rounds=2, leaving=leaving),
             cluster.pace("direct"),  # its gathers are `direct`'s second half
             backward_s=-min(layer.own_product_s, layer.backward_s),
             lane_s=layer.product_s(layer.rows * ranks),
-            memory_bytes=layer.nbytes + ranks * layer.rows * (layer.inputs + layer.outputs) * itemsize,
+            memory_bytes=layer.nbytes
+            + ranks * layer.rows * (layer.inputs + layer.outputs) * itemsize,
         )
 
     def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
@@ -93,7 +104,9 @@ class _LinearFunction(torch.autograd.Function):
     """F.linear whose weight gradient is left to a transfer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transfer: FactorTransfer) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transfer: FactorTransfer
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transfer = transfer
         return F.linear(x, weight, bias)
@@ -123,7 +136,9 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 class FactorLinear(nn.Linear):
-    """An nn.Linear served by `factor`. Same parameters, names and repr; a copy of it is an ordinary linear layer."""
+    """An nn.Linear served by `factor`. Same parameters, names and repr; a copy of it is an ordinary
+    linear layer.
+    """
 
     _factors: FactorTransfer | None = None
 
@@ -142,7 +157,9 @@ class FactorLinear(nn.Linear):
 
 
 class FactorEmbedding(nn.Embedding):
-    """An nn.Embedding served by `factor`. Same parameters, names and repr; a copy of it is an ordinary embedding."""
+    """An nn.Embedding served by `factor`. Same parameters, names and repr; a copy of it is an
+    ordinary embedding.
+    """
 
     _factors: FactorTransfer | None = None
 

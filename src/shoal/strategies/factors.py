@@ -1,4 +1,6 @@
-"""Factors of gradients, from the backward that brings them to the `.grad` that every rank makes of all of them."""
+"""Factors of gradients, from the backward that brings them to the `.grad` that every rank makes of
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from shoal.strategies.landing import at_least, history
 
 
 class Product(ABC):
-    """How a layer's gradients follow from its factors: `left` rows (x, or ids) and `right` rows (dy)."""
+    """How a layer's gradients follow from its factors: `left` rows (x, or ids) and `right` rows
+    (dy).
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -64,16 +68,21 @@ class EmbeddingProduct(Product):
 
 @final
 class FactorTransfer(Transfer):
-    """The factors of one layer in one backward, kept as they come; a layer used twice has two pairs."""
+    """The factors of one layer in one backward, kept as they come; a layer used twice has two
+    pairs.
+    """
 
     def __init__(self, product: Product, place: Place, label: str) -> None:
         self.label = label
         self._product = product
         self._ranks = place.ranks
-        self._targets = [p for p in (product.weight, product.bias) if p is not None and p.requires_grad]
+        self._targets = [
+            p for p in (product.weight, product.bias) if p is not None and p.requires_grad
+        ]
         self._training = self._targets  # those that were not frozen since
         self._buffers: dict[nn.Parameter, Tensor] = {}
-        self._calls: WeakSet[Any] = WeakSet()  # autograd's nodes of the layer's calls, as long as there is a graph
+        # autograd's nodes of the layer's calls, as long as there is a graph
+        self._calls: WeakSet[Any] = WeakSet()
         self._expected: int | None = None  # pairs that the running backward will bring
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._marks: dict[nn.Parameter, _Mark] = {}
@@ -82,24 +91,35 @@ class FactorTransfer(Transfer):
         self._rows = 0  # of all ranks together
         for target in self._targets:
             target.register_hook(self._refuse_gradient_from_elsewhere)
-        self._accumulators: list[Any] = []  # autograd's, of the last call: a conversion there and back makes others
+        # autograd's, of the last call: a conversion there and back makes others
+        self._accumulators: list[Any] = []
 
     def serves(self, module: nn.Linear | nn.Embedding) -> bool:
-        """Whether this call of the layer is one of its own weights, and in training (not under functional_call …)."""
+        """Whether this call of the layer is one of its own weights, and in training (not under
+        functional_call …).
+        """
         trains = any(target.requires_grad for target in self._targets)
-        own = module.weight is self._product.weight and getattr(module, "bias", None) is self._product.bias
+        own = (
+            module.weight is self._product.weight
+            and getattr(module, "bias", None) is self._product.bias
+        )
         return trains and torch.is_grad_enabled() and own
 
     def called(self, output: Tensor) -> Tensor:
         """Note a call of the layer."""
         self._calls.add(output.grad_fn)
-        self._accumulators = [_accumulator(target) for target in self._targets if target.requires_grad]
+        self._accumulators = [
+            _accumulator(target) for target in self._targets if target.requires_grad
+        ]
         return output
 
     def add(self, call: Any, left: Tensor, right: Tensor) -> None:
-        """Keep one pair of factors, of the call whose node runs; with the last of this backward, be ready."""
+        """Keep one pair of factors, of the call whose node runs; with the last of this backward, be
+        ready.
+        """
         runs = torch._C._will_engine_execute_node
-        if not any(runs(node) for node in self._accumulators):  # a gradient with respect to inputs only
+        # a gradient with respect to inputs only
+        if not any(runs(node) for node in self._accumulators):
             return
         if torch.is_grad_enabled():
             raise history()
@@ -107,17 +127,26 @@ class FactorTransfer(Transfer):
             raise UsageError(
                 "the layer's backward ran again after its factors were sent",
                 where=self.label,
-                do='use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "replicate"',
+                do="use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "
+                '"replicate"',
             )
         if not self.accumulating:
             self.came()
         if self._expected is None or self.accumulating:
             self._forget_if_cleared()
-            self._expected = len(self._pairs) + sum(node is call or runs(node) for node in self._calls)
+            self._expected = len(self._pairs) + sum(
+                node is call or runs(node) for node in self._calls
+            )
         left, right = left.detach(), right.detach()
-        if self.accumulating:  # until they are sent somebody may fill the same input with the next batch
+        # until they are sent somebody may fill the same input with the next batch
+        if self.accumulating:
             left, right = left.clone(), right.clone()
-        self._pairs.append((left.reshape(-1, self._product.left_width), right.reshape(-1, self._product.right_width)))
+        self._pairs.append(
+            (
+                left.reshape(-1, self._product.left_width),
+                right.reshape(-1, self._product.right_width),
+            )
+        )
         if self.accumulating:
             self._expected = None
             self._mark()
@@ -125,10 +154,14 @@ class FactorTransfer(Transfer):
             self.ready(self)
 
     def _mark(self) -> None:
-        """Let `.grad` show that something was kept: clearing it must drop that. What is put there takes no memory."""
+        """Let `.grad` show that something was kept: clearing it must drop that. What is put there
+        takes no memory.
+        """
         for target in self._targets:
             if target.grad is None:
-                target.grad = torch.zeros((), dtype=target.dtype, device=target.device).expand_as(target)
+                target.grad = torch.zeros((), dtype=target.dtype, device=target.device).expand_as(
+                    target
+                )
                 self._marks[target] = _Mark(target.grad, ours=True)
             else:
                 self._marks.setdefault(target, _Mark(target.grad, ours=False))
@@ -146,7 +179,8 @@ class FactorTransfer(Transfer):
         if grad is None:  # the layer's own function gives none
             return
         raise UsageError(
-            "the layer's weight got a gradient from outside the layer, which its factors do not hold",
+            "the layer's weight got a gradient from outside the layer, which its factors do not "
+            "hold",
             where=self.label,
             do='pin the layer to "replicate", or use the weight only by calling its layer',
         )
@@ -155,12 +189,21 @@ class FactorTransfer(Transfer):
         self._forget_if_cleared()  # where this backward did not come here
         product = self._product
         if self._pairs:
-            left = torch.cat([pair[0] for pair in self._pairs]) if len(self._pairs) > 1 else self._pairs[0][0]
-            right = torch.cat([pair[1] for pair in self._pairs]) if len(self._pairs) > 1 else self._pairs[0][1]
+            left = (
+                torch.cat([pair[0] for pair in self._pairs])
+                if len(self._pairs) > 1
+                else self._pairs[0][0]
+            )
+            right = (
+                torch.cat([pair[1] for pair in self._pairs])
+                if len(self._pairs) > 1
+                else self._pairs[0][1]
+            )
         else:
             left = torch.empty(0, product.left_width, device=product.weight.device)
             right = torch.empty(0, product.right_width, device=product.weight.device)
-        mean = (right.to(product.weight.dtype) / self._ranks).contiguous()  # a backward may bring it transposed
+        # a backward may bring it transposed
+        mean = (right.to(product.weight.dtype) / self._ranks).contiguous()
         if self.share != 1:
             mean.mul_(at_least(self.share))
         self._packed = left.to(product.left_dtype).contiguous(), mean
@@ -169,12 +212,15 @@ class FactorTransfer(Transfer):
         for target in self._training:
             if len(target._backward_hooks or ()) > 1 or target._post_accumulate_grad_hooks:
                 raise UsageError(
-                    "a gradient hook was put on the layer after parallelize: factor makes its gradient elsewhere",
+                    "a gradient hook was put on the layer after parallelize: factor makes its "
+                    "gradient elsewhere",
                     where=self.label,
                     do='pin the layer to "replicate", or look at .grad after backward',
                 )
         for target in self._training:
-            self._accumulate[target] = target.grad is not None and target.grad is self._buffers.get(target)
+            self._accumulate[target] = target.grad is not None and target.grad is self._buffers.get(
+                target
+            )
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
@@ -213,7 +259,9 @@ class FactorTransfer(Transfer):
 
 @final
 class _Mark:
-    """The `.grad` of a parameter of which factors are kept: what somebody does to it must be done to them."""
+    """The `.grad` of a parameter of which factors are kept: what somebody does to it must be done
+    to them.
+    """
 
     def __init__(self, gradient: Tensor, ours: bool) -> None:
         self.gradient, self.ours = gradient, ours  # ours: put there to be seen
@@ -227,9 +275,11 @@ class _Mark:
             return False
         if bool(gradient.any()):
             raise UsageError(
-                "a gradient was changed of which a part is kept on this rank, to be sent with the next backward",
+                "a gradient was changed of which a part is kept on this rank, to be sent with the "
+                "next backward",
                 where=where,
-                do='change it after the backward outside of optimizer.accumulate(), or pin the layer to "replicate"',
+                do="change it after the backward outside of optimizer.accumulate(), or pin the "
+                'layer to "replicate"',
             )
         return True
 
@@ -242,15 +292,21 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Te
     header = torch.tensor([len(left), share], dtype=torch.float64, device="cpu")
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
     pending = [comm.receive(headers[r], r) for r in comm.others]
-    mine = [header, left.cpu(), right.cpu()] if len(left) else [header]  # once for all, where they lie on a GPU
+    # once for all, where they lie on a GPU
+    mine = [header, left.cpu(), right.cpu()] if len(left) else [header]
     sends = [comm.send(each, r) for each in mine for r in comm.others]
     for each in pending:
         each.wait()
     rows = [int(each[0]) for each in headers]
     mean_share = at_least(sum(float(each[1]) for each in headers) / comm.size)
-    all_left, all_right = left.new_empty(sum(rows), left.shape[1]), right.new_empty(sum(rows), right.shape[1])
+    all_left, all_right = (
+        left.new_empty(sum(rows), left.shape[1]),
+        right.new_empty(sum(rows), right.shape[1]),
+    )
     lefts, rights = all_left.split(rows), all_right.split(rows)
-    pending = [comm.receive(parts[r], r) for parts in (lefts, rights) for r in comm.others if rows[r]]
+    pending = [
+        comm.receive(parts[r], r) for parts in (lefts, rights) for r in comm.others if rows[r]
+    ]
     lefts[comm.rank].copy_(left)
     rights[comm.rank].copy_(right)
     for each in (*pending, *sends):

@@ -1,13 +1,17 @@
-"""Head: `column` for the layer that gives the logits, whose loss is computed on each rank's classes.
+"""Head: `column` for the layer that gives the logits, whose loss is computed on each rank's
+classes.
 
-    forward     gather x: K·M·s·(P−1) sent; of every row in the loss its number and target, 16 bytes, to every peer, and
-                four sums to the rank whose row it is
-    backward    four numbers a row to every peer               give dx back, summed where the rows are: K·M·s·(P−1)
+    forward     gather x: K·M·s·(P−1) sent; of every row in the loss its number and target, 16
+                bytes, to every peer, and four sums to the rank whose row it is
+    backward    four numbers a row to every peer               give dx back, summed where the rows
+                                                               are: K·M·s·(P−1)
 
 A softmax on the way tells every peer two sums of each of all P·K rows, and one number back.
-Neither the K·N logits nor the M·N gradients cross the network, which is what heads of very many classes need. What the
-model returns is this rank's rows of logits without the memory (comm/cut_output.py).
-Reference: Shoeybi et al., "Megatron-LM", 2019, section 3; An et al., "Partial FC", 2020, section 3.1.
+Neither the K·N logits nor the M·N gradients cross the network, which is what heads of very many
+classes need. What the model returns is this rank's rows of logits without the memory
+(comm/cut_output.py).
+Reference: Shoeybi et al., "Megatron-LM", 2019, section 3; An et al., "Partial FC", 2020, section
+3.1.
 """
 
 from __future__ import annotations

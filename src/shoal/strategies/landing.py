@@ -1,7 +1,8 @@
-"""Gradients that land in buckets as autograd accumulates them: what every strategy that takes buckets needs.
+"""Gradients that land in buckets as autograd accumulates them: what every strategy that takes
+buckets needs.
 
-A number that lies on a GPU is not looked at, and none is brought there from the host, where it is not needed: either
-waits for all that the GPU has still to do.
+A number that lies on a GPU is not looked at, and none is brought there from the host, where it is
+not needed: either waits for all that the GPU has still to do.
 """
 
 from __future__ import annotations
@@ -16,25 +17,29 @@ from shoal.core.contracts import Transfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 
-_LEAST = 2.0**-60  # multiplied and divided by, a number keeps its bits (float16: becomes 0); added to 1 it is nothing
+# multiplied and divided by, a number keeps its bits (float16: becomes 0); added to 1 it is nothing
+_LEAST = 2.0**-60
 
 
 def history() -> UsageError:
     """The error of a backward whose gradients are to be differentiated again."""
     return UsageError(
         "a gradient that is exchanged has no history (create_graph=True)",
-        do="for a penalty on gradients of inputs use torch.autograd.grad(…, inputs, create_graph=True)",
+        do="for a penalty on gradients of inputs use torch.autograd.grad(…, inputs, "
+        "create_graph=True)",
     )
 
 
 @final
 class Landing:
-    """The gradients of one transfer's parameters, as a backward brings them: each once, and ready with the last.
+    """The gradients of one transfer's parameters, as a backward brings them: each once, and ready
+    with the last.
 
     Args:
         transfer: whose they are.
         parameters: by name.
-        take: brings what is in a parameter's `.grad` into the transfer's bucket; whether there was anything.
+        take: brings what is in a parameter's `.grad` into the transfer's bucket; whether there was
+            anything.
     """
 
     def __init__(
@@ -64,7 +69,8 @@ class Landing:
             raise UsageError(
                 f"parameter {self._names[parameter]} got a second gradient within one backward",
                 where=self._transfer.label,
-                do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward calls",
+                do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward "
+                "calls",
             )
         self._take(parameter)
         self._landed.add(parameter)
@@ -72,15 +78,19 @@ class Landing:
             self._transfer.ready(self._transfer)
 
     def close(self) -> list[bool]:
-        """Take what has not landed as it is (nothing, or what was read, assigned or kept): whether each was used."""
+        """Take what has not landed as it is (nothing, or what was read, assigned or kept): whether
+        each was used.
+        """
         self._closed = True
         for parameter, name in self._names.items():
             hooks = (parameter._post_accumulate_grad_hooks or {}).values()
             if not all(isinstance(getattr(hook, "__self__", None), Landing) for hook in hooks):
                 raise UsageError(
-                    f"a hook on the accumulated gradient of {name} sees this rank's own gradient, not the global one",
+                    f"a hook on the accumulated gradient of {name} sees this rank's own gradient, "
+                    "not the global one",
                     where=self._transfer.label,
-                    do="do after loss.backward() what the hook does (an optimizer's step, a look at .grad)",
+                    do="do after loss.backward() what the hook does (an optimizer's step, a look "
+                    "at .grad)",
                 )
         return [parameter in self._landed or self._take(parameter) for parameter in self._names]
 
@@ -94,15 +104,18 @@ _DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coars
 
 
 def num_shares(itemsize: int) -> int:
-    """Numbers that go with a sum in a type of so many bytes: how many ranks have a share other than 1, and these' sum.
+    """Numbers that go with a sum in a type of so many bytes: how many ranks have a share other than
+    1, and these' sum.
 
-    A type of 16 bits would round that sum by percents, so each binary digit goes as a number of its own.
+    A type of 16 bits would round that sum by percents, so each binary digit goes as a number of its
+    own.
     """
     return 2 if itemsize > 2 else 1 + _DIGITS
 
 
 def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int) -> None:
-    """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not 1, as mostly.
+    """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not
+    1, as mostly.
 
     Raises:
         UsageError: on a GPU, as `divide` elsewhere: a type of 16 bits cannot count that many ranks.
@@ -114,7 +127,8 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
         shares[0].fill_(1)
         if len(shares) == 2:
             shares[1].fill_(share)
-            factor = float(torch.tensor(share, dtype=shares.dtype, device="cpu").real)  # as exactly as those hold it
+            # as exactly as those hold it
+            factor = float(torch.tensor(share, dtype=shares.dtype, device="cpu").real)
         else:
             whole = min(round(share * 2**_BEHIND_POINT), 2**_DIGITS - 1)
             for digit in range(_DIGITS):
@@ -126,7 +140,8 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
 
 
 def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
-    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come with them.
+    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come
+    with them.
 
     On a GPU always, as nobody looks whether there are any.
 
@@ -141,7 +156,9 @@ def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
     numbers = shares.real.double()
     others, digits = numbers[0], numbers[1:]  # ranks that have it, of each
     if len(digits) > 1:
-        digits = digits.ldexp(torch.arange(-_BEHIND_POINT, _DIGITS - _BEHIND_POINT, device=digits.device))
+        digits = digits.ldexp(
+            torch.arange(-_BEHIND_POINT, _DIGITS - _BEHIND_POINT, device=digits.device)
+        )
     mean = ((ranks - others + digits.sum()) / ranks).clamp(min=_LEAST)
     for each in sums:
         if at_host:
@@ -159,7 +176,8 @@ def _check_counted(dtype: torch.dtype, ranks: int) -> None:
         raise UsageError(
             f"ranks have unlike numbers of rows, and sums in {dtype} count {most} ranks at most",
             got=f"{ranks} ranks",
-            do="give every rank as many rows (drop_last=True), or keep parameters in float32, under autocast",
+            do="give every rank as many rows (drop_last=True), or keep parameters in float32, "
+            "under autocast",
         )
 
 
@@ -172,7 +190,9 @@ def mark(flags: Tensor, used: Sequence[bool]) -> None:
 
 
 def at_least(share: float) -> float:
-    """A share that is no 0: where no rank has any rows, what does not come of rows, as a penalty, is as it was."""
+    """A share that is no 0: where no rank has any rows, what does not come of rows, as a penalty,
+    is as it was.
+    """
     return share if share > _LEAST else _LEAST
 
 

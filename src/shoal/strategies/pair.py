@@ -1,13 +1,16 @@
-"""Pair: two linear layers with element-wise work between, cut by outputs, then by inputs: the hidden width stays cut.
+"""Pair: two linear layers with element-wise work between, cut by outputs, then by inputs: the
+hidden width stays cut.
 
-    forward     gather x: K·M·s·(P−1) sent     column_pair; its N outputs are row_pair's inputs, and where it has them
+    forward     gather x: K·M·s·(P−1) sent     column_pair; its N outputs are row_pair's inputs, and
+                                               where it has them
                 sum the products where the rows are: K·N'·s·(P−1)                                               row_pair
-    backward    gather dy: K·N'·s·(P−1)        row_pair; what comes out is what column_pair's backward takes
+    backward    gather dy: K·N'·s·(P−1)        row_pair; what comes out is what column_pair's
+                                               backward takes
                 give dx back, summed where the rows are: K·M·s·(P−1)                                         column_pair
 
-Against column and row by themselves it spares 4·K·N·s·(P−1)/P. What is between may be any modules and functions that
-comm/cut_output.py leaves cut, found by running the sample once. Dropout there draws numbers of its own on every rank:
-it is as random, but not the same, as in one process.
+Against column and row by themselves it spares 4·K·N·s·(P−1)/P. What is between may be any modules
+and functions that comm/cut_output.py leaves cut, found by running the sample once. Dropout there
+draws numbers of its own on every rank: it is as random, but not the same, as in one process.
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
@@ -24,14 +27,18 @@ from shoal.strategies.row import Row
 
 @final
 class ColumnPair(ByOutputs):
-    """Cuts a linear layer by its outputs, and leaves those where they are for the layer that takes them."""
+    """Cuts a linear layer by its outputs, and leaves those where they are for the layer that takes
+    them.
+    """
 
     name = "column_pair"
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = super().refuses(layer, cluster)
         if reason is None and not layer.feeds:
-            return "its output does not go to one linear layer alone, with element-wise work between"
+            return (
+                "its output does not go to one linear layer alone, with element-wise work between"
+            )
         return reason
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
@@ -40,13 +47,17 @@ class ColumnPair(ByOutputs):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        x = move(topology, lambda source, to: layer.rows * layer.inputs * layer.parameters[0].itemsize)
+        x = move(
+            topology, lambda source, to: layer.rows * layer.inputs * layer.parameters[0].itemsize
+        )
         return [counts(layer, topology), x], [x] if layer.input_grad else []
 
 
 @final
 class RowPair(Row):
-    """Cuts a linear layer by its inputs, which are where they are needed; called with anything else it is `Row`."""
+    """Cuts a linear layer by its inputs, which are where they are needed; called with anything else
+    it is `Row`.
+    """
 
     name = "row_pair"
     takes_parts = True
@@ -63,5 +74,7 @@ class RowPair(Row):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        y = move(topology, lambda source, to: layer.rows * layer.outputs * layer.parameters[0].itemsize)
+        y = move(
+            topology, lambda source, to: layer.rows * layer.outputs * layer.parameters[0].itemsize
+        )
         return [y], [y]

@@ -1,14 +1,21 @@
-"""Replicate: every rank holds the layer and the ranks exchange the sum of its gradients, one bucket at a time.
+"""Replicate: every rank holds the layer and the ranks exchange the sum of its gradients, one bucket
+at a time.
 
-The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag a parameter that
-says whether the parameter was used: one that no rank used keeps the gradient it had (None, usually), as in one process;
-and some numbers more: where ranks have unlike numbers of rows, they have shares, whose mean the sum is divided by.
+The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag
+a parameter that says whether the parameter was used: one that no rank used keeps the gradient it
+had (None, usually), as in one process;
+and some numbers more: where ranks have unlike numbers of rows, they have shares, whose mean the sum
+is divided by.
 
-    1  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes a view of that
-    2  the last one landed   the bucket is ready: the engine gives it to a lane, where the exchange sums it
-    3  backward ends         `.grad` of every used parameter is its view: the mean over ranks, without another copy
+    1  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes
+                             a view of that
+    2  the last one landed   the bucket is ready: the engine gives it to a lane, where the exchange
+                             sums it
+    3  backward ends         `.grad` of every used parameter is its view: the mean over ranks,
+                             without another copy
 
-Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.
+Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+VLDB 2020, section 3.2.
 """
 
 from __future__ import annotations
@@ -36,14 +43,20 @@ class Replicate(Strategy):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         return None
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
         assert exchange is not None
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
-        bucket = Bucket(sum(p.numel for p in parameters) + len(parameters) + num_shares(itemsize), itemsize)
+        bucket = Bucket(
+            sum(p.numel for p in parameters) + len(parameters) + num_shares(itemsize), itemsize
+        )
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
-        return Cost(traffic, cluster.pace(exchange.name), backward_s=pack_s, memory_bytes=bucket.nbytes)
+        return Cost(
+            traffic, cluster.pace(exchange.name), backward_s=pack_s, memory_bytes=bucket.nbytes
+        )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert exchange is not None
@@ -55,7 +68,9 @@ class Replicate(Strategy):
 class BucketTransfer(Transfer):
     """Gradients of one dtype and device, flat, behind them one flag a parameter, and the shares."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str
+    ) -> None:
         self.label = label
         self.exchange, self.native = exchange, exchange.native
         self._ranks = ranks
@@ -64,7 +79,9 @@ class BucketTransfer(Transfer):
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares = self._flat.split(sizes)
         pieces = self._gradients.split(numels)
-        self._views = {p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)}
+        self._views = {
+            p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)
+        }
         self._used = [False] * len(numels)  # by this rank
         self._landing = Landing(self, parameters, self._take)
 
@@ -74,7 +91,8 @@ class BucketTransfer(Transfer):
             view.zero_()
             return False
         torch.mul(gradient.detach(), 1.0 / self._ranks, out=view)
-        parameter.grad = view.detach()  # of the same memory, and not the same: its `.data` may be set, as by model.to()
+        # of the same memory, and not the same: its `.data` may be set, as by model.to()
+        parameter.grad = view.detach()
         return True
 
     def pack(self) -> None:

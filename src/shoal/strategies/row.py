@@ -1,9 +1,13 @@
-"""Row: each rank has the weights of M/P of a linear layer's inputs, and computes their part of all ranks' outputs.
+"""Row: each rank has the weights of M/P of a linear layer's inputs, and computes their part of all
+ranks' outputs.
 
-    forward     get x's columns of all rows: K·M·s·(P−1)/P     sum the products where the rows are: K·N·s·(P−1)
-    backward    gather dy: K·N·s·(P−1)                         give the rows their columns of dx: K·M·s·(P−1)/P
+    forward     get x's columns of all rows: K·M·s·(P−1)/P     sum the products where the rows are:
+                                                               K·N·s·(P−1)
+    backward    gather dy: K·N·s·(P−1)                         give the rows their columns of dx:
+                                                               K·M·s·(P−1)/P
 
-What `column` is for layers of many inputs and few outputs. The bias is cut by outputs; each rank adds its own.
+What `column` is for layers of many inputs and few outputs. The bias is cut by outputs; each rank
+adds its own.
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
@@ -33,7 +37,9 @@ class Row(CutStrategy):
     def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
         return rows.to_columns(widths, scale=len(widths))
 
-    def leave(self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]) -> Tensor:
+    def leave(
+        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+    ) -> Tensor:
         return rows.summed(product, scale=1 / len(widths)).view(*shape)
 
     def moved(

@@ -1,18 +1,23 @@
-"""Server: hosts of their own hold slices of each bucket, sum and update them, and send back new parameters.
+"""Server: hosts of their own hold slices of each bucket, sum and update them, and send back new
+parameters.
 
     worker ──▶ slices of its gradients ──▶ servers (and, where these are few, every worker a small share)
     worker ◀── new parameters ◀─────────── which they have updated
 
-With a staleness a worker that steps need not wait for the others: at its step c it goes on as soon as servers have
-applied all gradients of step c − staleness, each step's as one update, in the order of the ranks; without a bound each
-gradient is an update of its own, applied as it comes. A bound of 0 is the synchronous step.
+With a staleness a worker that steps need not wait for the others: at its step c it goes on as soon
+as servers have applied all gradients of step c − staleness, each step's as one update, in the order
+of the ranks; without a bound each gradient is an update of its own, applied as it comes. A bound of
+0 is the synchronous step.
 
-Everything is as in `sliced`, but for who owns what. With as many servers as workers, a worker sends and receives each
-byte once where all-reduce has it do so 2·(P−1)/P times; with fewer, workers serve the share that makes all links
-equally busy. Worthwhile where there are hosts to spare that do not train.
-Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in Heterogeneous GPU/CPU
-Clusters" (BytePS), OSDI 2020, section 4.1. Staleness: Ho et al., "More Effective Distributed ML via a Stale Synchronous
-Parallel Parameter Server", NeurIPS 2013, section 3; there a worker sees its own updates at once.
+Everything is as in `sliced`, but for who owns what. With as many servers as workers, a worker sends
+and receives each byte once where all-reduce has it do so 2·(P−1)/P times; with fewer, workers serve
+the share that makes all links equally busy. Worthwhile where there are hosts to spare that do not
+train.
+Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
+Heterogeneous GPU/CPU
+Clusters" (BytePS), OSDI 2020, section 4.1. Staleness: Ho et al., "More Effective Distributed ML via
+a Stale Synchronous Parallel Parameter Server", NeurIPS 2013, section 3; there a worker sees its own
+updates at once.
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ class Server(Strategy):
             return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
         return refused_update(layer)
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
         assert exchange is not None
         everyone = Topology(cluster.topology.hosts + cluster.servers, len(cluster.servers))
         each_own = shares(cluster.size, len(cluster.servers), stale=cluster.ahead)
@@ -53,15 +60,18 @@ class Server(Strategy):
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert isinstance(exchange, SplitExchange)
         each_own = shares(place.ranks, place.servers, stale=place.stale)
-        return [SlicedTransfer(kind, exchange, place, each_own, label) for kind in by_kind(place.parameters)]
+        return [
+            SlicedTransfer(kind, exchange, place, each_own, label)
+            for kind in by_kind(place.parameters)
+        ]
 
 
 def shares(workers: int, servers: int, stale: bool = False) -> tuple[float, ...]:
     """What each rank owns, workers first, so that every link carries the same.
 
-    Of n bytes a worker that owns w sends n + (W − 2)·w in a step, and a server that owns s sends W·s; W·w + S·s = n.
-    Equal at w = n·(W − S) / (W² + S·(W − 2)); workers own nothing where there are as many servers, nor where they run
-    ahead of one another.
+    Of n bytes a worker that owns w sends n + (W − 2)·w in a step, and a server that owns s sends
+    W·s; W·w + S·s = n. Equal at w = n·(W − S) / (W² + S·(W − 2)); workers own nothing where there
+    are as many servers, nor where they run ahead of one another.
     """
     idle = stale or servers >= workers
     mine = 0.0 if idle else (workers - servers) / (workers**2 + servers * (workers - 2))

@@ -1,12 +1,16 @@
-"""Server rows: an embedding's table is at servers, V/S rows each; workers pull the rows they look up, push gradients.
+"""Server rows: an embedding's table is at servers, V/S rows each; workers pull the rows they look
+up, push gradients.
 
     forward     each id once: 40 bytes and 8 an id to the row's server; D·s a row come back
     backward    40 bytes, and 8 + D·s a row, go to the servers; nobody waits for that
-    step        40 bytes to each server, with the optimizer's settings from rank 0; the next forward waits for them
+    step        40 bytes to each server, with the optimizer's settings from rank 0; the next forward
+                waits for them
 
-With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of 2·V·D·s or so, and holds nothing: no table,
-no gradient, no state. What happens at the servers: runtime/tables.py. Works with a staleness.
-Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, section 3.
+With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of 2·V·D·s or so, and holds
+nothing: no table, no gradient, no state. What happens at the servers: runtime/tables.py. Works with
+a staleness.
+Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
+section 3.
 """
 
 from __future__ import annotations
@@ -41,9 +45,13 @@ class ServerRows(Strategy):
             return f"it serves nn.Embedding, and this is a {layer.kind}"
         if not cluster.servers:
             return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
-        return refused(layer, layer.inputs, "rows", replace(cluster, topology=Topology(cluster.servers)))
+        return refused(
+            layer, layer.inputs, "rows", replace(cluster, topology=Topology(cluster.servers))
+        )
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
         (layer,) = layers
         servers, row_bytes = len(cluster.servers), layer.outputs * layer.parameters[0].itemsize
         asked = servers * HEADER_BYTES * layer.calls + layer.distinct * ID_BYTES
@@ -53,7 +61,8 @@ class ServerRows(Strategy):
         return Cost(
             total([forward, backward]),
             cluster.move_pace,
-            backward_s=-min(layer.own_product_s, layer.backward_s) + layer.product_s_per_row * layer.rows,
+            backward_s=-min(layer.own_product_s, layer.backward_s)
+            + layer.product_s_per_row * layer.rows,
             awaited=(forward, backward),
             held=0.0,
             elsewhere=1 / servers,
@@ -79,8 +88,12 @@ def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:
     workers, servers = cluster.size, len(cluster.servers)
     of_worker, of_server = (out, back), (back * workers / servers, out * workers / servers)
     sent, received = zip(*[of_worker] * workers, *[of_server] * servers, strict=True)
-    afar = [sum(host != other for other in cluster.servers) / servers for host in cluster.topology.hosts]
-    afar += [sum(host != other for other in cluster.topology.hosts) / workers for host in cluster.servers]
+    afar = [
+        sum(host != other for other in cluster.servers) / servers for host in cluster.topology.hosts
+    ]
+    afar += [
+        sum(host != other for other in cluster.topology.hosts) / workers for host in cluster.servers
+    ]
     leaving = tuple(nbytes * part for nbytes, part in zip(sent, afar, strict=True))
     return Traffic(sent, received, rounds, leaving)
 
@@ -98,7 +111,8 @@ class _Table:
         distinct, place = torch.unique(ids.long(), return_inverse=True)
         if len(distinct) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._rows:
             raise IndexError(f"an id is not one of the table's {self._rows} rows")
-        with torch._C.DisableTorchFunctionSubclass():  # the part, which is empty: what autograd looks for
+        # the part, which is empty: what autograd looks for
+        with torch._C.DisableTorchFunctionSubclass():
             rows: Tensor = _Pulled.apply(distinct, self.weight, self)  # type: ignore[no-untyped-call]
         return F.embedding(place, rows)
 

@@ -1,23 +1,33 @@
-"""Sliced: every rank owns a slice of each bucket, updates that slice alone, and sends the new parameters back.
+"""Sliced: every rank owns a slice of each bucket, updates that slice alone, and sends the new
+parameters back.
 
-    1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient itself is freed (of a
-                          parameter that is cut among several transfers, by the last of them)
-    2  the last landed    the exchange's first half brings each slice's sum to its owner, while backward goes on
-    3  optimizer.step()   returns at once; on the lane the owner updates its pieces (runtime/owners.py)
-    4  on the same lane   the exchange's second half brings the new parameters to everyone, while the next forward runs
+    1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient
+                          itself is freed (of a parameter that is cut among several transfers, by
+                          the last of them)
+    2  the last landed    the exchange's first half brings each slice's sum to its owner, while
+                          backward goes on
+    3  optimizer.step()   returns at once; on the lane the owner updates its pieces
+                          (runtime/owners.py)
+    4  on the same lane   the exchange's second half brings the new parameters to everyone, while
+                          the next forward runs
 
     slice of owner o  │ piece │ piece ···│ flags │ shares │ turn │   a piece: the part of one parameter that o owns
-                                                                    a flag: whether anybody used that parameter
-                                                                    shares: how unlike ranks weigh (landing.py)
-                                                                    the turn: what this rank takes the exchange for
+                                                                    a flag: whether anybody used
+                                                                    that parameter
+                                                                    shares: how unlike ranks weigh
+                                                                        (landing.py)
+                                                                    the turn: what this rank takes
+                                                                    the exchange for
 
-The bytes are those of `replicate` through the same exchange, but half of them hide under the next forward, and the
-update and the optimizer's state are divided by P. Flags and shares lie beside their pieces, so that the owner knows by
-itself which parameters nobody used (those are not updated, as in one process) and what unlike ranks weigh. Gradients,
-fetched gradients and parameters are of one size on one channel, so a rank that does something else than the others
-would mix them up: the turn tells. (What servers bring back has a channel of its own: there a rank that does something
-else is waited for.)
-Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section
+The bytes are those of `replicate` through the same exchange, but half of them hide under the next
+forward, and the update and the optimizer's state are divided by P. Flags and shares lie beside
+their pieces, so that the owner knows by itself which parameters nobody used (those are not updated,
+as in one process) and what unlike ranks weigh. Gradients, fetched gradients and parameters are of
+one size on one channel, so a rank that does something else than the others would mix them up: the
+turn tells. (What servers bring back has a channel of its own: there a rank that does something else
+is waited for.)
+Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020, section
 5.1; CaffeOnSpark's socket exchange, in which every node is the master of one slice.
 """
 
@@ -62,22 +72,35 @@ class Sliced(Strategy):
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         for parameter in layer.parameters:
-            if parameter.owner is not None and parameter.owner.given and parameter.owner.number >= cluster.size:
-                return f"only workers own here, but the placement gives {parameter.name} to a server"
+            if (
+                parameter.owner is not None
+                and parameter.owner.given
+                and parameter.owner.number >= cluster.size
+            ):
+                return (
+                    f"only workers own here, but the placement gives {parameter.name} to a server"
+                )
         return refused_update(layer)
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
         assert exchange is not None
         return owned_cost(layers, exchange, cluster, even(cluster.size), cluster.topology)
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert isinstance(exchange, SplitExchange)
         shares = even(place.ranks)
-        return [SlicedTransfer(kind, exchange, place, shares, label) for kind in by_kind(place.parameters)]
+        return [
+            SlicedTransfer(kind, exchange, place, shares, label)
+            for kind in by_kind(place.parameters)
+        ]
 
 
 def refused_update(layer: LayerProfile) -> str | None:
-    """Why owners cannot update the layer, or None: an optimizer may need whole tensors, and a placement give them."""
+    """Why owners cannot update the layer, or None: an optimizer may need whole tensors, and a
+    placement give them.
+    """
     if layer.unread:
         return "its parameters are read by C++ code, it seems, which would not wait for those that owners have updated"
     if all(parameter.owner is not None for parameter in layer.parameters):
@@ -99,10 +122,14 @@ def owned_cost(
     shares: Sequence[float],
     topology: Topology,
 ) -> Cost:
-    """What a site costs a worker if each rank of the topology owns its share, and what is placed with it."""
+    """What a site costs a worker if each rank of the topology owns its share, and what is placed
+    with it.
+    """
     parameters = [p for layer in layers for p in layer.parameters]
     itemsize = max(p.itemsize for p in parameters)
-    placed = _placed([p.numel for p in parameters], [p.owner for p in parameters], shares, topology.workers)
+    placed = _placed(
+        [p.numel for p in parameters], [p.owner for p in parameters], shares, topology.workers
+    )
     widths = tuple(_width(owned, itemsize) for owned in placed)
     largest = max(sum(stop - start for _, start, stop in owned) for owned in placed)
     bucket = Bucket(sum(widths), itemsize, widths)
@@ -112,26 +139,37 @@ def owned_cost(
         exchange.traffic(bucket, topology),
         cluster.pace(exchange.name),
         backward_s=pack_s,
-        lane_s=pack_s + 2 * own_s,  # new parameters are taken out; own sums are kept, own new values put in before
+        # new parameters are taken out; own sums are kept, own new values put in before
+        lane_s=pack_s + 2 * own_s,
         memory_bytes=bucket.nbytes + own_bytes,
         owned=largest / sum(p.numel for p in parameters) if largest else 1.0,
     )
 
 
-_DOES = {Turn.SUM: "sums gradients", Turn.VALUES: "sends parameters after a step", Turn.GRADIENTS: "reads gradients"}
+_DOES = {
+    Turn.SUM: "sums gradients",
+    Turn.VALUES: "sends parameters after a step",
+    Turn.GRADIENTS: "reads gradients",
+}
 
 
 def _placed(
     sizes: Sequence[int], owners: Sequence[Owner | None], shares: Sequence[float], workers: int
 ) -> list[list[tuple[int, int, int]]]:
-    """Each rank's spans of parameters of these sizes; turns go round the servers, where any share is theirs."""
+    """Each rank's spans of parameters of these sizes; turns go round the servers, where any share
+    is theirs.
+    """
     turns = range(workers if len(shares) > workers else 0, len(shares))
     return spans(sizes, shares, [None if owner is None else owner.among(turns) for owner in owners])
 
 
 def _width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
     """Elements of a slice: values, flags, shares and turn; none where nothing is owned."""
-    return sum(stop - start for _, start, stop in owned) + len(owned) + num_shares(itemsize) + 1 if owned else 0
+    return (
+        sum(stop - start for _, start, stop in owned) + len(owned) + num_shares(itemsize) + 1
+        if owned
+        else 0
+    )
 
 
 @final
@@ -156,23 +194,37 @@ class SlicedTransfer(OwnedTransfer):
         mine = [place.spans.get(name, (0, p.numel())) for name, p in parameters.items()]
         placed = _placed([stop - start for start, stop in mine], owners, shares, place.ranks)
         self.owned = tuple(
-            tuple(Piece(self.parameters[i], mine[i][0] + start, mine[i][0] + stop) for i, start, stop in owned)
+            tuple(
+                Piece(self.parameters[i], mine[i][0] + start, mine[i][0] + stop)
+                for i, start, stop in owned
+            )
             for owned in placed
         )
-        self._ends = {p for p, (_, stop) in zip(self.parameters, mine, strict=True) if stop == p.numel()}
+        self._ends = {
+            p for p, (_, stop) in zip(self.parameters, mine, strict=True) if stop == p.numel()
+        }
         self.pieces = self.owned[place.rank]
         first = self.parameters[0]
         self._buckets = place.buckets
         widths = [_width(owned, first.itemsize) for owned in placed]
         self._flat = self._buckets.flat(sum(widths), first)
-        slices = [_parted(own, owned) for own, owned in zip(self._flat.split(widths), self.owned, strict=True)]
+        slices = [
+            _parted(own, owned)
+            for own, owned in zip(self._flat.split(widths), self.owned, strict=True)
+        ]
         self._slices = [own.whole for own in slices]
         self._values, self._flags = [own.values for own in slices], [own.flags for own in slices]
         self._shares, self._turns = [own.shares for own in slices], [own.turn for own in slices]
         rows = zip(self.owned, self._values, strict=True)
-        self._everything = [(piece, value) for row in rows for piece, value in zip(*row, strict=True)]
-        self._places = {p: [pair for pair in self._everything if pair[0].parameter is p] for p in self.parameters}
-        total = _parted(torch.zeros_like(self._slices[place.rank]), self.pieces)  # of this rank's own, over backwards
+        self._everything = [
+            (piece, value) for row in rows for piece, value in zip(*row, strict=True)
+        ]
+        self._places = {
+            p: [pair for pair in self._everything if pair[0].parameter is p]
+            for p in self.parameters
+        }
+        # of this rank's own, over backwards
+        total = _parted(torch.zeros_like(self._slices[place.rank]), self.pieces)
         self._total, self._total_values, self._total_flags = total.whole, total.values, total.flags
         self._buckets.close(self._flat)
         self.held: set[nn.Parameter] = set()
@@ -238,10 +290,13 @@ class SlicedTransfer(OwnedTransfer):
 
     def gradients(self) -> list[Tensor | None]:
         return [
-            value if flag else None for value, flag in zip(self._total_values, self._total_flags.tolist(), strict=True)
+            value if flag else None
+            for value, flag in zip(self._total_values, self._total_flags.tolist(), strict=True)
         ]
 
-    def gather(self, values: Sequence[Tensor], turn: Turn, comm: Comm) -> list[tuple[Piece, Tensor]]:
+    def gather(
+        self, values: Sequence[Tensor], turn: Turn, comm: Comm
+    ) -> list[tuple[Piece, Tensor]]:
         self._buckets.open(self._flat)
         for value, own in zip(values, self._values[self._rank], strict=True):
             own.copy_(value)
@@ -278,12 +333,15 @@ class SlicedTransfer(OwnedTransfer):
             raise RanksDiffer(
                 f"another rank does something else than this one, which {_DOES[mine]}",
                 where=self.label,
-                do="on every rank alike: backward, optimizer.step(), zero_grad, and reading .grad before it is cleared",
+                do="on every rank alike: backward, optimizer.step(), zero_grad, and reading .grad "
+                "before it is cleared",
             )
 
 
 def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
-    """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares, and the turn."""
+    """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares,
+    and the turn.
+    """
     behind = (len(pieces), num_shares(flat.itemsize), 1) if len(flat) else (0, 0, 0)
     *values, flags, shares, turn = flat.split([*(piece.numel for piece in pieces), *behind])
     return Slice(flat, tuple(values), flags, shares, turn)

@@ -1,17 +1,22 @@
-"""Stage: the end of the model, its tail, runs on T hosts of its own, fed by the W workers in micro-batches.
+"""Stage: the end of the model, its tail, runs on T hosts of its own, fed by the W workers in
+micro-batches.
 
-    forward     a micro-batch's activation goes to the worker's tail host, K·M·s in all, while the next is computed
+    forward     a micro-batch's activation goes to the worker's tail host, K·M·s in all, while the
+                next is computed
     loss        the target follows; the loss of all of the worker's rows comes back
-    backward    the activation's gradient comes back, K·M·s in all, the last micro-batch first, while the worker's
-                backward goes on with those that are there
+    backward    the activation's gradient comes back, K·M·s in all, the last micro-batch first,
+                while the worker's backward goes on with those that are there
 
-Micro-batches go through the tail one by one or, where its passes cost more than they hide, at once (`Plan.joined`).
+Micro-batches go through the tail one by one or, where its passes cost more than they hide, at once
+(`Plan.joined`).
 
-A tail host's link carries W·K·M·s/T each way, and its processor the rows of W/T workers, which it joins into one
-product. Workers hold nothing of the tail: no parameter, no gradient, no state. Several tail hosts share its layers as
-the ranks of any job do (the plan's `exchange` says how: "column_pair", "sliced" …). What a worker waits for is what is
-left of a pipeline of three stations when the last micro-batch has left it: docs/planner.md.
-Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose fully connected layers ran on nodes of their
+A tail host's link carries W·K·M·s/T each way, and its processor the rows of W/T workers, which it
+joins into one product. Workers hold nothing of the tail: no parameter, no gradient, no state.
+Several tail hosts share its layers as the ranks of any job do (the plan's `exchange` says how:
+"column_pair", "sliced" …). What a worker waits for is what is left of a pipeline of three stations
+when the last micro-batch has left it: docs/planner.md.
+Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose fully connected layers
+ran on nodes of their
 own.
 """
 
@@ -53,28 +58,48 @@ class Stage(Strategy):
             return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
         if layer.tail is None:
             return (
-                layer.no_tail or "it was profiled for no tail hosts, or is not of the model that is parallelised first"
+                layer.no_tail
+                or "it was profiled for no tail hosts, or is not of the model that is parallelised first"
             )
         return layer.joint_update or None
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
-        return {} if layer.tail is None else {other: self.name for other in layer.tail.layers if other != layer.name}
+        return (
+            {}
+            if layer.tail is None
+            else {other: self.name for other in layer.tail.layers if other != layer.name}
+        )
 
-    def estimate(self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster) -> Cost:
-        tail = max((layer.tail for layer in layers if layer.tail), key=lambda each: len(each.layers))
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
+        tail = max(
+            (layer.tail for layer in layers if layer.tail), key=lambda each: len(each.layers)
+        )
         workers, hosts, count = cluster.size, len(cluster.tail), tail.micro_batches
         served = -(-workers // hosts)  # by a tail host, at most
-        out, back = _traffic(cluster, tail.sent_bytes, 0.0), _traffic(cluster, 0.0, tail.received_bytes)
+        out, back = (
+            _traffic(cluster, tail.sent_bytes, 0.0),
+            _traffic(cluster, 0.0, tail.received_bytes),
+        )
         pace = cluster.move_pace
-        turn = min(1.0, cluster.cores_per_rank)  # where ranks share cores, workers that wait leave theirs to the tail
-        forward_s = _piped(tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served)
-        backward_s = _piped(tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served)
+        # where ranks share cores, workers that wait leave theirs to the tail
+        turn = min(1.0, cluster.cores_per_rank)
+        forward_s = _piped(
+            tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served
+        )
+        backward_s = _piped(
+            tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served
+        )
         shown = 1 / count  # of the bytes: the rest hides while workers compute
         return Cost(
             _traffic(cluster, tail.sent_bytes, tail.received_bytes),
             pace,
             forward_s=forward_s - shown * pace.wall.of(out) - tail.body_forward_s - tail.forward_s,
-            backward_s=backward_s - shown * pace.wall.of(back) - tail.body_backward_s - tail.backward_s,
+            backward_s=backward_s
+            - shown * pace.wall.of(back)
+            - tail.body_backward_s
+            - tail.backward_s,
             awaited=(
                 _traffic(cluster, shown * tail.sent_bytes, 0.0),
                 _traffic(cluster, 0.0, shown * tail.received_bytes),
@@ -103,12 +128,16 @@ class Stage(Strategy):
 def run_by(module: nn.Module, stage: Any) -> None:
     """From here on `stage.called(forward, …)` is what happens when the module is called."""
     kind = type(module)
-    module.__class__ = _CLASSES.setdefault(kind, type(f"Staged{kind.__name__}", (_Staged, kind), {}))
+    module.__class__ = _CLASSES.setdefault(
+        kind, type(f"Staged{kind.__name__}", (_Staged, kind), {})
+    )
     module.__dict__[_SLOT] = stage
 
 
 class _Staged(nn.Module):
-    """A module that runs otherwise. Same parameters, names and repr; a copy of it is an ordinary module."""
+    """A module that runs otherwise. Same parameters, names and repr; a copy of it is an ordinary
+    module.
+    """
 
     _stage: Any = None
 
@@ -139,7 +168,11 @@ class _Body:
         tail = self._tail
         if tail.running is not None:
             return forward(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        tensors = [
+            leaf
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.dim()
+        ]
         rows = len(tensors[0]) if tensors else 1
         pieces = in_micro_batches((args, kwargs), rows, tail.micro_batches, alike=tail.alike)
         run = Run(tail)
@@ -149,7 +182,8 @@ class _Body:
                 output = forward(*its_args, **its_kwargs)
                 if not isinstance(output, StageOutput) or not output.is_of(run):
                     raise UsageError(
-                        "the model's output is not what its end has put out, which runs on tail hosts",
+                        "the model's output is not what its end has put out, which runs on tail "
+                        "hosts",
                         got=type(output).__name__,
                         do='return it as it is; or pin the layers to something else than "stage"',
                     )
@@ -172,7 +206,8 @@ class _First:
         run: Run | None = self._tail.running
         if run is None:
             raise UsageError(
-                "a module was called by itself that runs on tail hosts", do="call the model, as training does"
+                "a module was called by itself that runs on tail hosts",
+                do="call the model, as training does",
             )
         return run.send(activation)
 
@@ -193,12 +228,16 @@ class _AtTail:
         if args and isinstance(args[0], StageOutput):
             return args[0].loss(args[1:], kwargs)
         if not args and isinstance(kwargs.get("input"), StageOutput):
-            return kwargs["input"].loss((), {name: value for name, value in kwargs.items() if name != "input"})
+            return kwargs["input"].loss(
+                (), {name: value for name, value in kwargs.items() if name != "input"}
+            )
         return forward(*args, **kwargs)
 
 
 def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss, computed by tail hosts where they have the output: a module changed in place, or a function wrapped."""
+    """The loss, computed by tail hosts where they have the output: a module changed in place, or a
+    function wrapped.
+    """
     if isinstance(loss_fn, nn.Module):
         run_by(loss_fn, _AtTail())
         return loss_fn
@@ -211,12 +250,16 @@ def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _piped(tail: Tail, body_s: float, link_s: float, own_s: float, workers: int) -> float:
-    """Seconds until the last micro-batch has gone through body, link and tail; `own_s` is the tail's of one worker."""
+    """Seconds until the last micro-batch has gone through body, link and tail; `own_s` is the
+    tail's of one worker.
+    """
     share = own_s / max(tail.forward_s + tail.backward_s, _LEAST_S)
     pass_s = min(own_s, tail.pass_s * share)
     rows_s, count = workers * (own_s - pass_s), tail.micro_batches
     stations = [body_s, link_s] if tail.joined else [body_s, link_s, rows_s + count * pass_s]
-    return (sum(stations) + (count - 1) * max(stations)) / count + (rows_s + pass_s if tail.joined else 0.0)
+    return (sum(stations) + (count - 1) * max(stations)) / count + (
+        rows_s + pass_s if tail.joined else 0.0
+    )
 
 
 def _traffic(cluster: Cluster, out: float, back: float) -> Traffic:
