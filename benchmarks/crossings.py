@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.core.job import Job
+from shoal.contracts.launcher import Job
 from shoal.core.plan import Choice, Plan
 from shoal.launch.lab import Lab
 from shoal.peers import Peer, Workload, slowest_rank, step_times

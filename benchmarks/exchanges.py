@@ -45,7 +45,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.process_group import join
-from shoal.core.contracts import Bucket, Comm, Exchange, Pending, SplitExchange
+from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.facts import Topology
 from shoal.core.pieces import chunked, cut
 from shoal.exchange.allreduce import AllReduce

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 from shoal.core.facts import Topology
 from shoal.core.plan import Choice, Plan
 from shoal.profiling.identity import model_digest, trainable_layers

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.contracts.launcher import Job
 from shoal.core.buckets import MEMORY
-from shoal.core.job import Job
 from shoal.launch.lab import Lab
 from shoal.runtime.recipe import load
 from shoal.runtime.session import current

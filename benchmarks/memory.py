@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.core.job import Job
+from shoal.contracts.launcher import Job
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.runtime.session import current

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.comm.process_group import join
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.exchange.direct import Direct
 from shoal.strategies.server import shares
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.core.cut import cut_of
 from shoal.core.trace import Recorder
 from shoal.runtime.session import current
+from shoal.tensors.cut import cut_of
 
 WORKERS, STEPS, TURNS = 3, 8, 2
 MICRO_BATCHES = (1, 4)

@@ -34,9 +34,9 @@ from torch import nn
 import shoal
 from shoal import strategies
 from shoal.comm.agreement import from_first
-from shoal.core.contracts import Strategy
+from shoal.contracts.launcher import Job
+from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, ModelProfile
-from shoal.core.job import Job
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import found
 from shoal.launch.lab import Lab

@@ -15,17 +15,19 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 FLOORS = {
     "core": 0,
-    **dict.fromkeys(["comm", "launch", "report"], 1),
-    **dict.fromkeys(["profiling", "exchange", "codecs"], 2),
-    "strategies": 3,
-    **dict.fromkeys(["planner", "rewrite"], 4),
-    **dict.fromkeys(["runtime", "simulation"], 5),
-    "__init__": 6,  # the public names
-    "peers": 6,  # what bench compares with
-    "worker": 7,
-    "bench": 8,
-    "cli": 9,
-    "__main__": 10,
+    "contracts": 1,
+    "tensors": 2,
+    **dict.fromkeys(["comm", "launch", "report"], 3),
+    **dict.fromkeys(["profiling", "exchange", "codecs"], 4),
+    "strategies": 5,
+    **dict.fromkeys(["planner", "rewrite"], 6),
+    **dict.fromkeys(["runtime", "simulation"], 7),
+    "__init__": 8,  # the public names
+    "peers": 8,  # what bench compares with
+    "worker": 9,
+    "bench": 10,
+    "cli": 11,
+    "__main__": 12,
 }
 
 

@@ -20,10 +20,10 @@ import torch
 
 from shoal import worker
 from shoal.bench import bench as run_bench
+from shoal.contracts.launcher import Job
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.job import Job
 from shoal.core.placement import BALANCED, POLICIES
 from shoal.core.plan import MICRO_BATCHES
 from shoal.launch.lab import QUEUE, Lab

@@ -10,7 +10,7 @@ import torch
 
 from shoal.comm.faulty import Delay, Drop, Fault, FaultyComm, Kill, Killed, RandomDelay
 from shoal.comm.threads import Hub, ThreadComm, run
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, PeerLost
 
 

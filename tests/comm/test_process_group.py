@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from shoal.comm.process_group import alone, join
+from shoal.contracts.launcher import Job
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError
-from shoal.core.job import Job
 from shoal.launch.local import Local
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")

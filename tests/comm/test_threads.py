@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.comm.faulty import FaultyComm
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import TracedComm
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer
 from shoal.core.facts import Topology
 

@@ -14,7 +14,8 @@ import shoal.exchange
 from shoal.comm.faulty import Fault, FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
-from shoal.core.contracts import Bucket, Comm, Exchange, Pending, SplitExchange
+from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut

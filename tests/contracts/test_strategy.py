@@ -17,7 +17,8 @@ import shoal
 from shoal import strategies
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
-from shoal.core.contracts import Exchange, Strategy
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import found
 from shoal.planner.timeline import Predictor

@@ -28,7 +28,8 @@ import shoal
 from shoal import exchange as exchanges
 from shoal import strategies
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Exchange, Strategy
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import found
 from shoal.profiling.layers import profile_model

@@ -26,7 +26,8 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.faulty import FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.runtime.engine import Engine
 from shoal.runtime.servers import serve

@@ -32,14 +32,14 @@ from torch.optim import Adam
 import shoal
 from shoal import strategies
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Strategy
-from shoal.core.cut import part_of
+from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import named
 from shoal.planner.search import search
 from shoal.profiling.layers import profile_model
 from shoal.runtime.session import using
+from shoal.tensors.cut import part_of
 
 CUT = pytest.mark.parametrize("way", CUTS)
 

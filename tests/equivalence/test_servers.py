@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import OwnedTransfer, Slice
+from shoal.contracts.transfer import OwnedTransfer, Slice
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.plan import Plan
 from shoal.runtime.ahead import Shelf

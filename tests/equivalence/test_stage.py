@@ -45,7 +45,6 @@ from shoal.comm.faulty import Drop, Fault, FaultyComm
 from shoal.comm.stage_output import StageOutput
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import TracedComm
-from shoal.core.cut import cut_of
 from shoal.core.errors import DeadlinePassed, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
@@ -55,6 +54,7 @@ from shoal.profiling.identity import trainable_layers
 from shoal.report import text
 from shoal.rewrite.apply import sites
 from shoal.runtime.session import current, using
+from shoal.tensors.cut import cut_of
 
 COUNT_BYTES = 32  # a row count that is asked for, to every other rank
 WIDTH, HIDDEN, CLASSES = 6, 8, 5

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal import strategies
-from shoal.core.contracts import Strategy
+from shoal.contracts.strategy import Strategy
 from shoal.core.registry import named
 from shoal.rewrite.apply import carriers
 

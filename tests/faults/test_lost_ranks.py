@@ -24,9 +24,9 @@ from torch import nn
 import shoal
 from shoal.comm.faulty import Drop, Fault, FaultyComm, Kill, Killed
 from shoal.comm.threads import ThreadComm, run
+from shoal.contracts.launcher import Job, Launcher
 from shoal.core.errors import DeadlinePassed, PeerLost
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.job import Job, Launcher
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.launch.namespaces import NAMES

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.contracts.launcher import Job
 from shoal.core.errors import LabError
-from shoal.core.job import Job
 from shoal.launch import lab as lab_module
 from shoal.launch.lab import Lab
 from shoal.launch.namespaces import NAMES, attempt

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import shoal.launch
+from shoal.contracts.launcher import Job, Launcher
 from shoal.core.errors import UsageError
-from shoal.core.job import Job, Launcher
 from shoal.core.registry import found, named
 
 # Each rank says where it stands, and leaves a process behind that has moved to a session of its

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.core.job import Job
+from shoal.contracts.launcher import Job
 from shoal.launch import processes
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
@@ -23,7 +23,7 @@ from shoal.launch.processes import Command, Interrupts
 
 LAUNCHER = """
 import signal, sys
-from shoal.core.job import Job
+from shoal.contracts.launcher import Job
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 

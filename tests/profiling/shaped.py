@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shoal.comm.threads import Hub, ThreadComm
-from shoal.core.contracts import Pending
+from shoal.contracts.comm import Pending
 
 
 class ShapedComm(ThreadComm):

@@ -17,7 +17,8 @@ from shaped import ShapedComm
 from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Bucket, Comm, Exchange, Pending, SplitExchange
+from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link, Topology
 from shoal.core.pieces import cut

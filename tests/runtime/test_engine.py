@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.faulty import Delay, FaultyComm, Kill, Killed, RandomDelay
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Comm, OwnedTransfer, Transfer
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.core.errors import PeerLost, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan

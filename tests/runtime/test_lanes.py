@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import WorldError
 from shoal.runtime.lanes import Lane, streaming
 from shoal.runtime.servers import Servers

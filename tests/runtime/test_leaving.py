@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from shoal.core.job import Job
+from shoal.contracts.launcher import Job
 from shoal.launch.local import Local
 
 TRAIN = """

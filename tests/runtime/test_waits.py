@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.threads import ThreadComm
-from shoal.core.contracts import OwnedTransfer, Place, Strategy, Transfer
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.exchange.allreduce import AllReduce
 from shoal.exchange.direct import Direct
 from shoal.strategies.replicate import Replicate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 
 
 class Around(Comm):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shoal.comm.around import Around
 from shoal.comm.threads import DONE
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from typing import Any, Protocol, final
 import torch.distributed as dist
 from torch.distributed import Store
 
+from shoal.contracts.launcher import VERDICT
 from shoal.core.errors import DeadlinePassed, PeerLost, ShoalError, WorldError
-from shoal.core.job import VERDICT
 
 _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost

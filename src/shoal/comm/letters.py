@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 
 _NUMBERS = 4
 HEADER_BYTES = 8 * (_NUMBERS + 1)

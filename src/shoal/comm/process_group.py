@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.heartbeat import Heartbeat
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
+from shoal.contracts.launcher import scope
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Topology
-from shoal.core.job import scope
 
 _TAG = 0
 _FOREVER_S = 1e8

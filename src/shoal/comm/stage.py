@@ -1,7 +1,7 @@
 """A model whose end runs on hosts of its own: its parameters, as a worker has them, which is not at
 all.
 
-To all but the layers they look whole (core/cut.py), and whatever is done with them is done by all
+To all but the layers they look whole (tensors/cut.py), and whatever is done with them is done by all
 workers together. What goes on in a step: stage_output.py. Guarded by
 tests/equivalence/test_stage.py.
 """
@@ -28,9 +28,9 @@ from shoal.comm.tail_hosts import (
     parameters_of,
     plain_settings,
 )
-from shoal.core.cut import Cut, CutParameter, cut_of, is_cut, part_of
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
 
 # of an optimizer: settings, and names of parameters
 Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]

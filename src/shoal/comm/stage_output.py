@@ -11,7 +11,7 @@
 
 What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever
 looks at it gets the output (OUTPUT), without a gradient. To all else the tail's parameters look
-whole (core/cut.py), and whatever is done with them is done by all workers together. Guarded by
+whole (tensors/cut.py), and whatever is done with them is done by all workers together. Guarded by
 tests/equivalence/test_stage.py.
 Reference: Huang et al., "GPipe", 2019, section 2 (micro-batches); multi-node Caffe's net that is
 cut over nodes.
@@ -31,7 +31,7 @@ from shoal.comm.boundary import refuse_second_derivative
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask, backward_letter, forward_letter, loss_letter
 from shoal.comm.threads import DONE
-from shoal.core.contracts import Pending
+from shoal.contracts.comm import Pending
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
 from shoal.core.trace import MAIN

@@ -32,11 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.core.contracts import Comm, Pending
-from shoal.core.cut import Cut, CutParameter, cut_of, part_of
+from shoal.contracts.comm import Comm, Pending
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.trace import MAIN
+from shoal.tensors.cut import Cut, CutParameter, cut_of, part_of
 
 # numbers before each message: what, of which table, whether this worker has a gradient, rows, one
 # more

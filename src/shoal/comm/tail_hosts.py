@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.letters import fetch, post
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 from shoal.core.errors import UsageError
 
 VALUES, GRADIENTS = "values", "gradients"  # what is read or written

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
 from shoal.core.facts import Topology
 

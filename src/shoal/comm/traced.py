@@ -12,7 +12,7 @@ from typing import final
 from torch import Tensor
 
 from shoal.comm.around import Around
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 
 
 @dataclass

@@ -14,7 +14,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 
 AHEAD = 3
 

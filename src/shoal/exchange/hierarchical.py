@@ -29,7 +29,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Pending, SplitExchange
+from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.exchange import Bucket, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 

@@ -13,7 +13,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Bucket, Exchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 

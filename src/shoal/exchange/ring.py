@@ -25,7 +25,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, SplitExchange
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Bucket, SplitExchange
 from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology

@@ -27,7 +27,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange, Pending
+from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.exchange import Bucket, Exchange
 from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, final
 
+from shoal.contracts.launcher import Job, Launcher, Result
 from shoal.core.errors import LabError
-from shoal.core.job import Job, Launcher, Result
 from shoal.launch.namespaces import attempt, claim, execute, inside, name_hosts, sweep, take_down
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
 from shoal.launch.rendezvous import agreed, new_store, variables

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar, final
 
-from shoal.core.job import Job, Launcher, Result
+from shoal.contracts.launcher import Job, Launcher, Result
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
 from shoal.launch.rendezvous import agreed, new_store, variables
 

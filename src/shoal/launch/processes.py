@@ -33,9 +33,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, TextIO
 
+from shoal.contracts.launcher import Job, Result
 from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
-from shoal.core.job import Job, Result
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal

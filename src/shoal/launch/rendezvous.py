@@ -12,7 +12,7 @@ import json
 
 from torch.distributed import TCPStore
 
-from shoal.core.job import VERDICT, scope
+from shoal.contracts.launcher import VERDICT, scope
 
 
 def new_store(address: str) -> TCPStore:

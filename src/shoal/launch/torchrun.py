@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar, final
 
-from shoal.core.job import Job, Launcher, Result
+from shoal.contracts.launcher import Job, Launcher, Result
 from shoal.launch.processes import (
     DIE_WITH_PARENT,
     Command,

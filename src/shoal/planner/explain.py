@@ -5,7 +5,7 @@ that would flip.
 from __future__ import annotations
 
 from shoal import strategies
-from shoal.core.contracts import Strategy
+from shoal.contracts.strategy import Strategy
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Route, Stage
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan

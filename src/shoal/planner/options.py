@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shoal import exchange as exchanges
 from shoal import strategies as all_strategies
-from shoal.core.contracts import Exchange, Strategy
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile
 from shoal.core.names import matched

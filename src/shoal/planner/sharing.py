@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal import strategies
-from shoal.core.contracts import Strategy
+from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan

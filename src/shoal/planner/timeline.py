@@ -36,7 +36,8 @@ from operator import attrgetter
 
 from shoal import exchange as exchanges
 from shoal import strategies
-from shoal.core.contracts import Exchange, Strategy
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site

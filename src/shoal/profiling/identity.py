@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
 
 ROOT = "(model)"  # the name of the layer that the root module's own parameters make

@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import SampleError
 from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
 from shoal.profiling.ends import Ends, ids_counted

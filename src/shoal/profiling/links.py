@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime

@@ -24,7 +24,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shoal.core.contracts import Bucket, Comm, Exchange, SplitExchange
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line

@@ -20,8 +20,11 @@ from shoal import exchange as exchanges
 from shoal import strategies
 from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
-from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
 from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement

@@ -27,7 +27,8 @@ from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor
 
-from shoal.core.contracts import Comm, OwnedTransfer, Slice, Turn
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Slice, Turn
 from shoal.core.errors import UsageError
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Answering, Errand

@@ -22,8 +22,10 @@ from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed
 from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
+from shoal.contracts.comm import Comm
+from shoal.contracts.strategy import Strategy
+from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.core.buckets import MEMORY, Buckets
-from shoal.core.contracts import Comm, OwnedTransfer, Strategy, Transfer
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named

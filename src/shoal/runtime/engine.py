@@ -36,8 +36,9 @@ from weakref import ref
 import torch
 from torch.autograd import Variable
 
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.core.buckets import BUCKETS_A_LANE, Buckets
-from shoal.core.contracts import Comm, OwnedTransfer, Transfer
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.trace import MAIN, Recorder
 from shoal.runtime.lanes import Errand, Lane, after, now

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from shoal.comm.letters import fetch
 from shoal.comm.tail_hosts import Ask
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, RanksDiffer
 from shoal.runtime.lanes import Answering
 

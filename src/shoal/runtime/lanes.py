@@ -22,7 +22,7 @@ from typing import final
 
 import torch
 
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import WorldError
 from shoal.core.trace import Recorder
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.core.cut import cut_of, is_cut
 from shoal.core.errors import UsageError
 from shoal.core.facts import ModelProfile
 from shoal.core.pieces import local_gradient
 from shoal.runtime.session import current
+from shoal.tensors.cut import cut_of, is_cut
 
 # the most of which glibc learns, less what it and torch put around
 _TEACHES = (32 << 20) - (64 << 10)

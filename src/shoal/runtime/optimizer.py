@@ -30,8 +30,8 @@ from torch.optim import Optimizer
 
 from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
-from shoal.core.contracts import Comm, OwnedTransfer, Turn
-from shoal.core.cut import is_cut
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Turn
 from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.profiling.updates import attributes, like, make_step, part_of, settings
@@ -51,6 +51,7 @@ from shoal.runtime.parts import (
     norms_of_parts,
     shown,
 )
+from shoal.tensors.cut import is_cut
 
 _SERVED = "_shoal_served"
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state

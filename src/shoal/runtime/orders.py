@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.core.contracts import Comm, OwnedTransfer
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece
 from shoal.profiling.updates import attributes, settings

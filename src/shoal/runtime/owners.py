@@ -24,7 +24,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Comm, OwnedTransfer, Turn
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Turn
 from shoal.core.pieces import Piece, line, local_gradient, set_local_gradient, unlined
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard

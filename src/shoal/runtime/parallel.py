@@ -30,7 +30,9 @@ from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask
-from shoal.core.contracts import Comm, Exchange, Strategy
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Strategy
 from shoal.core.cores import bound_cores, container, quota_cores
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile

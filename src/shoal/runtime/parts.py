@@ -23,12 +23,12 @@ from torch.optim import Optimizer
 
 from shoal.comm.stage import Groups, Stage
 from shoal.comm.tables import FarTable, Tables
-from shoal.core.contracts import Comm
-from shoal.core.cut import Cut, OverRanks, cut_of, is_cut, opened, part_of
+from shoal.contracts.comm import Comm
 from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.profiling.updates import attributes, settings
 from shoal.profiling.updates import part_of as state_of_part
 from shoal.runtime.owners import norm
+from shoal.tensors.cut import Cut, OverRanks, cut_of, is_cut, opened, part_of
 
 
 def cut_parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from shoal import strategies as all_strategies
+from shoal.contracts.comm import Comm
+from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
-from shoal.core.contracts import Comm, Strategy
-from shoal.core.cut import is_cut
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan
@@ -28,6 +28,7 @@ from shoal.profiling.identity import content, trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session
 from shoal.runtime.watch import is_counted
+from shoal.tensors.cut import is_cut
 
 # of a plan, beside its choices and placement
 _COMPARED = ("model", "bucket_bytes", "lanes", "staleness", "micro_batches", "joined", "chunks")

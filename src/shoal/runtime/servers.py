@@ -30,8 +30,11 @@ from torch.optim import Optimizer
 from shoal import exchange as exchanges
 from shoal import strategies
 from shoal.comm.tables import Tables
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import Buckets
-from shoal.core.contracts import Comm, Exchange, OwnedTransfer, Place, Strategy
 from shoal.core.pieces import Piece
 from shoal.core.placement import Owner
 from shoal.core.registry import named

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shoal.comm.process_group import alone, join
 from shoal.comm.tail_hosts import TailHosts
 from shoal.comm.threads import Hub, ThreadComm
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from shoal.comm.letters import post
 from shoal.comm.stage import Groups
 from shoal.comm.tail_hosts import GRADIENTS, Ask, Modes, TailHosts, modules_of, parameters_of
-from shoal.core.contracts import Comm, Pending
+from shoal.contracts.comm import Comm, Pending
 from shoal.core.errors import UsageError
 from shoal.core.plan import Choice, Plan
 from shoal.core.trace import MAIN, Recorder

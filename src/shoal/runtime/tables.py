@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.tables import GRADIENTS, HEADER, VALUES, Ask, pickled, unpickled
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.updates import made, make_step

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.profiling.identity import content
 from shoal.runtime.lanes import Errand, Lane

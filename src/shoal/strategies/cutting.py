@@ -10,7 +10,7 @@
 
 The moves are autograd's (comm/boundary.py); between them it is the layer's own function, or for
 nn.Linear one that does the same, so autocast, hooks on modules and checkpointing work as ever.
-Parameters, their gradients and the optimizer's state are divided by P (core/cut.py).
+Parameters, their gradients and the optimizer's state are divided by P (tensors/cut.py).
 Main threads wait for these moves. What a linear layer's rows take on their way in hides under its
 own products: that of one chunk under the sending of the next, and in backward, where they go back,
 that of the weight's gradient.
@@ -29,13 +29,15 @@ from torch.nn import functional as F
 
 from shoal.comm.boundary import Move, Rows, call_of, linear, rows_of_all
 from shoal.comm.cut_output import CutOutput
-from shoal.core.contracts import Exchange, Place, Strategy, Transfer
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic, total
-from shoal.core.cut import OverRanks, cut
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.rowwise import row_dims
 from shoal.strategies.copies import plain
+from shoal.tensors.cut import OverRanks, cut
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
 _SLOT = "_cut_layer"  # where a served layer keeps what runs it

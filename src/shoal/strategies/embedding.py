@@ -26,13 +26,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.boundary import call_of, dealt, refuse_second_derivative
-from shoal.core.contracts import Comm, Exchange, Place, Strategy, Transfer
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, total
-from shoal.core.cut import OverRanks, cut, cut_of, part_of
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
+from shoal.tensors.cut import OverRanks, cut, cut_of, part_of
 
 _LOOKED_AT = 64  # rows of a gradient
 _ID_BYTES = 8

@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.core.contracts import Exchange, Place, Strategy, Transfer
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.strategies.copies import plain

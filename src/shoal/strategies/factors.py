@@ -12,7 +12,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Comm, Place, Transfer
+from shoal.contracts.comm import Comm
+from shoal.contracts.strategy import Place
+from shoal.contracts.transfer import Transfer
 from shoal.core.errors import UsageError
 from shoal.strategies.landing import at_least, history
 

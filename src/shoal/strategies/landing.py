@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Transfer
+from shoal.contracts.transfer import Transfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 

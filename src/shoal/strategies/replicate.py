@@ -26,7 +26,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import Bucket, Comm, Exchange, Place, Strategy, Transfer
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Bucket, Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined

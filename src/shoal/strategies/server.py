@@ -25,7 +25,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from shoal.core.contracts import Exchange, Place, SplitExchange, Strategy, Transfer
+from shoal.contracts.exchange import Exchange, SplitExchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.landing import by_kind

@@ -25,12 +25,14 @@ from torch.nn import functional as F
 
 from shoal.comm.boundary import refuse_second_derivative
 from shoal.comm.tables import GRADIENTS, HEADER_BYTES, ID_BYTES, FarTable, Tables
-from shoal.core.contracts import Exchange, Place, Strategy, Transfer
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic, total
-from shoal.core.cut import cut
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.cutting import refused
 from shoal.strategies.embedding import run_by
+from shoal.tensors.cut import cut
 
 
 @final

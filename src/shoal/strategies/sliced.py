@@ -39,18 +39,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.core.contracts import (
-    Bucket,
-    Comm,
-    Exchange,
-    OwnedTransfer,
-    Place,
-    Slice,
-    SplitExchange,
-    Strategy,
-    Transfer,
-    Turn,
-)
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import OwnedTransfer, Slice, Transfer, Turn
 from shoal.core.cost import Cost
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology

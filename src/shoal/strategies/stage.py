@@ -34,12 +34,14 @@ from shoal.comm.stage import AtTail
 from shoal.comm.stage import Stage as Way
 from shoal.comm.stage_output import Run, StageOutput, in_micro_batches
 from shoal.comm.tail_hosts import GRADIENTS, VALUES
-from shoal.core.contracts import Exchange, Place, Strategy, Transfer
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Place, Strategy
+from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic
-from shoal.core.cut import cut
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile, Tail
 from shoal.strategies.copies import plain
+from shoal.tensors.cut import cut
 
 _LEAST_S = 1e-12
 _SLOT = "_stage"  # where a module keeps what runs it

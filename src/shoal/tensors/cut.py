@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.core.contracts import Comm
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.pieces import is_clearing, is_tracing, local_gradient, set_local_gradient
 

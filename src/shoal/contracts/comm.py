@@ -1,0 +1,207 @@
+"""Comm: messages among ranks, the only door to the network."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import RanksDiffer
+from shoal.core.facts import Topology
+from shoal.core.pieces import cut
+from shoal.core.trace import MAIN, Recorder
+
+_WORDS = 64  # bytes of what ranks tell each other that they do
+
+
+class Pending(Protocol):
+    """A send or receive under way."""
+
+    def wait(self) -> None:
+        """Block until the tensor may be used again. Raises WorldError when the peer is lost or the
+        deadline passed.
+        """
+
+
+class Comm(ABC):
+    """Messages among `size` ranks, of which this is `rank`; `topology` says which hosts they are
+    on.
+
+    Within one channel, messages between two ranks arrive in the order they were sent; concurrent
+    users each take a channel of their own. Tensors are contiguous. The collectives here are built
+    from point-to-point messages, so that counting those counts everything; an implementation with
+    better ones of its own replaces them.
+    """
+
+    rank: int
+    size: int
+    topology: Topology
+    timeout_s: float | None  # how long a receive waits; None: for ever
+    recorder: Recorder | None = None  # where set, notes what the main thread waits for
+
+    @property
+    def workers(self) -> int:
+        """How many ranks train on rows of their own: 0 … workers − 1. Those behind them are
+        servers, or a tail.
+        """
+        return self.topology.workers
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, next neighbour first: if all began with rank 0, its link would be the
+        one all wait for.
+        """
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    @abstractmethod
+    def send(self, tensor: Tensor, to: int) -> Pending:
+        """Start sending; `tensor` must not change until the wait returns."""
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, source: int) -> Pending:
+        """Start receiving into `tensor`."""
+
+    @abstractmethod
+    def channel(self, name: str, *, idle: bool = False) -> Comm:
+        """A channel of its own among the same ranks. Every rank makes its channels in the same
+        order.
+
+        On an `idle` one nothing may come for as long as the job lasts: its receives have no
+        deadline.
+        """
+
+    @abstractmethod
+    def group(self, ranks: range) -> Comm:
+        """A channel among these ranks only, who alone make it; there they count from 0."""
+
+    @abstractmethod
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value` (anything picklable), in rank order, on every rank. For set-up, not
+        for the hot path.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the channel holds."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over ranks in place, the same bits on every rank: each rank sends 2·n·(P−1)/P
+        (ring).
+        """
+        flat, left, right = (
+            tensor.view(-1),
+            (self.rank - 1) % self.size,
+            (self.rank + 1) % self.size,
+        )
+        slices = cut(flat, self.size)
+        # reduce-scatter: slice r ends summed on rank r − 1 … then all-gather
+        for step in range(self.size - 1):
+            outgoing, incoming = (
+                slices[(self.rank - step) % self.size],
+                slices[(self.rank - step - 1) % self.size],
+            )
+            landed = torch.empty_like(incoming)
+            _both(self.receive(landed, left), self.send(outgoing, right))
+            incoming.add_(landed)
+        for step in range(self.size - 1):
+            outgoing, incoming = (
+                slices[(self.rank - step + 1) % self.size],
+                slices[(self.rank - step) % self.size],
+            )
+            _both(self.receive(incoming, left), self.send(outgoing, right))
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """Give every rank each rank's tensor; `outputs[r]` has the size of rank r's, which may
+        differ between ranks.
+        """
+        self.all_to_all(outputs, [tensor] * self.size)
+
+    def numbers(self, mine: Sequence[int], what: str) -> list[int]:
+        """Tell rank r the number `mine[r]`; what every rank told this one. 80 bytes to every other
+        rank.
+
+        Raises:
+            RanksDiffer: another rank is about something else than `what`.
+        """
+        label = hashlib.blake2b(what.encode(), digest_size=8).digest() + what.encode()[
+            :_WORDS
+        ].ljust(_WORDS)
+        words = torch.frombuffer(bytearray(label), dtype=torch.int64)
+        told = [torch.empty(1 + len(words), dtype=torch.int64, device="cpu") for _ in mine]
+        self.all_to_all(
+            told, [torch.cat([torch.tensor([number], device="cpu"), words]) for number in mine]
+        )
+        for rank, theirs in enumerate(told):
+            if not torch.equal(theirs[1:], words):
+                text = theirs[2:].numpy().tobytes().decode(errors="replace").strip()
+                raise RanksDiffer(
+                    f"rank {rank} does something else than rank {self.rank}",
+                    got=f"rank {rank}: {text}; rank {self.rank}: {what}",
+                    do="where layers are cut, on every rank alike: call the model (also to "
+                    "evaluate) and state_dict(), "
+                    "read cut parameters and gradients; or let none be cut: "
+                    'strategies=["replicate", "factor"]',
+                    rank=rank,
+                )
+        return [int(theirs[0]) for theirs in told]
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Give every rank r `inputs[r]`, and get its tensor into `outputs[r]`; empty ones are sent
+        by nobody.
+        """
+        self.start_all_to_all(outputs, inputs)()
+
+    def start_all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start that, and give what waits until it is done; inputs must not change till then."""
+        pending = [self.receive(outputs[r], r) for r in self.others if outputs[r].numel()]
+        pending += [self.send(inputs[r], r) for r in self.others if inputs[r].numel()]
+        outputs[self.rank].copy_(inputs[self.rank])
+
+        def finish() -> None:
+            begin_s = perf_counter()
+            _both(*pending)
+            if self.recorder is not None:
+                self.recorder.note("messages from every rank to every other", MAIN, begin_s)
+
+        return finish
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy the root's tensor to every rank."""
+        if self.rank == root:
+            _both(*(self.send(tensor, r) for r in self.others))
+        else:
+            self.receive(tensor, root).wait()
+
+    def reached(self, where: str) -> None:
+        """Say how far this rank is, for the messages of others that wait for it. Costs nothing."""
+        return
+
+    def check(self, where: str) -> None:
+        """Raise WorldError if a peer is known to be gone; whoever waits calls it now and then,
+        saying where it is.
+        """
+        return
+
+    def leave(self, error: BaseException | None) -> None:
+        """Tell the others that this rank ends: because it is done, or for an error. Nothing follows
+        it.
+        """
+        return
+
+    def diagnose(self, error: BaseException, where: str) -> BaseException:
+        """The named error that a raw failure of this channel stands for: who is lost, or who is
+        absent.
+        """
+        return error
+
+
+def _both(*pending: Pending) -> None:
+    for each in pending:
+        each.wait()

@@ -1,0 +1,95 @@
+"""Strategy: how one site is served, what that costs, and whom it refuses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import nn
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.transfer import Transfer
+from shoal.core.buckets import Buckets
+from shoal.core.cost import Cost
+from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.placement import Owner
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a strategy works: the model's modules by layer name, their parameters, and this rank
+    among the ranks.
+    """
+
+    layers: Mapping[str, nn.Module]
+    # the site's own trainable ones, by dotted name, in the plan's order
+    parameters: Mapping[str, nn.Parameter]
+    rank: int
+    ranks: int  # that train; servers stand behind them
+    servers: int = 0
+    stale: bool = False  # workers run ahead of one another: a server answers each by itself
+    buckets: Buckets = field(default_factory=Buckets)
+    # of parameters that are owned whole, by dotted name
+    owners: Mapping[str, Owner] = field(default_factory=dict)
+    # the site's part of a parameter, where not all
+    spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    # among the ranks that train, for the main thread: where any layer is cut over them,
+    comm: Comm | None = None
+    chunks: int = 1  # whose rows come in so many
+    tables: object = None  # the way to tables at servers (comm/tables.py), where there are any
+    # the way to the end of the model on hosts of its own (comm/stage.py), where it is
+    tail: object = None
+
+
+class Strategy(ABC):
+    """How a site is served. Stateless; found by name in the registry."""
+
+    name: ClassVar[str]
+    # takes several layers as one site and an exchange to carry them
+    bucketed: ClassVar[bool] = False
+    owns: ClassVar[bool] = False  # gives parameters to owners, as the plan's placement says
+    # servers take part: over lanes that they are on (`owns`), or they have the tables
+    served: ClassVar[bool] = False
+    staged: ClassVar[bool] = False  # has hosts of its own run layers, all of them one site
+    # leaves a rank a part of the layer: every rank calls it, and takes part in state_dict
+    cuts: ClassVar[bool] = False
+
+    def takes(self, exchange: Exchange) -> bool:
+        """Whether that exchange can carry it."""
+        return self.bucketed
+
+    @abstractmethod
+    def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        """Why it cannot serve this layer, or None."""
+
+    def refusal(self, layer: LayerProfile, cluster: Cluster) -> str | None:
+        """The same, also where a placement gives a parameter to a rank and it has no owners."""
+        for parameter in layer.parameters:
+            if parameter.owner is not None and parameter.owner.given and not self.owns:
+                return f"it has no owners, but the placement gives {parameter.name} to rank {parameter.owner.number}"
+        return self.refuses(layer, cluster)
+
+    def needs(self, layer: LayerProfile) -> dict[str, str]:
+        """Other layers, each with the strategy that it must have where this one serves `layer`."""
+        return {}
+
+    @abstractmethod
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
+        """What serving these layers as one site costs one rank in one step."""
+
+    @abstractmethod
+    def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
+        """Rewrite the site's modules in place and return what the engine is to send, the same on
+        every rank.
+        """
+
+    def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
+        """Rows K a rank above which all-reduce would send fewer bytes; None where that does not
+        depend on K.
+        """
+        return None
