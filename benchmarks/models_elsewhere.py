@@ -2,19 +2,19 @@
 to one process?
 
     python3.11 -m venv /tmp/other && . /tmp/other/bin/activate
-    pip install -c constraints.txt torch==2.13.0 && pip install -c constraints.txt -e . torchvision
-    timm transformers
+    pip install -c constraints.txt torch==2.13.0
+    pip install -c constraints.txt -e . torchvision timm transformers
     python benchmarks/models_elsewhere.py                       # all, on 2 and 3 ranks
-    python benchmarks/models_elsewhere.py --ranks 4 llama vit   # those whose names contain one of
-                                                                the words
+    python benchmarks/models_elsewhere.py --ranks 4 llama vit   # names with one of these words
 
 Each model is built small and at random from its configuration, without a download, and trained
 three steps of SGD with momentum in float64 (also where its code asks for float32), in eval mode (no
 dropout, fixed batch statistics), with numbers of rows that differ from rank to rank. Ranks are
 threads; the plan is made for the link given, by default 100 Mbit/s, so that more than one strategy
-has a turn. Columns: layers by strategy; the error of the worst tensor, max|a − b| / max(max|a|, learning rate), of the ranks and of one process that cuts the batch as the ranks do; whether
-every rank has the same bits. Ends with 1 if an error is above 1e-10. Not in CI: elsewhere these
-packages come with a CUDA torch.
+has a turn. Columns: layers by strategy; the error of the worst tensor,
+max|a − b| / max(max|a|, learning rate), of the ranks and of one process that cuts the batch as the
+ranks do; whether every rank has the same bits. Ends with 1 if an error is above 1e-10. Not in CI:
+elsewhere these packages come with a CUDA torch.
 """
 
 # ruff: noqa: E402
@@ -348,7 +348,8 @@ def lines(names: Sequence[str], ranks: Sequence[int], link: Link) -> Iterator[tu
                 f"{strategy} {layers}" for strategy, layers in sorted(strategies.items())
             )
             right = same and error <= 1e-10
-            text = f"{served:28} {error:9.1e}  {cut:9.1e}  {'yes' if same else 'NO':9} {'' if right else 'WRONG'}"
+            text = f"{served:28} {error:9.1e}  {cut:9.1e}  {'yes' if same else 'NO':9} "
+            text += "" if right else "WRONG"
             yield head + text, right
 
 

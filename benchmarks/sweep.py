@@ -1,7 +1,9 @@
 """Which plan wins where: the auto plan against every single-strategy plan that applies, at three
 link rates.
 
-    sudo .venv/bin/python benchmarks/sweep.py [RECIPE ...] [RATE ...]      results/sweep-RECIPE-RATE.json, and a table
+    sudo .venv/bin/python benchmarks/sweep.py [RECIPE ...] [RATE ...]
+
+Figures in results/sweep-RECIPE-RATE.json, and printed as a table.
 
 A single-strategy plan pins every layer that the strategy serves, and replicates the rest. "whole"
 is the planner's best without cut layers, "pair and factor" pairs where there are any and `factor`

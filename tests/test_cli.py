@@ -233,7 +233,8 @@ def test_check_converts_the_model_before_an_optimizer_sees_it(tmp_path: Path) ->
 
 def optimizer(params):
     made = torch.optim.Adagrad(params, lr=0.1)
-    assert all(p.dtype == made.state[p]["sum"].dtype == torch.float64 for p in made.param_groups[0]["params"])
+    for p in made.param_groups[0]["params"]:
+        assert p.dtype == made.state[p]["sum"].dtype == torch.float64
     return made
 """
     )

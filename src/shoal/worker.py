@@ -203,8 +203,8 @@ def check(
     """Train a few steps on all ranks, and on one process with the global batch; the largest
     relative difference.
 
-    By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose (BatchNorm's statistics,
-    dropout's random numbers) are set to evaluation in both.
+    By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
+    (BatchNorm's statistics, dropout's random numbers) are set to evaluation in both.
     """
     init(timeout_s=_CHECK_S)
     console, comm = text.console(), current().comm

@@ -338,7 +338,8 @@ model = nn.Sequential(nn.Embedding(50, 8), nn.ReLU(), nn.Linear(8, 3))
 loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
 staleness = {"none": None}.get(os.environ["AHEAD"], os.environ["AHEAD"])
 staleness = staleness and int(staleness)
-shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins=pins[os.environ["KIND"]], staleness=staleness)
+pins = pins[os.environ["KIND"]]
+shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins=pins, staleness=staleness)
 for step in range(1000):
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()

@@ -89,8 +89,10 @@ print(link.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(byte
 # Rank 0 greets rank 1, its neighbour on h0: the counters say which interface carried it.
 NEIGHBOURS = """
 import os, pathlib, socket, sys, time
-print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "SHOAL_HOST")))
-sent = lambda device: int(pathlib.Path("/proc/net/dev").read_text().partition(device + ":")[2].split()[8])
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "SHOAL_HOST")
+print(*(os.environ[name] for name in names))
+devices = pathlib.Path("/proc/net/dev")
+sent = lambda device: int(devices.read_text().partition(device + ":")[2].split()[8])
 if os.environ["RANK"] == "0":
     with socket.create_server(("10.0.0.1", 7000)) as server:
         peer, _ = server.accept()

@@ -27,7 +27,8 @@ from shoal.contracts.launcher import Job
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have ignored it
+# Whoever started the tests may have ignored it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 launcher = Lab(hosts=2) if sys.argv[1] == "lab" else Local()
 launcher.launch(Job(("sh", "-c", 'echo $$ >"$0/$RANK"; exec sleep 600', sys.argv[2]), ranks=2))
 """
@@ -149,7 +150,8 @@ def test_lines_pass_while_ranks_run(tmp_path: Path) -> None:
     pipe.
     """
     seen = tmp_path / "seen"
-    script = f"import os, pathlib, time\nprint('now')\nwhile not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.02)"
+    script = "import os, pathlib, time\nprint('now')\n"
+    script += f"while not pathlib.Path({str(seen)!r}).exists(): time.sleep(0.02)"
 
     class Sink(io.StringIO):
         def write(self, text: str) -> int:

@@ -46,9 +46,8 @@ class Net(nn.Module):
 def test_attention_reads_its_projection_without_calling_it() -> None:
     profile = profile_model(Text(), token_loss, [], (ids(), ids()), ThreadComm())
     found = {layer.name: layer.outside_use for layer in profile.layers if layer.outside_use}
-    assert found == {
-        "attention.out_proj": "its weight is read by attention (MultiheadAttention) without calling it"
-    }
+    read = "its weight is read by attention (MultiheadAttention) without calling it"
+    assert found == {"attention.out_proj": read}
 
 
 def test_asking_for_shapes_and_types_is_no_use() -> None:

@@ -17,14 +17,13 @@ rows (`rows_of_all`) 80 bytes each.
 A move into a linear layer is one operator with its product (`linear`), so that each hides under the
 other:
 
-    forward    |▒ chunk 1 ▒|▒ chunk 2 ▒|                 all chunks are sent at once, and come one after the other
-               ┄┄┄┄┄┄┄┄┄┄┄┄|─ x₁·Wᵀ ─|─ x₂·Wᵀ ─|
-    backward   |─ dy₁·W ─|─ dy₂·W ─|──── dyᵀ·x ────|     the weight's gradient, for which no other rank waits, is last
-                         |▒ chunk 1 ▒|▒ chunk 2 ▒|
+    forward    |▒ chunk 1 ▒|▒ chunk 2 ▒|                 all chunks are sent at once, and come
+               ┄┄┄┄┄┄┄┄┄┄┄┄|─ x₁·Wᵀ ─|─ x₂·Wᵀ ─|         one after the other
+    backward   |─ dy₁·W ─|─ dy₂·W ─|──── dyᵀ·x ────|     the weight's gradient is last:
+                         |▒ chunk 1 ▒|▒ chunk 2 ▒|       no other rank waits for it
 
 Reference: Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large
-Deep Learning
-Models", ASPLOS 2023.
+Deep Learning Models", ASPLOS 2023.
 """
 
 from __future__ import annotations
@@ -164,7 +163,8 @@ def call_of(layer: str) -> str:
     """What messages name a call of a layer: a rank that evaluates alone must not meet others that
     train.
     """
-    return f"{'training' if torch.is_grad_enabled() else 'evaluation (no_grad)'}, call of layer {layer}"
+    mode = "training" if torch.is_grad_enabled() else "evaluation (no_grad)"
+    return f"{mode}, call of layer {layer}"
 
 
 def refuse_second_derivative() -> None:

@@ -5,6 +5,7 @@ Rank r has `part`, (all ranks' rows, its own outputs). Of each row a rank makes 
 of all ranks are put together where the row is (`RowTerms`, `best_of_rows`) or everywhere
 (`LogSum`). Gradients are of means over ranks, as in comm/boundary.py: what comes back into a part
 from outside is divided by P.
+
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 """
 

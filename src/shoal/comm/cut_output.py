@@ -10,8 +10,8 @@ layers, stays cut:
                                             the last
     a linear layer cut by its inputs        takes the part as it is (strategies/pair.py)
     cross_entropy, nll_loss, logsumexp      peers are told a row's target, and return four sums;
-                                            four numbers go back;
-    and gather of one output a row          margins are written with the last two
+    and gather of one output a row          four numbers go back; margins are written with the
+                                            last two
     softmax, log_softmax                    each rank's two sums of all rows to every rank, and one
                                             number back
     argmax, topk                            each rank's best, and the best of those
@@ -20,6 +20,7 @@ Anything else gathers the outputs of this rank's rows first. All of it are colle
 does the same. Why not torch's loss_parallel: that needs DTensors on a device mesh of processes, and
 parameters that are DTensors, where here parameters stay the user's own objects and ranks may be
 threads.
+
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
 Guarded by tests/equivalence/test_head.py and test_pair.py.
 """

@@ -5,10 +5,10 @@ A broken connection tells that something died, not what: the survivors' own ends
 too. So:
 
 1  beat     each rank writes where it is twice a second, on a connection of its own
-2  watch    in the same turn it reads the verdict, and the beat of the rank after it: silent for 20
-            s is lost
-3  judge    where an exchange failed, it reads all beats: one that stopped for 3 s is lost, none
-            lost is a deadline
+2  watch    in the same turn it reads the verdict, and the beat of the rank after it:
+            silent for 20 s is lost
+3  judge    where an exchange failed, it reads all beats: one that stopped for 3 s is lost,
+            none lost is a deadline
 4  leave    a rank that ends says so: that it is done, or which error ended it
    verdict  whoever finds out first writes it (compare-and-set), all repeat it, and whoever is
             blocked is woken
@@ -67,8 +67,9 @@ class Verdict:
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
         do = "see what that rank printed last; start the job again"
         if self.left:
-            do += "; if it had done its work: its loader had fewer batches (shoal.shard gives every rank as many), or "
-            do += "other ranks alone call state_dict() or evaluate, where layers are cut"
+            do += "; if it had done its work: its loader had fewer batches (shoal.shard gives "
+            do += "every rank as many), or other ranks alone call state_dict() or evaluate, "
+            do += "where layers are cut"
         return PeerLost(
             f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank
         )

@@ -1,8 +1,8 @@
 """A model whose end runs on hosts of its own: its parameters, as a worker has them, which is not at
 all.
 
-To all but the layers they look whole (tensors/cut.py), and whatever is done with them is done by all
-workers together. What goes on in a step: stage_output.py. Guarded by
+To all but the layers they look whole (tensors/cut.py), and whatever is done with them is done by
+all workers together. What goes on in a step: stage_output.py. Guarded by
 tests/equivalence/test_stage.py.
 """
 

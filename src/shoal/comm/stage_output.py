@@ -1,18 +1,20 @@
 """A model whose end runs on hosts of its own: a worker's way to them.
 
-    worker w                                                     its tail host, w mod T   (runtime/stage.py)
-      forward of micro-batch i   FORWARD  the activation    ──▶  joins the rows of its workers, runs the tail
-      … of the next, meanwhile
-      loss_fn(output, target)    LOSS     the target        ──▶  the loss of all of this worker's rows
-                                          the loss          ◀──
-      backward                   BACKWARD its weight        ──▶  gradients, last micro-batch first
-      … of micro-batch i                  of the activation ◀──  while that of the one before is computed
-      optimizer.step()           STEP     the settings      ──▶  an update as in one process
+    worker w                                                   tail host w mod T (runtime/stage.py)
+      forward of micro-batch i  FORWARD  the activation    ──▶ joins its workers' rows, runs the
+      … of the next, meanwhile                                 tail
+      loss_fn(output, target)   LOSS     the target        ──▶ the loss of all of this worker's
+                                         the loss          ◀── rows
+      backward                  BACKWARD its weight        ──▶ gradients, last micro-batch first
+      … of micro-batch i                 of the activation ◀── while that of the one before is
+                                                               computed
+      optimizer.step()          STEP     the settings      ──▶ an update as in one process
 
 What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever
 looks at it gets the output (OUTPUT), without a gradient. To all else the tail's parameters look
 whole (tensors/cut.py), and whatever is done with them is done by all workers together. Guarded by
 tests/equivalence/test_stage.py.
+
 Reference: Huang et al., "GPipe", 2019, section 2 (micro-batches); multi-node Caffe's net that is
 cut over nodes.
 """

@@ -1,21 +1,22 @@
 """Tables whose rows are all with servers: how a worker looks at them, and has them learn.
 
-    worker                                            each server, for its rows (runtime/tables.py)
-      PULL    ids                                ──▶
-              their rows                         ◀──  as soon as this worker's steps have been applied
-      PUSH    ids, and gradients of their rows   ──▶  kept until the step
-      STEP    the optimizer's settings           ──▶  applied when every worker's gradients are there
-      READ    values, or gradients               ──▶
-              all rows                           ◀──
-      WRITE   values, or gradients               ──▶  done when every worker has asked: what the first of them gives
-      CALL    anything else, pickled             ──▶
+    worker                                       each server, for its rows (runtime/tables.py)
+      PULL   ids                             ──▶
+             their rows                      ◀── as soon as this worker's steps have been applied
+      PUSH   ids, gradients of their rows    ──▶ kept until the step
+      STEP   the optimizer's settings        ──▶ applied when every worker's gradients are there
+      READ   values, or gradients            ──▶
+             all rows                        ◀──
+      WRITE  values, or gradients            ──▶ done when every worker has asked: what the first
+                                                 of them gives
+      CALL   anything else, pickled          ──▶
 
 Each message begins with 40 bytes. Every worker asks for itself: one may evaluate or save alone.
 What takes all of them (`_Table.together`) is to look at gradients, also whether there are any, to
 clip or change them, and to change values or the optimizer's state; what rank 0 gives is taken.
+
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
-section 3 (ranges of
-keys, pulled and pushed).
+section 3 (ranges of keys, pulled and pushed).
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ class Strategy(ABC):
         """The same, also where a placement gives a parameter to a rank and it has no owners."""
         for parameter in layer.parameters:
             if parameter.owner is not None and parameter.owner.given and not self.owns:
-                return f"it has no owners, but the placement gives {parameter.name} to rank {parameter.owner.number}"
+                return (
+                    f"it has no owners, but the placement gives {parameter.name} "
+                    f"to rank {parameter.owner.number}"
+                )
         return self.refuses(layer, cluster)
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:

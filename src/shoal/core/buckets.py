@@ -8,6 +8,7 @@ it is in use.
 The tensor and its views stay the same objects: on a CPU, on Linux, over a private mapping whose
 pages the system takes back (MADV_DONTNEED; what is read of a closed one is zeros), elsewhere over a
 storage that is resized to nothing (then a closed one must not be read: torch does not check).
+
 Reference: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB
 2023, section 4.3.
 """

@@ -15,6 +15,7 @@ moves no other; and a turn is known from the plan alone, the same on every rank.
 turns go round the servers only. It costs the busiest owner's link: through `direct` the owner of n
 bytes moves (P−1)·n each way where owners of 1/P each move 2·n·(P−1)/P. In return an optimizer may
 look at whole tensors (profiling/updates.py).
+
 Source: Paddle's distribute transpiler dispatches variables to parameter servers in these two ways
 (fluid/transpiler/ps_dispatcher.py: RoundRobin, HashName); the hash there is Python's, here one that
 no process salts.

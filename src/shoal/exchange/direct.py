@@ -1,17 +1,17 @@
 """Every slice goes straight to its owner, who adds and sends it straight back: every rank is the
 master of one slice.
 
-    reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in rank order
-    gather   rank r ◀── slice o, summed ───── owner o
+    reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in
+    gather   rank r ◀── slice o, summed ───── owner o        rank order
 
 2 steps, whatever P. Each rank sends and receives 2·n·(P−1)/P bytes, to the byte as the slices fall;
 empty slices (fewer elements than ranks) are sent by nobody and awaited by nobody. Added in the
 order of the ranks, so that the bits depend neither on which message comes first nor on how
 parameters are put into buckets.
+
 Source: CaffeOnSpark's socket exchange, in which every node is master of a slice; the pairwise
-exchange for
-reduce-scatter of Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-operations in MPICH", 2005.
+exchange for reduce-scatter of Thakur, Rabenseifner and Gropp, "Optimization of collective
+communication operations in MPICH", 2005.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Inside each host first, then one slice a host across: the link that a host's ranks share carries
 no slice twice.
 
-    host a, ranks 0 1      host b, ranks 2 3        slice 0 belongs to rank 0; its collector on b is
-                                                    rank 2
+    host a, ranks 0 1; host b, ranks 2 3. Slice 0 belongs to rank 0, its collector on b is rank 2.
 
-    reduce 1   1 ── slice 0 ──▶ 0    3 ── slice 0 ──▶ 2     every rank to its host's collector, who adds in rank order
-           2   0 ◀─── b's slice 0, summed ─────────── 2     collectors to the owner, who adds the hosts' sums in order
-    gather 1   0 ──── slice 0 ──────────────────────▶ 2     the owner to collectors, and to the ranks beside it
+    reduce 1   1 ── slice 0 ──▶ 0    3 ── slice 0 ──▶ 2     every rank to its host's collector,
+                                                            who adds in rank order
+           2   0 ◀─── b's slice 0, summed ─────────── 2     collectors to the owner,
+                                                            who adds the hosts' sums in order
+    gather 1   0 ──── slice 0 ──────────────────────▶ 2     the owner to collectors,
+                                                            and to the ranks beside it
            2   0 ── slice 0 ──▶ 1    2 ── slice 0 ──▶ 3     collectors to the ranks beside them
 
 On its own host an owner collects its slice itself; on another the rank does that has the owner's
@@ -15,10 +17,10 @@ own (then these are the messages of `direct`) or all share one. On H hosts of eq
 2·n·(H−1)/H bytes leave each, where `direct` sends P/H times as many; a rank sends and receives
 2·n·(P−1)/P in all, like there. Hosts may have different numbers of ranks, in any numbering. Empty
 slices are sent by nobody and awaited by nobody.
+
 Source: Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4 (sum within a server,
-all-reduce between servers,
-broadcast within), cut into slices so that all of a host's ranks take part, as in Horovod's
-hierarchical all-reduce.
+all-reduce between servers, broadcast within), cut into slices so that all of a host's ranks take
+part, as in Horovod's hierarchical all-reduce.
 """
 
 from __future__ import annotations

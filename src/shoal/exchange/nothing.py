@@ -3,6 +3,7 @@ network were free.
 
 Steps 0, bytes 0. The result is not the sum (`exact` is False), so the planner never chooses it by
 itself.
+
 Source: the `noop_hook` of PyTorch's DDP, made for the same measurement.
 """
 

@@ -2,9 +2,8 @@
 are.
 
     step      0        1        2          P = 4, seen on rank r
-    sends     r−1      r−2      r−3        reduce: a slice goes r+1, r+2, … and ends, summed, on its
-                                           owner r
-    receives  r−2      r−3      r
+    sends     r−1      r−2      r−3        reduce: a slice goes r+1, r+2, … and ends, summed, on
+    receives  r−2      r−3      r          its owner r
     sends     r        r−1      r−2        gather: and once more round
     receives  r−1      r−2      r−3
 
@@ -13,6 +12,7 @@ so the link does not idle from step to step. P−1 steps each way, and one more 
 chunk of a slice, as in any pipeline; each is the latency of a message. Each rank sends and receives
 2·n·(P−1)/P bytes, to the byte as the slices fall; empty slices (fewer elements than ranks) are sent
 by nobody and awaited by nobody. A slice is added in ring order, always the same.
+
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 JPDC 69(2), 2009.
 """

@@ -4,20 +4,18 @@ without a gap.
             0             rank i's children are 2i + 1 and 2i + 2
           /   \\
          1     2          chunk c climbs while chunk c − lag comes down, lag = this rank's way to
-                          the root and back:
-        / \\   /           the two directions of every link are busy at once
+        / \\   /           the root and back: the two directions of every link are busy at once
        3   4 5
 
 2·depth + chunks − 1 steps, depth = floor(log2 P). A rank sends n to its parent and n to each child,
-and receives as
-much: the busiest sends 1, 2, 2, 3, 3 … × n for P = 2, 3, 4, 5, 6 …, against less than 2·n on the
-ring. So it wins only
-where latency rules. Without chunks the levels would add up. After `reduce` the root alone could
-hold the sum, not each rank its slice, so `reduce` does both ways and `gather` nothing. An empty
-tensor sends nothing.
+and receives as much: the busiest sends 1, 2, 2, 3, 3 … × n for P = 2, 3, 4, 5, 6 …, against less
+than 2·n on the ring. So it wins only where latency rules. Without chunks the levels would add up.
+After `reduce` the root alone could hold the sum, not each rank its slice, so `reduce` does both
+ways and `gather` nothing. An empty tensor sends nothing.
+
 Source: FireCaffe (Iandola et al., CVPR 2016), on reduction trees; the pipelining of one tree in
-Sanders, Speck and
-Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009.
+Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan",
+2009.
 """
 
 from __future__ import annotations

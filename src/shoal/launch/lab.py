@@ -1,14 +1,14 @@
 """A cluster on one machine: every host a network namespace, every link shaped to the rate of a real
 one.
 
-      host h0              host h1          …        a namespace each, named shoal-<launcher's
-                                                     pid>-<n>-h0 …
+      host h0              host h1          …   a namespace each, shoal-<launcher's pid>-<n>-h0 …
    eth0 10.0.0.1        eth0 10.0.0.2
-      │ tbf                │ tbf                     1  host -> switch, shaped
-      │ tbf                │ tbf                     2  switch -> host, shaped: many senders share the receiver's link
-   ┌──┴────────────────────┴─────────┐
-   │ bridge   10.0.0.254             │               3  the switch's namespace, where the rendezvous store listens:
-   └─────────────────────────────────┘                  it lives in the launcher, so it outlives every rank
+      │ tbf                │ tbf                1  host -> switch, shaped
+      │ tbf                │ tbf                2  switch -> host, shaped: many senders share the
+   ┌──┴────────────────────┴─────────┐             receiver's link
+   │ bridge   10.0.0.254             │          3  the switch's namespace, where the rendezvous
+   └─────────────────────────────────┘             store listens: it lives in the launcher, so it
+                                                   outlives every rank
 
 Why here: what Shoal decides depends on the network, and one must be able to see it decide without
 owning four machines. Nothing touches the machine's own network, so labs stand side by side with the

@@ -5,7 +5,7 @@ Why here: every launcher needs the same three promises, and each has a trap of i
 1. The first failure in time is the verdict, unless the ranks themselves know better, so process
    descriptors (pidfd) wake one loop the moment a rank ends.
 2. Output passes line by line while ranks run, so the same loop reads the pipes; no threads, no
-locks.
+   locks.
 3. Nothing stays, by whatever way the launcher ends:
    an end, an error, Ctrl-C, SIGTERM   the loop ends the groups, then kills whatever still carries
                                        the job's mark

@@ -152,7 +152,8 @@ def _reason(chosen: Alternative, others: list[Alternative]) -> str:
     if abs(gain_s) < 0.005 * chosen.step_s:
         return f"{would} and take as long: it hides either way"
     if gain_s < -(CUT_WORTH + OTHER_WORTH) * chosen.step_s:
-        return f"pinned, edited, or not tried by the search: {would} and save {-gain_s * 1e3:.1f} ms a step"
+        saved = f"save {-gain_s * 1e3:.1f} ms a step"
+        return f"pinned, edited, or not tried by the search: {would} and {saved}"
     if gain_s < 0:
         return f"{would} and save {-gain_s * 1e3:.1f} ms a step, too little to choose it unasked"
     return f"{would} and add {gain_s * 1e3:.1f} ms a step"

@@ -5,7 +5,7 @@ A lane does one job after the other. A job is parts of some seconds each, were i
 they take:
 
     lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
-    lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|      whoever is on the link has an even share of it
+    lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|  all on the link share it evenly
 
 What goes to servers is on the link in one direction, what comes from them in the other; all else is
 in both. Where a token bucket shapes the link, what was not used of it in a pause passes afterwards

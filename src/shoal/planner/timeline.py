@@ -3,19 +3,22 @@
 One rank's main thread computes; its lanes take transfers in the plan's order, share one link, and
 compute too:
 
-    backward   |── layer 9 ──|── layer 8 ──|─────── layer 7 ───────|──┄┄       profile's times and strategy's changes
-    lane 0                   |▒▒ send 9 ▒▒|== multiply ==|                      link, then the lane's own compute
-    lane 1                                 |··· waits ···|▒▒▒▒ send 8, 7 ▒▒▒▒|  a transfer starts when its last layer's
-                                                                                gradient is there
-                                                                                and a lane is free
+    backward   |── layer 9 ──|── layer 8 ──|─────── layer 7 ───────|──┄┄        1
+    lane 0                   |▒▒ send 9 ▒▒|== multiply ==|                      2
+    lane 1                                 |··· waits ···|▒▒▒▒ send 8, 7 ▒▒▒▒|  3
+
+    1  the profile's times, and what the strategy changes of them
+    2  the link, then the lane's own compute
+    3  a transfer starts when its last layer's gradient is there and a lane is free
+
     step = forward + waited + max(backward, last lane) + optimizer              (predict)
 
 Of a site whose owners update it, the first half of the traffic is sent so, and waited for by
 nobody; update and second half follow on its lane (from servers on another) from the optimizer's
 step on, last site first, and the next forward waits layer by layer:
 
-    forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's own: a steady state
-    lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|
+    forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|        that forward is taken to be this step's
+    lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|    own: a steady state
 
 The rows that go to and from a layer that is cut over ranks are sent by the main thread, which
 computes beside some of them and waits for the rest, on the link that it shares with the lanes.

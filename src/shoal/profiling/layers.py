@@ -152,11 +152,10 @@ def _measured_step(
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the
     other way round: so each rank's times are medians. In training all wait in every step for
-    whoever is slowest in it, which is more than
-    any rank takes in the median: the medians are stretched to that. Steps that are over before the
-    kernel has given
-    every rank its turn are taken by the dozen: one that was interrupted is ten times as long, and
-    who waits lets others have the core.
+    whoever is slowest in it, which is more than any rank takes in the median: the medians are
+    stretched to that. Steps that are over before the kernel has given every rank its turn are taken
+    by the dozen: one that was interrupted is ten times as long, and who waits lets others have the
+    core.
     """
     parameters = list(sample.model.parameters())
     start = time.perf_counter()

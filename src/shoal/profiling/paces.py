@@ -3,9 +3,9 @@ processor.
 
 As many buckets are in flight as there are lanes, back to back, small ones and large ones:
 
-    seconds of a round of buckets, one on each lane  = messages in a row · round_s + lanes · bytes ·
-                                                     byte_s
-    processor seconds of one bucket                  = messages in a row · round_s + bytes · byte_s
+    seconds of a round of buckets, one on each lane
+                                      = messages in a row · round_s + lanes · bytes · byte_s
+    processor seconds of one bucket   = messages in a row · round_s + bytes · byte_s
 
 Processor time is short beside the clock's grain, so no byte is taken to cost less than one of the
 link's own messages. Nobody computes meanwhile. Ranks that share cores do not keep step: when the

@@ -1,8 +1,8 @@
 """One training step, watched: when each gradient is there, and what each layer's forward and
 backward take.
 
-              enter A  leave A      enter B   leave B    loss     dB arrives    dA arrives        end
-    forward  ────┤ A's    ├────────────┤ B's     ├────────┼──────────┤ B's          ├ A's          ┤  backward
+            enter A leave A    enter B  leave B   loss    dB arrives   dA arrives     end
+    forward ───┤ A's   ├──────────┤ B's    ├───────┼─────────┤ B's         ├ A's       ┤ backward
 
 Forward time is a layer's own, without the layers inside it. In backward a layer's time begins where
 the gradient of its output arrives and ends where the next layer's does: what stands between two

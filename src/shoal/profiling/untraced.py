@@ -2,9 +2,9 @@
 bit for bit.
 
 Held: parameters and buffers (values and objects), `.grad` (the same objects), modules' plain
-attributes and training
-mode, and the random state of torch, `random` and numpy. Not held: what a module changes inside its
-own lists and dicts. Costs one copy of the parameters and buffers for as long as it lasts.
+attributes and training mode, and the random state of torch, `random` and numpy. Not held: what a
+module changes inside its own lists and dicts. Costs one copy of the parameters and buffers for as
+long as it lasts.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ def whole_updates(
         elif not has_line(parameter):
             reason = "a parameter of it has gaps in memory"
         elif parameter in overlapping:
-            reason = "a parameter of it shares memory with another one, which two owners would both update"
+            reason = "a parameter of it shares memory with another one, "
+            reason += "which two owners would both update"
         if reason:
             reasons[parameter] = Together(reason, reason)
     return reasons

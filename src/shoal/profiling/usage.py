@@ -168,8 +168,8 @@ def _unlike_torch(module: nn.Module) -> str:
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:
-        kind = type(module)
-        return f"it is a {kind.__module__}.{kind.__qualname__}, not exactly a torch.nn.Linear or torch.nn.Embedding"
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        return f"it is a {kind}, not exactly a torch.nn.Linear or torch.nn.Embedding"
     if "forward" in vars(module):
         return "its forward has been replaced"
     weight = module._parameters.get("weight")
@@ -183,5 +183,6 @@ def _unlike_torch(module: nn.Module) -> str:
         if module.max_norm is not None:
             return "max_norm: its forward changes its weight"
         if module.scale_grad_by_freq:
-            return "scale_grad_by_freq: its gradient depends on how often an id comes in the whole batch"
+            how_often = "how often an id comes in the whole batch"
+            return f"scale_grad_by_freq: its gradient depends on {how_often}"
     return ""

@@ -112,7 +112,8 @@ def _refusals(row: LayerExplanation) -> list[tuple[str, ...]]:
 
 def _routes(stage: Stage) -> Table:
     at_once = "which go through it at once" if stage.joined else "one after the other"
-    title = f"the end of the model, {', '.join(stage.layers)}: {stage.micro_batches} micro-batches a step, {at_once}"
+    layers = ", ".join(stage.layers)
+    title = f"the end of the model, {layers}: {stage.micro_batches} micro-batches a step, {at_once}"
     table = Table(title=title, title_justify="left")
     for name in ("from", "to"):
         table.add_column(name, no_wrap=True)
@@ -134,9 +135,9 @@ def _step(explanation: Explanation) -> Text:
     return Text(
         f"predicted step {_ms(explanation.step_s)} = "
         + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
-        + f"\nthe busiest rank sends {_mb(explanation.sent_bytes)} a step over {_rate(rate)} (latency "
-        + f"{explanation.latency_s * 1e6:.0f} µs), in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, "
-        + f"{explanation.lanes} in flight"
+        + f"\nthe busiest rank sends {_mb(explanation.sent_bytes)} a step over {_rate(rate)} "
+        + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
+        + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
         + _placed(explanation.placement)
         + _idle(explanation.idle)
     )

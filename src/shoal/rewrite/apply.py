@@ -1,8 +1,8 @@
 """Puts a plan into a model, in place: the same objects, names and parameters afterwards, and checks
 that it is so.
 
-1  agree     the plan fits this model and this many ranks, every layer once                       (check)
-2  align     every rank gets rank 0's parameters and buffers, but only those that differ are sent  (align)
+1  check     the plan fits this model and this many ranks, every layer once
+2  align     every rank gets rank 0's parameters and buffers, but only those that differ are sent
 3  rewrite   site by site, in the plan's order, each strategy changes its layers and names its
              transfers
 """

@@ -1,19 +1,20 @@
 """Workers that run ahead of one another: servers answer each by itself, within a bound on its
 staleness.
 
-    worker r, lanes there and back                    server, a thread for each worker and lane
-      backward      each bucket's slice         ──▶     kept
-      step c        its order, with settings    ──▶     Shelf.step: a step's gradients are applied when all workers'
-                    parameters                  ◀──     are there; the answer waits until those of step c − bound were
+    worker r, lanes there and back              server, a thread for each worker and lane
+      backward   each bucket's slice        ──▶   kept
+      step c     its order, with settings   ──▶   Shelf.step: a step's gradients are applied when
+                                                  all workers' are there; the answer waits until
+                 parameters                 ◀──   those of step c − bound were
 
 A worker's clock is the number of its steps; what it is given is stale by its clock less the slowest
 worker's. Each step's gradients are summed in the order of the ranks and applied as one update, so
 that a bound of 0 gives the bits of the synchronous step. Without a bound each gradient is an update
 of its own as it comes, and no answer waits. Guarded by tests/equivalence/test_servers.py.
+
 Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-Server", NeurIPS 2013,
-section 3 (there a worker reads its own updates at once); Dean et al., "Large Scale Distributed Deep
-Networks", NeurIPS 2012, section 4.1, for updates as they come.
+Server", NeurIPS 2013, section 3 (there a worker reads its own updates at once); Dean et al., "Large
+Scale Distributed Deep Networks", NeurIPS 2012, section 4.1, for updates as they come.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 weighed back.
 
     forward     x ──▶ [inward] ──▶ model ──▶ [outward] ──▶ output
-    backward   dx ◀──  ÷ w    ◀── model ◀──    × w    ◀── d output      and the engine's round opens here
+    backward   dx ◀──  ÷ w    ◀── model ◀──    × w    ◀── d output    here the engine's round opens
 
 w is this rank's weight in the global mean (weights.py). Divided out again, it weighs every
 parameter once where one model feeds another (a GAN) or itself, and a gradient with respect to
@@ -11,9 +11,8 @@ border the same identities form with their places changed.
 
 Where the model is called once until backward, as nearly always, w is 1 here, and the rank's share
 goes with what the engine sends (Engine.called): nobody waits for the others' rows. What comes of an
-earlier call besides is weighed over that.
-Costs nothing but two calls a tensor. Guarded by tests/equivalence/test_rows.py and
-test_backward.py.
+earlier call besides is weighed over that. Costs nothing but two calls a tensor. Guarded by
+tests/equivalence/test_rows.py and test_backward.py.
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ from shoal.core.pieces import cut_sizes
 from shoal.profiling.untraced import RANDOM_STATE
 
 T = TypeVar("T")
-_BY_HAND = "shoal.world() gives rank and size: give each rank rows of its own by hand, as many batches on each"
+_BY_HAND = (
+    "shoal.world() gives rank and size: give each rank rows of its own by hand, "
+    "as many batches on each"
+)
 
 
 def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[T]:
@@ -207,7 +210,10 @@ def _batches(loader: DataLoader[Any]) -> BatchSampler:
             "a batch_sampler of one's own cannot be cut", got=type(batches).__name__, do=do
         )
     if isinstance(batches.sampler, DistributedSampler):
-        do = "drop the DistributedSampler: shoal.shard takes its place, and shuffle=True shuffles alike on every rank"
+        do = (
+            "drop the DistributedSampler: shoal.shard takes its place, and shuffle=True "
+            "shuffles alike on every rank"
+        )
         raise UsageError("the loader's rows are cut already, by a DistributedSampler", do=do)
     if not hasattr(batches.sampler, "__len__"):
         do = "give the sampler a __len__: the number of rows in an epoch"

@@ -6,9 +6,9 @@ the threads do. Costs one queue hop and one event an errand.
 On a GPU a lane computes on a stream of its own, so that it waits for what was computed when an
 errand was queued, and not for all that backward has queued since:
 
-    main stream   ── backward of layer 9 ──●── backward of layer 8 ── … ──────▶ wait ── what uses the gradients ──
-                                           ▼                                     ▲
-    lane's stream                          ── copy to the host, send, add … ────●
+    main stream   ── backward of layer 9 ─●─ backward of layer 8 ─ … ───▶ wait ─ uses gradients ──
+                                          ▼                                ▲
+    lane's stream                         ── copy to the host, send, add ──●
 """
 
 from __future__ import annotations

@@ -65,7 +65,10 @@ class Names:
         try:
             _Pickler(buffer, self._names).dump(order)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
-            do = "define the optimizer's class in a module, with settings that can be pickled; or serve without servers"
+            do = (
+                "define the optimizer's class in a module, with settings that can be pickled; "
+                "or serve without servers"
+            )
             raise UsageError(
                 "the optimizer cannot be sent to the servers", got=str(error)[:200], do=do
             ) from error
@@ -115,7 +118,10 @@ def read(order: Tensor, models: Sequence[Sequence[OwnedTransfer]]) -> tuple[Any,
     try:
         content: tuple[Any, ...] = _Unpickler(order, models).load()
     except AttributeError as error:
-        do = "define the optimizer's class in a module, or before shoal.init(), behind which a server's script ends"
+        do = (
+            "define the optimizer's class in a module, or before shoal.init(), "
+            "behind which a server's script ends"
+        )
         raise UsageError("a server does not know what it is sent", got=str(error), do=do) from error
     return content
 

@@ -1,14 +1,17 @@
 """Owners: the gradients, updates and optimizer state of the parameters that ranks own in pieces.
 
-    backward           slices' sums go to their owners                       OwnedTransfer.run
+    backward           slices' sums go to their owners                         OwnedTransfer.run
     optimizer.step()   settings are captured; the rest is updated as always; returns at once
-     on each lane      own pieces are updated by a copy of the optimizer, the new values go to all      Update.run
-    next forward       the first use of a parameter waits for its own transfer, and for nothing else    arrive
+     on each lane      own pieces are updated by a copy of the optimizer,
+                       the new values go to all                                Update.run
+    next forward       the first use of a parameter waits for its own
+                       transfer, and for nothing else                          arrive
 
 Exactly one synchronous step: whoever looks at a parameter or a gradient in between gets the right
-one (guarded.py).
-Collectives, called by every rank: reading `.grad` before it is cleared, optimizer.clip_grad_norm_,
-state_dict. Guarded by tests/equivalence/test_owners.py and test_access.py.
+one (guarded.py). Collectives, called by every rank: reading `.grad` before it is cleared,
+optimizer.clip_grad_norm_, state_dict. Guarded by tests/equivalence/test_owners.py and
+test_access.py.
+
 Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
 2020.
 """

@@ -7,6 +7,7 @@ that.
     optimizer.load_state_dict() takes that form, and keeps this rank's parts
 
 Of tables that servers have, these are told to make the step, and have the state.
+
 A part's update is the same part of the whole's update, or the layer would not have been cut
 (profiling/updates.py). Guarded by tests/equivalence/test_cut.py and test_tables.py.
 """

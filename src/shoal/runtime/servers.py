@@ -8,10 +8,10 @@ A server holds the same transfers, updates and lanes as a worker, without the mo
 updates and sends its slices whenever the workers do. Of its tensors it touches its own slices only,
 and memory that nobody touches is never taken. What workers and servers both know (parameters,
 pieces, transfers) crosses by name, not by value. Guarded by tests/equivalence/test_servers.py.
+
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the
-split in which
-workers serve a share too: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN
-Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
+split in which workers serve a share too: Jiang et al., "A Unified Architecture for Accelerating
+Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A tail host: runs the end of a model for its workers, who say what to do (comm/stage.py).
 
-    a thread for each worker    receives letters, a few ahead of what is done              (inbox.py)
+    a thread for each worker    receives letters, a few ahead of what is done (inbox.py)
     the main thread             takes the next letter of every worker, which ask for the same, in
                                 any order of arrival
       FORWARD    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail

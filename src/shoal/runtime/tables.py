@@ -8,10 +8,10 @@ these say).
       STEP          when all workers have made it: add up what they have kept, in the order of the
                     ranks; one dense update by a copy of the optimizer, as in one process, where
                     momentum moves rows nobody looked up
-      READ, WRITE, …of gradients, and changes of values: when all workers have asked
+      READ, WRITE   of gradients, and changes of values: when all workers have asked
 
-Without a bound on the staleness each step is an update of its own, as it comes.
-Guarded by tests/equivalence/test_tables.py.
+Without a bound on the staleness each step is an update of its own, as it comes. Guarded by
+tests/equivalence/test_tables.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ from shoal.runtime.owners import norm
 from shoal.strategies.embedding import is_written
 
 _WHAT = {VALUES: "values", GRADIENTS: "gradients"}
-_ALIKE = "look at and change a table's gradients, and change its values and the optimizer's state, on every rank alike"
+_ALIKE = (
+    "look at and change a table's gradients, and change its values and the optimizer's state, "
+    "on every rank alike"
+)
 
 
 @dataclass(frozen=True)

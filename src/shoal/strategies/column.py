@@ -8,9 +8,9 @@ A rank sends 2·K·(M·(P−1) + N·(P−1)/P)·s in a step, on the critical pat
 that may hide; weight, gradient, update and optimizer state are divided by P. dx is not computed
 where x takes no gradient. Of a convolution the outputs are its channels; a sample's K·M is then all
 of its input, and K·N all of its output.
+
 Reference: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
-section 4; Shoeybi et
-al., "Megatron-LM", 2019, section 3.
+section 4; Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 
 from __future__ import annotations

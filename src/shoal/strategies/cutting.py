@@ -11,6 +11,7 @@
 The moves are autograd's (comm/boundary.py); between them it is the layer's own function, or for
 nn.Linear one that does the same, so autocast, hooks on modules and checkpointing work as ever.
 Parameters, their gradients and the optimizer's state are divided by P (tensors/cut.py).
+
 Main threads wait for these moves. What a linear layer's rows take on their way in hides under its
 own products: that of one chunk under the sending of the next, and in backward, where they go back,
 that of the weight's gradient.
@@ -169,7 +170,8 @@ def uncut(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str |
     or None.
     """
     if layer.calls_vary:
-        return "ranks or steps differ in how often they call it, and what is cut is called by all ranks together"
+        how_often = "ranks or steps differ in how often they call it"
+        return f"{how_often}, and what is cut is called by all ranks together"
     return refused(layer, width, what, cluster)
 
 

@@ -9,8 +9,9 @@
 With U different ids a rank sends about U·(8 + 2·D·s)·(P−1)/P, a function of the ids, instead of
 2·V·D·s·(P−1)/P; table, gradient, update and optimizer state are divided by P. The gradient is
 dense, as in one process: momentum moves rows that nobody looked up. It lies in a buffer of its own,
-of which a step writes the rows that it touches. Main
-threads wait for these messages: they hide under nothing.
+of which a step writes the rows that it touches. Main threads wait for these messages: they hide
+under nothing.
+
 Reference: Naumov et al., "Deep Learning Recommendation Model", 2019, section 4 (tables over ranks,
 all-to-all).
 """

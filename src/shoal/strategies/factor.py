@@ -14,8 +14,7 @@ all P·K rows. An embedding is the same with row ids in place of x: K·(D·s+8)�
     5  backward ends  `.grad` is that buffer, or has it added
 
 Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015,
-section 3; Zhang et al.,
-"Poseidon", USENIX ATC 2017, section 3.2 (choosing it by layer).
+section 3; Zhang et al., "Poseidon", USENIX ATC 2017, section 3.2 (choosing it by layer).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Pair: two linear layers with element-wise work between, cut by outputs, then by inputs: the
 hidden width stays cut.
 
-    forward     gather x: K·M·s·(P−1) sent     column_pair; its N outputs are row_pair's inputs, and
-                                               where it has them
-                sum the products where the rows are: K·N'·s·(P−1)                                               row_pair
-    backward    gather dy: K·N'·s·(P−1)        row_pair; what comes out is what column_pair's
-                                               backward takes
-                give dx back, summed where the rows are: K·M·s·(P−1)                                         column_pair
+    forward     column_pair   gather x: K·M·s·(P−1) sent
+                              (its N outputs are row_pair's inputs, and where it has them)
+                row_pair      sum the products where the rows are: K·N'·s·(P−1)
+    backward    row_pair      gather dy: K·N'·s·(P−1)
+                              (what comes out is what column_pair's backward takes)
+                column_pair   give dx back, summed where the rows are: K·M·s·(P−1)
 
 Against column and row by themselves it spares 4·K·N·s·(P−1)/P. What is between may be any modules
 and functions that comm/cut_output.py leaves cut, found by running the sample once. Dropout there
@@ -65,7 +65,8 @@ class RowPair(Row):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = super().refuses(layer, cluster)
         if reason is None and not layer.fed_by:
-            return "what it is called with does not come from one linear layer alone, with element-wise work between"
+            alone = "one linear layer alone, with element-wise work between"
+            return f"what it is called with does not come from {alone}"
         return reason
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:

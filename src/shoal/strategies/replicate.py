@@ -3,9 +3,8 @@ at a time.
 
 The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag
 a parameter that says whether the parameter was used: one that no rank used keeps the gradient it
-had (None, usually), as in one process;
-and some numbers more: where ranks have unlike numbers of rows, they have shares, whose mean the sum
-is divided by.
+had (None, usually), as in one process; and some numbers more: where ranks have unlike numbers of
+rows, they have shares, whose mean the sum is divided by.
 
     1  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes
                              a view of that

@@ -8,6 +8,7 @@ ranks' outputs.
 
 What `column` is for layers of many inputs and few outputs. The bias is cut by outputs; each rank
 adds its own.
+
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """
 

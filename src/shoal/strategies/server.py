@@ -1,7 +1,7 @@
 """Server: hosts of their own hold slices of each bucket, sum and update them, and send back new
 parameters.
 
-    worker ──▶ slices of its gradients ──▶ servers (and, where these are few, every worker a small share)
+    worker ──▶ slices of its gradients ──▶ servers (where these are few, workers serve a share too)
     worker ◀── new parameters ◀─────────── which they have updated
 
 With a staleness a worker that steps need not wait for the others: at its step c it goes on as soon
@@ -13,11 +13,11 @@ Everything is as in `sliced`, but for who owns what. With as many servers as wor
 and receives each byte once where all-reduce has it do so 2·(P−1)/P times; with fewer, workers serve
 the share that makes all links equally busy. Worthwhile where there are hosts to spare that do not
 train.
+
 Source: Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
-Heterogeneous GPU/CPU
-Clusters" (BytePS), OSDI 2020, section 4.1. Staleness: Ho et al., "More Effective Distributed ML via
-a Stale Synchronous Parallel Parameter Server", NeurIPS 2013, section 3; there a worker sees its own
-updates at once.
+Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020, section 4.1. Staleness: Ho et al., "More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NeurIPS 2013,
+section 3; there a worker sees its own updates at once.
 """
 
 from __future__ import annotations

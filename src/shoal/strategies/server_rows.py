@@ -9,6 +9,7 @@ up, push gradients.
 With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of 2·V·D·s or so, and holds
 nothing: no table, no gradient, no state. What happens at the servers: runtime/tables.py. Works with
 a staleness.
+
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
 section 3.
 """

@@ -11,13 +11,12 @@ parameters back.
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while
                           the next forward runs
 
-    slice of owner o  │ piece │ piece ···│ flags │ shares │ turn │   a piece: the part of one parameter that o owns
-                                                                    a flag: whether anybody used
-                                                                    that parameter
-                                                                    shares: how unlike ranks weigh
-                                                                        (landing.py)
-                                                                    the turn: what this rank takes
-                                                                    the exchange for
+    slice of owner o  │ piece │ piece ···│ flags │ shares │ turn │
+
+    a piece    the part of one parameter that o owns
+    a flag     whether anybody used that parameter
+    shares     how unlike ranks weigh (landing.py)
+    the turn   what this rank takes the exchange for
 
 The bytes are those of `replicate` through the same exchange, but half of them hide under the next
 forward, and the update and the optimizer's state are divided by P. Flags and shares lie beside
@@ -26,9 +25,10 @@ as in one process) and what unlike ranks weigh. Gradients, fetched gradients and
 one size on one channel, so a rank that does something else than the others would mix them up: the
 turn tells. (What servers bring back has a channel of its own: there a rank that does something else
 is waited for.)
+
 Reference: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", SC 2020, section
-5.1; CaffeOnSpark's socket exchange, in which every node is the master of one slice.
+Models", SC 2020, section 5.1; CaffeOnSpark's socket exchange, in which every node is the master of
+one slice.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def refused_update(layer: LayerProfile) -> str | None:
     placement give them.
     """
     if layer.unread:
-        return "its parameters are read by C++ code, it seems, which would not wait for those that owners have updated"
+        would_not_wait = "would not wait for those that owners have updated"
+        return f"its parameters are read by C++ code, it seems, which {would_not_wait}"
     if all(parameter.owner is not None for parameter in layer.parameters):
         return layer.joint_update or None
     if layer.whole_update and not layer.joint_update:

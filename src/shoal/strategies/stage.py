@@ -15,9 +15,9 @@ joins into one product. Workers hold nothing of the tail: no parameter, no gradi
 Several tail hosts share its layers as the ranks of any job do (the plan's `exchange` says how:
 "column_pair", "sliced" …). What a worker waits for is what is left of a pipeline of three stations
 when the last micro-batch has left it: docs/planner.md.
+
 Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose fully connected layers
-ran on nodes of their
-own.
+ran on nodes of their own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Stage(Strategy):
         if layer.tail is None:
             return (
                 layer.no_tail
-                or "it was profiled for no tail hosts, or is not of the model that is parallelised first"
+                or "it was profiled for no tail hosts, "
+                "or is not of the model that is parallelised first"
             )
         return layer.joint_update or None
 

@@ -1,11 +1,11 @@
 """A parameter of which this rank has a part: that is its memory, and whoever looks at it sees the
 whole.
 
-    the layer, and optimizer.step()   work on the part                                        (`opened`)
-    torch functions, printing, saving the whole, from where the rest is                       (`Cut.whole`)
-    `.grad`                           the whole gradient; what is done to it in place counts
-    `clamp_`, `copy_` and their like  are done wherever there is a part of it
-    anything else in place            an error
+    the layer, and optimizer.step()    work on the part                                (`opened`)
+    torch functions, printing, saving  the whole, from where the rest is            (`Cut.whole`)
+    `.grad`                            the whole gradient; what is done to it in place counts
+    `clamp_`, `copy_` and their like   are done wherever there is a part of it
+    anything else in place             an error
 
 Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged
 weights, clipping and penalties are what they are in one process. Where the rest is with the other
