@@ -5,38 +5,36 @@ A broken connection tells that something died, not what: the survivors' own ends
 too. So:
 
 1  beat     each rank writes where it is twice a second, on a connection of its own
-2  watch    in the same turn it reads the verdict, and the beat of the rank after it:
-            silent for 20 s is lost
-3  judge    where an exchange failed, it reads all beats: one that stopped for 3 s is lost,
-            none lost is a deadline
+2  watch    in the same turn it reads the verdict, and the beat of the rank after it;
+            a rank that is silent for 20 s is lost
+3  judge    where an exchange failed, it reads all beats; one that stopped for 3 s is lost,
+            and if none is lost a deadline has passed
 4  leave    a rank that ends says so: that it is done, or which error ended it
-   verdict  whoever finds out first writes it (compare-and-set), all repeat it, and whoever is
-            blocked is woken
+   verdict  whoever finds out first writes it (compare-and-set), all repeat it,
+            and whoever is blocked is woken
 
-One thread alone talks to the store, since a store that was stopped answers never; a second one sees
-that it got stuck. Costs one small write and two small reads a rank every half second, however many
-ranks there are.
+One thread alone talks to the store (beats.py), since a store that was stopped answers never. A
+second one sees that it got stuck.
 """
 
 from __future__ import annotations
 
 import atexit
 import datetime
-import json
 import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, final
+from dataclasses import dataclass
+from typing import Protocol, final
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from shoal.contracts.launcher import VERDICT
-from shoal.core.errors import DeadlinePassed, PeerLost, ShoalError, WorldError
+from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, Board, Verdict
+from shoal.core.errors import ShoalError, WorldError
 
 _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
@@ -45,46 +43,6 @@ _SILENT_S = 20.0
 _FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
 _LONGEST = 500  # letters of another error that a verdict repeats
 _GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no longer there
-
-# left: the program has ended; quiet: it has heard what it must
-BEATING, LEFT, QUIET = "beating", "left", "quiet"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What befell the job: the same words on every rank."""
-
-    what: str
-    rank: int | None  # the rank that failed first, where one did
-    got: str = ""
-    deadline: bool = False
-    left: bool = False  # that rank's program ended by itself
-
-    def error(self, where: str) -> WorldError:
-        """The verdict as the error that a rank raises, saying where that rank was."""
-        if self.deadline:
-            do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"
-            return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
-        do = "see what that rank printed last; start the job again"
-        if self.left:
-            do += "; if it had done its work: its loader had fewer batches (shoal.shard gives "
-            do += "every rank as many), or other ranks alone call state_dict() or evaluate, "
-            do += "where layers are cut"
-        return PeerLost(
-            f"a peer was lost: {self.what}", where=where, got=self.got, do=do, rank=self.rank
-        )
-
-
-@dataclass
-class _Beat:
-    """What a rank last wrote of itself, and when this one first saw it."""
-
-    count: int = -1
-    at: str = "start"
-    host: str = "?"
-    waiting: bool = False
-    state: str = BEATING
-    seen: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,16 +85,13 @@ class Heartbeat:
     def __init__(
         self, store: Store, rank: int, hosts: Sequence[str], holder: int | None = None
     ) -> None:
-        self.at = "start"
         # by id, the open ones in the order in which they were made
         self.channels: dict[int, Channel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
-        self._rank, self._size, self._host, self._holder = rank, len(hosts), hosts[rank], holder
-        self._store: Store = store.clone()  # type: ignore[attr-defined]
-        self._store.set_timeout(datetime.timedelta(seconds=_SILENT_S))
-        self._waiting = False
-        self._beats = {r: _Beat(host=host) for r, host in enumerate(hosts) if r != rank}
-        self._count = 0
+        own_connection: Store = store.clone()  # type: ignore[attr-defined]
+        own_connection.set_timeout(datetime.timedelta(seconds=_SILENT_S))
+        self._board = Board(own_connection, rank, hosts)
+        self._holder = holder
         self._doubt: _Doubt | None = None
         self._verdict: Verdict | None = None
         self._lock = threading.Lock()  # of the two above
@@ -144,20 +99,25 @@ class Heartbeat:
         self._nudge, self._stopped = threading.Event(), threading.Event()
         self._process = os.getpid()
         self._store_answers = True
-        self._write(BEATING)
-        self._turn = time.monotonic()  # when the store answered last
+        self._board.write(BEATING)
+        self._board.turn = time.monotonic()
         self._server = threading.Thread(target=self._serve, name="shoal-heartbeat", daemon=True)
         self._server.start()
         threading.Thread(target=self._guard, name="shoal-heartbeat-guard", daemon=True).start()
         atexit.register(self._leave_at_exit)
 
+    @property
+    def at(self) -> str:
+        """Where this rank works or waits."""
+        return self._board.at
+
     def reached(self, where: str) -> None:
         """This rank works at `where`."""
-        self.at, self._waiting = where, False
+        self._board.at, self._board.waiting = where, False
 
     def check(self, where: str = "") -> None:
         """This rank waits at `where`: raise if there is a verdict."""
-        self.at, self._waiting = where or self.at, True
+        self._board.at, self._board.waiting = where or self.at, True
         if self._verdict is not None:
             raise self._error(self._verdict)
 
@@ -167,7 +127,7 @@ class Heartbeat:
 
         Takes about three seconds where nobody has said why.
         """
-        self._waiting = True
+        self._board.waiting = True
         with self._lock:
             if self._doubt is None:
                 self._doubt = _Doubt(reason, timeout_s, time.monotonic())
@@ -203,12 +163,11 @@ class Heartbeat:
                 text = str(error)
                 if isinstance(error, ShoalError):
                     text = f"{error.what} ({error.got})" if error.got else error.what
-                what = (
-                    f"rank {self._rank} (host {self._host}) failed: {type(error).__name__}: {text}"
-                )
-                self._agreed(Verdict(what[:_LONGEST], self._rank))
-            self._write(LEFT)
-            if self._holder == self._rank:
+                who = f"rank {self._board.rank} (host {self._board.host})"
+                what = f"{who} failed: {type(error).__name__}: {text}"
+                self._board.agreed(Verdict(what[:_LONGEST], self._board.rank))
+            self._board.write(LEFT)
+            if self._holder == self._board.rank:
                 self._wait_for_the_others()
         except _GONE:
             return
@@ -222,9 +181,9 @@ class Heartbeat:
         dead connection.
         """
         deadline = time.monotonic() + _FAREWELL_S
-        waited_for = set(self._beats) - {self._verdict.rank if self._verdict else None}
+        waited_for = set(self._board.beats) - {self._verdict.rank if self._verdict else None}
         while waited_for and time.monotonic() < deadline:
-            waited_for -= {rank for rank in waited_for if self._read(rank).state != BEATING}
+            waited_for -= {rank for rank in waited_for if self._board.read(rank).state != BEATING}
             time.sleep(0.02)
 
     def _serve(self) -> None:
@@ -237,16 +196,16 @@ class Heartbeat:
                 self._nudge.wait(_BEAT_S / 2 if self._doubt else _BEAT_S)
                 self._nudge.clear()
                 # this process was stopped, perhaps all of them were
-                if time.monotonic() - self._turn > _DEAD_S:
-                    self._beats = {rank: _Beat() for rank in self._beats}
-                self._turn = time.monotonic()
-                self._write(BEATING)
-                found = self._published() or self._found()
+                if time.monotonic() - self._board.turn > _DEAD_S:
+                    self._board.forget()
+                self._board.turn = time.monotonic()
+                self._board.write(BEATING)
+                found = self._board.published() or self._found()
                 if found is None and self._holder_left():
                     break
             if not self._stopped.is_set():
-                found = found and self._agreed(found)
-                self._write(QUIET)
+                found = found and self._board.agreed(found)
+                self._board.write(QUIET)
         except _GONE:
             self._store_answers = False
             found = found or self._without_store("is gone")
@@ -257,10 +216,10 @@ class Heartbeat:
         """The thread that sees when the other one is stuck, because the store's process is stopped
         or its host away.
         """
-        turn, ticks = self._turn, 0
+        turn, ticks = self._board.turn, 0
         while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
             # not seconds: this process may be stopped
-            turn, ticks = self._turn, ticks + 1 if turn == self._turn else 0
+            turn, ticks = self._board.turn, ticks + 1 if turn == self._board.turn else 0
             limit_s = 2 * _DEAD_S if self._doubt else _SILENT_S
             if not self._server.is_alive():
                 # it let go of a store whose holder has left
@@ -280,11 +239,13 @@ class Heartbeat:
 
     def _found(self) -> Verdict | None:
         doubt = self._doubt
-        if not self._beats:
+        if not self._board.beats:
             return None
         if doubt is None:
-            return self._lost([(self._rank + 1) % self._size], _SILENT_S, or_left=False)
-        lost = self._lost(list(self._beats), _DEAD_S, or_left=True)
+            return self._board.lost(
+                [(self._board.rank + 1) % self._board.size], _SILENT_S, or_left=False
+            )
+        lost = self._board.lost(list(self._board.beats), _DEAD_S, or_left=True)
         if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
             return lost
         return (
@@ -293,25 +254,14 @@ class Heartbeat:
             else self._overdue(doubt.timeout_s)
         )
 
-    def _lost(self, ranks: list[int], limit_s: float, or_left: bool) -> Verdict | None:
-        for rank in ranks:
-            beat = self._read(rank)
-            if beat.state == BEATING and self._turn - beat.seen > limit_s:
-                what = (
-                    f"rank {rank} (host {beat.host}) gives no sign of life, last seen at: {beat.at}"
-                )
-                return Verdict(what, rank)
-            if beat.state == LEFT and or_left:
-                what = f"rank {rank} (host {beat.host}) has ended its program, last at: {beat.at}"
-                return Verdict(what, rank, left=True)
-        return None
-
     def _overdue(self, timeout_s: float) -> Verdict:
-        absent = {rank: beat for rank, beat in self._beats.items() if not beat.waiting}
-        absent = absent or {rank: beat for rank, beat in self._beats.items() if beat.at != self.at}
+        absent = {rank: beat for rank, beat in self._board.beats.items() if not beat.waiting}
+        absent = absent or {
+            rank: beat for rank, beat in self._board.beats.items() if beat.at != self.at
+        }
         names = ", ".join(f"rank {rank} (last at: {beat.at})" for rank, beat in absent.items())
         return Verdict(
-            f"an exchange did not end within {timeout_s:g} s: rank {self._rank} waited at: "
+            f"an exchange did not end within {timeout_s:g} s: rank {self._board.rank} waited at: "
             f"{self.at}",
             next(iter(absent), None),
             got=f"absent: {names}"
@@ -327,12 +277,15 @@ class Heartbeat:
 
     def _holder_left(self) -> bool:
         """Whether the store is about to end with the program of the rank that holds it."""
-        return self._holder not in (None, self._rank) and self._read(self._holder).state != BEATING
+        return (
+            self._holder not in (None, self._board.rank)
+            and self._board.read(self._holder).state != BEATING
+        )
 
     def _without_store(self, how: str) -> Verdict:
         if self._holder is None:
             return Verdict(f"the launcher, which holds the store where ranks meet, {how}", None)
-        beat = self._beats.get(self._holder, _Beat())
+        beat = self._board.beats.get(self._holder, Beat())
         left = beat.state == LEFT
         how = "has ended its program" if left else how
         return Verdict(
@@ -342,37 +295,4 @@ class Heartbeat:
         )
 
     def _error(self, verdict: Verdict) -> WorldError:
-        return verdict.error(f"rank {self._rank} at {self.at}")
-
-    def _write(self, state: str) -> None:
-        self._count += 1
-        mine = {
-            "count": self._count,
-            "at": self.at,
-            "host": self._host,
-            "waiting": self._waiting,
-            "state": state,
-        }
-        self._store.set(f"beat/{self._rank}", json.dumps(mine))
-
-    def _read(self, rank: int) -> _Beat:
-        """The last beat of a rank."""
-        words: dict[str, Any] = {"host": self._beats[rank].host}
-        if self._store.check([f"beat/{rank}"]):
-            words = json.loads(self._store.get(f"beat/{rank}"))
-        if not self._beats[rank].seen or self._beats[rank].count != words.get("count", -1):
-            self._beats[rank] = _Beat(**words, seen=self._turn)
-        return self._beats[rank]
-
-    def _published(self) -> Verdict | None:
-        return (
-            Verdict(**json.loads(self._store.get(VERDICT)))
-            if self._store.check([VERDICT])
-            else None
-        )
-
-    def _agreed(self, verdict: Verdict) -> Verdict:
-        """Write the verdict if it is the first; the one that stands."""
-        return Verdict(
-            **json.loads(self._store.compare_set(VERDICT, "", json.dumps(asdict(verdict))))
-        )
+        return verdict.error(f"rank {self._board.rank} at {self.at}")
