@@ -18,16 +18,17 @@ FLOORS = {
     "contracts": 1,
     "tensors": 2,
     **dict.fromkeys(["comm", "launch", "report"], 3),
-    **dict.fromkeys(["profiling", "exchange", "codecs"], 4),
-    "strategies": 5,
-    **dict.fromkeys(["planner", "rewrite"], 6),
-    **dict.fromkeys(["runtime", "simulation"], 7),
-    "__init__": 8,  # the public names
-    "peers": 8,  # what bench compares with
-    "worker": 9,
-    "bench": 10,
-    "cli": 11,
-    "__main__": 12,
+    "remote": 4,
+    **dict.fromkeys(["profiling", "exchange", "codecs"], 5),
+    "strategies": 6,
+    **dict.fromkeys(["planner", "rewrite"], 7),
+    **dict.fromkeys(["runtime", "simulation"], 8),
+    "__init__": 9,  # the public names
+    "peers": 9,  # what bench compares with
+    "worker": 10,
+    "bench": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 
 
