@@ -12,7 +12,7 @@ from shoal.core.errors import PlanError
 
 
 def matched(pattern: str, names: Sequence[str], what: str, kind: str) -> list[str]:
-    """The names that a dotted name or glob matches.
+    """The names that a pattern means: the one that it spells, or else those that it matches as a glob.
 
     Args:
         pattern: the name or glob.
@@ -23,6 +23,8 @@ def matched(pattern: str, names: Sequence[str], what: str, kind: str) -> list[st
     Raises:
         PlanError: it matches none; the message lists near ones.
     """
+    if pattern in names:  # also "block[0]", which as a glob would mean "block0"
+        return [pattern]
     matches = [name for name in names if fnmatchcase(name, pattern)]
     if not matches:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
