@@ -12,7 +12,7 @@ from shoal.core.errors import PlanError
 
 
 def matched(pattern: str, names: Sequence[str], what: str, kind: str) -> list[str]:
-    """The names that a pattern means: the one that it spells, or else those that it matches as a glob.
+    """The names that a pattern means: the one that it spells, or else those that its glob matches.
 
     Args:
         pattern: the name or glob.
