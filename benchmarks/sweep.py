@@ -34,13 +34,12 @@ import torch
 from torch import nn
 
 import shoal
-from shoal import strategies
 from shoal.comm.agreement import from_first
 from shoal.contracts.launcher import Job
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Choice, Plan
-from shoal.core.registry import found
+from shoal.core.registry import of
 from shoal.launch.lab import Lab
 from shoal.peers import Peer, Workload, slowest_rank, step_times
 from shoal.planner.search import BUCKET_BYTES, repredicted
@@ -165,7 +164,7 @@ def said(plan: Plan) -> dict[str, int]:
 def plans(profile: ModelProfile, cluster: Cluster) -> dict[str, dict[str, object]]:
     """Of these plans, what `plan_for` is asked."""
     listed: dict[str, dict[str, object]] = {"whole": {"strategies": WHOLE}}
-    for name, kind in found(strategies, Strategy).items():
+    for name, kind in of(Strategy).items():
         pins: dict[str, str] = {}
         for layer in profile.layers:
             together = {layer.name: name, **kind().needs(layer)}
@@ -193,7 +192,7 @@ def near(attached: Attached) -> list[Plan]:
     ways = {
         layer.name: [
             Choice(layer.name, name, carrier)
-            for name in found(strategies, Strategy)
+            for name in of(Strategy)
             if predictor.refusal(layer, name) is None and not predictor.needs(layer.name, name)
             for carrier in predictor.carriers(name)
         ]

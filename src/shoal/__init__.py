@@ -10,6 +10,7 @@ y))`; the loop stays the one it was.
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
+from shoal.core.registry import register, unregister
 from shoal.planner.explain import explain
 from shoal.runtime.memory import Memory, memory
 from shoal.runtime.parallel import parallelize, plan, plan_of, shard
@@ -32,6 +33,8 @@ __all__ = [
     "parallelize",
     "plan",
     "plan_of",
+    "register",
     "shard",
+    "unregister",
     "world",
 ]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import shoal.exchange
 from shoal.comm.faulty import Fault, FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
@@ -19,7 +18,7 @@ from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut
-from shoal.core.registry import found
+from shoal.core.registry import of
 from shoal.exchange.direct import Direct
 from shoal.exchange.hierarchical import Hierarchical
 from shoal.exchange.ring import Ring
@@ -27,7 +26,7 @@ from shoal.exchange.tree import Tree
 
 RANKS = [1, 2, 3, 4, 5, 8]
 SIZES = [0, 1, 7, 1000]
-EVERY = [kind() for kind in found(shoal.exchange, Exchange).values()]
+EVERY = [kind() for kind in of(Exchange).values()]
 # the default chunk is larger than what is sent here
 EVERY += [Ring(chunk_bytes=200), Tree(chunk_bytes=200)]
 EXACT = [exchange for exchange in EVERY if exchange.exact]

@@ -14,13 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal import strategies
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.registry import found
+from shoal.core.registry import of
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
@@ -51,11 +50,11 @@ def pins() -> list[str]:
     """Every strategy, with every exact exchange that it takes; of "stage" see
     equivalence/test_stage.py.
     """
-    kinds = {name: kind for name, kind in found(strategies, Strategy).items() if not kind.staged}
+    kinds = {name: kind for name, kind in of(Strategy).items() if not kind.staged}
     carried = [
         f"{name}:{exchange}"
         for name, kind in kinds.items()
-        for exchange, carrier in found(shoal.exchange, Exchange).items()
+        for exchange, carrier in of(Exchange).items()
         if carrier.exact and kind().takes(carrier())
     ]
     return carried + [name for name, kind in kinds.items() if not kind.bucketed]
@@ -82,9 +81,7 @@ def test_chunks_send_what_is_stated_without(
 
 
 @pytest.mark.parametrize("placement", ["round-robin", {"table": 1, "head.weight": 2}], ids=str)
-@pytest.mark.parametrize(
-    "pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns]
-)
+@pytest.mark.parametrize("pin", [pin for pin in pins() if of(Strategy)[pin.partition(":")[0]].owns])
 def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
     pin: str, placement: str | dict[str, int]
 ) -> None:
@@ -92,9 +89,7 @@ def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
 
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
-@pytest.mark.parametrize(
-    "pin", [pin for pin in pins() if found(strategies, Strategy)[pin.partition(":")[0]].owns]
-)
+@pytest.mark.parametrize("pin", [pin for pin in pins() if of(Strategy)[pin.partition(":")[0]].owns])
 def test_a_step_sends_the_bytes_that_are_stated_where_layers_are_cut(
     pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,9 +140,9 @@ def assert_stated(
     model, ranks, servers = (
         model or Net(),
         len(hosts),
-        "xyz"[: 2 * found(strategies, Strategy)[pin.partition(":")[0]].served],
+        "xyz"[: 2 * of(Strategy)[pin.partition(":")[0]].served],
     )
-    kind = found(strategies, Strategy)[pin.partition(":")[0]]
+    kind = of(Strategy)[pin.partition(":")[0]]
     # serves some layers, which are then looked at otherwise
     chosen = kind.cuts or (kind.served and not kind.bucketed)
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))

@@ -25,13 +25,11 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
 import shoal
-from shoal import exchange as exchanges
-from shoal import strategies
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.core.registry import found
+from shoal.core.registry import of
 from shoal.profiling.layers import profile_model
 from shoal.runtime.servers import serve
 from shoal.runtime.session import using
@@ -44,17 +42,15 @@ State = dict[str, Tensor]
 Batch = tuple[Any, Any]
 Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
-EXACT = [name for name, kind in found(exchanges, Exchange).items() if kind.exact]
-BUCKETED = [name for name, kind in found(strategies, Strategy).items() if kind.bucketed]
+EXACT = [name for name, kind in of(Exchange).items() if kind.exact]
+BUCKETED = [name for name, kind in of(Strategy).items() if kind.bucketed]
 # without hosts of its own
-HERE = {name: kind for name, kind in found(strategies, Strategy).items() if not kind.staged}
+HERE = {name: kind for name, kind in of(Strategy).items() if not kind.staged}
 ALL_CUTS = [name for name, kind in HERE.items() if kind.cuts and name != "row_pair"]
 # those that serve linear layers anywhere
 CUTS = [name for name in ALL_CUTS if name in ("column", "row")]
 OTHERS = [
-    name
-    for name, kind in found(strategies, Strategy).items()
-    if not (kind.bucketed or kind.cuts or kind.served)
+    name for name, kind in of(Strategy).items() if not (kind.bucketed or kind.cuts or kind.served)
 ]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
 # for circumstances in which every rank calls every layer as often as the others
@@ -163,7 +159,7 @@ def served_by(
     """Pins of the layers that a strategy serves, of which there must be one, and of those that it
     needs beside them.
     """
-    kind = found(strategies, Strategy)[strategy]()
+    kind = of(Strategy)[strategy]()
     profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm())
     served: dict[str, str] = {}
     for layer in profile.layers:
@@ -205,7 +201,7 @@ def servers_of(way: str, ranks: int) -> int:
     something too.
     """
     strategy = way.partition(", ")[0].partition(":")[0]
-    return (ranks + 1) // 2 if found(strategies, Strategy)[strategy].served else 0
+    return (ranks + 1) // 2 if of(Strategy)[strategy].served else 0
 
 
 def cluster_of(ranks: int, servers: int = 0) -> Cluster:

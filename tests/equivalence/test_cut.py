@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from torch.optim import Adam
 
 import shoal
-from shoal import strategies
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError, WorldError
@@ -427,9 +426,7 @@ def test_a_limit_of_memory_is_kept(share):
             memory = shoal.memory(own)
             held.append(memory.parameters + memory.gradients + memory.optimizer_state)
             chosen = {choice.strategy for choice in session.attached[own].plan.choices}
-            kinds.update(
-                "cut" if named(strategies, Strategy, name).cuts else name for name in chosen
-            )
+            kinds.update("cut" if named(Strategy, name).cuts else name for name in chosen)
             return state(own)
 
     assert_same_bits(run(ranks, work, timeout_s=20))

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal import strategies
 from shoal.contracts.strategy import Strategy
 from shoal.core.registry import named
 from shoal.rewrite.apply import carriers
@@ -38,7 +37,7 @@ WAYS = [
     *(
         f"{strategy}:{exchange}"
         for strategy in BUCKETED
-        for exchange in carriers(named(strategies, Strategy, strategy))
+        for exchange in carriers(named(Strategy, strategy))
     ),
     *(f"{strategy}:{exchange}" for strategy in OTHERS for exchange in EXACT),
     *ALL_CUTS,

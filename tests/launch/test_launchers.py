@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import shoal.launch
 from shoal.contracts.launcher import Job, Launcher
 from shoal.core.errors import UsageError
-from shoal.core.registry import found, named
+from shoal.core.registry import named, of
 
 # Each rank says where it stands, and leaves a process behind that has moved to a session of its
 # own.
@@ -32,13 +31,10 @@ exit 4
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(n, marks=pytest.mark.lab if n == "lab" else ())
-        for n in found(shoal.launch, Launcher)
-    ]
+    params=[pytest.param(n, marks=pytest.mark.lab if n == "lab" else ()) for n in of(Launcher)]
 )
 def launcher(request: pytest.FixtureRequest) -> Launcher:
-    launcher: Launcher = named(shoal.launch, Launcher, request.param)
+    launcher: Launcher = named(Launcher, request.param)
     if reason := launcher.missing():
         pytest.skip(reason)
     return launcher

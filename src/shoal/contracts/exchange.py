@@ -13,6 +13,7 @@ from shoal.contracts.comm import Comm
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut, cut_sizes
+from shoal.core.registry import Contract
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Bucket:
         return [size * self.itemsize for size in self.slices or cut_sizes(self.numel, ranks)]
 
 
-class Exchange(ABC):
+class Exchange(Contract, ABC):
     """How every rank comes to hold the sum of one bucket. A frozen dataclass whose fields are its
     options.
 
@@ -42,7 +43,8 @@ class Exchange(ABC):
     Blocking and straight-line.
     """
 
-    name: ClassVar[str]
+    package: ClassVar[str] = "shoal.exchange"
+    group: ClassVar[str] = "shoal.exchanges"
     # True: it calls the network library's own collective, on GPUs NCCL's
     native: ClassVar[bool] = False
     # False: the result is not the sum (to measure headroom); never chosen by itself

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from shoal.core.registry import Contract
+
 # in the ranks' store, what befell the job: JSON with `what`, and the `rank` that failed or null
 VERDICT = "verdict"
 
@@ -47,10 +49,11 @@ class Result:
         return 0 if self.first_failure is None else self.exit_codes[self.first_failure]
 
 
-class Launcher(ABC):
+class Launcher(Contract, ABC):
     """Runs one command once a rank."""
 
-    name: ClassVar[str]
+    package: ClassVar[str] = "shoal.launch"
+    group: ClassVar[str] = "shoal.launchers"
 
     @abstractmethod
     def missing(self) -> str | None:

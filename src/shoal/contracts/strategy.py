@@ -16,6 +16,7 @@ from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.placement import Owner
+from shoal.core.registry import Contract
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,11 @@ class Place:
     tail: object = None
 
 
-class Strategy(ABC):
+class Strategy(Contract, ABC):
     """How a site is served. Stateless; found by name in the registry."""
 
-    name: ClassVar[str]
+    package: ClassVar[str] = "shoal.strategies"
+    group: ClassVar[str] = "shoal.strategies"
     # takes several layers as one site and an exchange to carry them
     bucketed: ClassVar[bool] = False
     owns: ClassVar[bool] = False  # gives parameters to owners, as the plan's placement says

@@ -1,5 +1,10 @@
-"""Finds what a folder offers: one class of the asked contract a file. Adding a scheme is adding a
-file.
+"""What there is of each contract, by name: Shoal's own, other packages', and a script's.
+
+    1  Shoal's own       the classes in the contract's package: adding one is adding a file
+    2  other packages'   entry points of the contract's group, looked up once
+    3  a script's        `register`
+
+What is registered is the process's, like the classes themselves. Ranks that are threads share it.
 """
 
 from __future__ import annotations
@@ -8,51 +13,204 @@ import difflib
 import importlib
 import inspect
 import pkgutil
-from functools import cache
-from types import ModuleType
-from typing import Any, ClassVar, Protocol, TypeVar
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from threading import RLock
+from typing import Any, ClassVar, TypeVar
 
-from shoal.core.errors import PlanError
+from shoal.core.errors import PlanError, UsageError
 
 
-class _Named(Protocol):
+class Contract:
+    """A class whose subclasses are found by `name`; itself named `contract` in messages."""
+
+    package: ClassVar[str]  # that holds Shoal's own, a class a file
+    group: ClassVar[str]  # of entry points, in which other packages give theirs
     name: ClassVar[str]
 
 
-T = TypeVar("T", bound=_Named)
+T = TypeVar("T", bound=Contract)
+C = TypeVar("C")
+
+_lock = RLock()
+_own: dict[type[Contract], dict[str, Any]] = {}  # 1 and 2, as far as they were looked up
+_registered: dict[type[Contract], dict[str, Any]] = {}  # 3
 
 
-def found(package: ModuleType, contract: type[T]) -> dict[str, type[T]]:
-    """Every concrete class of `contract` defined in `package`, by its `name`, sorted by name."""
-    return dict(_classes(package, contract))
+def of(contract: type[T]) -> dict[str, type[T]]:
+    """Every class of a contract by its name, in the order of the names."""
+    with _lock:
+        if contract not in _own:
+            _own[contract] = _in_package(contract)  # 1
+            for name, kind in _in_entry_points(contract, _own[contract]):  # 2
+                _own[contract][name] = kind
+        return dict(sorted({**_own[contract], **_registered.get(contract, {})}.items()))
 
 
-@cache
-def _classes(package: ModuleType, contract: Any) -> dict[str, Any]:
-    classes: dict[str, Any] = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        for _, value in inspect.getmembers(module, inspect.isclass):
-            if (
-                issubclass(value, contract)
-                and value.__module__ == module.__name__
-                and not inspect.isabstract(value)
-            ):
-                kind: Any = value
-                classes[kind.name] = kind
-    return dict(sorted(classes.items()))
+def named(contract: type[T], name: str) -> T:
+    """One of them by name, with its default options.
 
-
-def named(package: ModuleType, contract: type[T], name: str) -> T:
-    """One of them by name, with its default options (PlanError that lists the names and the nearest
-    one).
+    Raises:
+        PlanError: there is none; the message lists the names and the nearest one.
     """
-    classes = found(package, contract)
+    return class_named(contract, name)()
+
+
+def class_named(contract: type[T], name: str) -> type[T]:
+    """The class of that name (PlanError as for `named`)."""
+    classes = of(contract)
     if name not in classes:
         near = difflib.get_close_matches(name, classes, n=1)
         raise PlanError(
-            f"there is no {contract.__name__.lower()} called {name!r}",
-            expected="one of " + ", ".join(classes),
-            do=f"did you mean {near[0]!r}?" if near else "use one of these names",
+            f"there is no {_noun(contract)} called {name!r}",
+            expected="one of " + ", ".join(classes) if classes else "none is registered",
+            do=f"did you mean {near[0]!r}?"
+            if near
+            else "use one of these names, or shoal.register one of yours on every rank",
         )
-    return classes[name]()
+    return classes[name]
+
+
+def register(cls: type[C]) -> type[C]:
+    """Make a strategy, an exchange, a codec or a launcher of your own known by its `name`.
+
+    Call it on every rank, before `parallelize` (where there are servers or tail hosts, before
+    `init`). The same class registered again, as in a notebook, takes the place of the former one.
+
+    Args:
+        cls: a concrete subclass of one of these contracts.
+
+    Returns:
+        The class itself, so that this works as a decorator.
+
+    Raises:
+        UsageError: it is abstract, of no or several contracts, without a name, or the name is
+            another class's.
+
+    >>> import shoal
+    >>> from shoal.contracts.launcher import Launcher
+    >>> @shoal.register
+    ... class Nobody(Launcher):
+    ...     name = "nobody"
+    ...     def missing(self):
+    ...         return "it starts nothing"
+    ...     def launch(self, job):
+    ...         raise NotImplementedError
+    >>> shoal.unregister(Nobody)
+    """
+    contract = _contract_of(cls)
+    with _lock:
+        _check_free(cls, of(contract))
+        _registered.setdefault(contract, {})[vars(cls)["name"]] = cls
+    return cls
+
+
+def unregister(cls: Any) -> None:
+    """Forget a class that was registered (UsageError where it is not)."""
+    with _lock:
+        classes = _registered.get(_contract_of(cls), {})
+        names = [name for name, kind in classes.items() if kind is cls]
+        if not names:
+            raise UsageError("the class is not registered", got=_place(cls), do="register it first")
+        del classes[names[0]]
+
+
+@contextmanager
+def registered(*classes: Any) -> Iterator[None]:
+    """Have classes registered inside, as a test does."""
+    added: list[Any] = []
+    try:
+        for cls in classes:
+            added.append(register(cls))
+        yield
+    finally:
+        for cls in added:
+            unregister(cls)
+
+
+def from_outside(contract: type[Contract]) -> dict[str, str]:
+    """By name, where a class of the contract comes from that is not Shoal's own."""
+    return {
+        name: _place(kind)
+        for name, kind in of(contract).items()
+        if not kind.__module__.startswith(f"{contract.package}.")
+    }
+
+
+def _in_package(contract: type[Contract]) -> dict[str, Any]:
+    package = importlib.import_module(contract.package)
+    classes: dict[str, Any] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        for _, kind in inspect.getmembers(module, inspect.isclass):
+            here = issubclass(kind, contract) and kind.__module__ == module.__name__
+            if here and not inspect.isabstract(kind):
+                classes[kind.name] = kind
+    return classes
+
+
+def _in_entry_points(
+    contract: type[Contract], own: dict[str, Any]
+) -> Iterator[tuple[str, type[Any]]]:
+    """What other packages give; a broken one is left out, with a warning that names it."""
+    for point in entry_points(group=contract.group):
+        try:
+            kind = point.load()
+            if _contract_of(kind) is not contract:
+                raise UsageError(f"it is no {_noun(contract)}", got=_place(kind))
+            _check_free(kind, own)
+        except Exception as error:  # whatever another package does
+            giver = point.dist.name if point.dist is not None else "an unknown package"
+            warnings.warn(
+                f"the entry point {point.name!r} of {giver} in {contract.group} is left out: "
+                f"{type(error).__name__}: {error}",
+                stacklevel=2,
+            )
+        else:
+            yield kind.name, kind
+
+
+def _contract_of(cls: Any) -> type[Contract]:
+    """The one contract of a class that can be registered (UsageError where it cannot)."""
+    do = "derive it from Strategy, Exchange, SplitExchange, Codec or Launcher of shoal.contracts"
+    if not isinstance(cls, type):
+        raise UsageError("only a class can be registered", got=repr(cls), do=do)
+    contracts = [base for base in cls.__mro__ if "group" in vars(base)]
+    if len(contracts) != 1 or cls in contracts:
+        got = ", ".join(each.__name__ for each in contracts) or "none"
+        raise UsageError(f"{_place(cls)} is not of one contract", got=got, do=do)
+    if inspect.isabstract(cls):
+        lacks = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+        raise UsageError(f"{_place(cls)} is abstract", got=f"it lacks {lacks}", do="write these")
+    name = vars(cls).get("name")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UsageError(
+            f"{_place(cls)} has no name that a plan could say",
+            got=repr(name),
+            expected="a name of letters, digits and _",
+            do='write  name: ClassVar[str] = "…"  in the class itself',
+        )
+    contract: type[Contract] = contracts[0]
+    return contract
+
+
+def _check_free(cls: Any, classes: dict[str, Any]) -> None:
+    """Refuse a name that another class has."""
+    other = classes.get(cls.name)
+    if other is not None and _place(other) != _place(cls):
+        raise UsageError(
+            f"the name {cls.name!r} is taken",
+            got=_place(cls),
+            expected=f"a name other than that of {_place(other)}",
+            do="give the class another name",
+        )
+
+
+def _place(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _noun(contract: type[Contract]) -> str:
+    return contract.__name__.lower()

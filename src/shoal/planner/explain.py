@@ -4,12 +4,11 @@ that would flip.
 
 from __future__ import annotations
 
-from shoal import strategies
 from shoal.contracts.strategy import Strategy
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Route, Stage
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
-from shoal.core.registry import found
+from shoal.core.registry import of
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.timeline import Predictor, as_planned
 
@@ -111,7 +110,7 @@ def _layer(
 def _choices(name: str, predictor: Predictor) -> list[Choice]:
     return [
         Choice(name, strategy, exchange)
-        for strategy in found(strategies, Strategy)
+        for strategy in of(Strategy)
         for exchange in predictor.carriers(strategy)
     ]
 
@@ -160,7 +159,7 @@ def _reason(chosen: Alternative, others: list[Alternative]) -> str:
 
 
 def _flips(layer: LayerProfile, predictor: Predictor) -> str:
-    for name in found(strategies, Strategy):
+    for name in of(Strategy):
         if predictor.refusal(layer, name) is None:
             rows = predictor.strategy(name).flips_at(layer, predictor.cluster.size)
             if rows is not None:

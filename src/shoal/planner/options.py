@@ -6,15 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal import exchange as exchanges
-from shoal import strategies as all_strategies
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile
 from shoal.core.names import matched
 from shoal.core.plan import Site
-from shoal.core.registry import found, named
+from shoal.core.registry import named, of
 from shoal.planner.timeline import Predictor
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
@@ -149,7 +147,7 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     if (
         reason is None
         and exchange
-        and not predictor.strategy(strategy).takes(named(exchanges, Exchange, exchange))
+        and not predictor.strategy(strategy).takes(named(Exchange, exchange))
     ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
@@ -165,7 +163,7 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
     exist).
     """
     if strategies is None:
-        return tuple(found(all_strategies, Strategy))
+        return tuple(of(Strategy))
     listed = [] if isinstance(strategies, str) else list(strategies)
     if not listed:
         raise PlanError(
@@ -173,7 +171,7 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
             got=repr(strategies),
             do='write ["replicate"]',
         )
-    return tuple(named(all_strategies, Strategy, name).name for name in listed)
+    return tuple(named(Strategy, name).name for name in listed)
 
 
 def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
@@ -187,9 +185,9 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
                 do='write "factor"',
             )
         strategy, _, exchange = value.partition(":")
-        named(all_strategies, Strategy, strategy)
-        if exchange and not named(all_strategies, Strategy, strategy).staged:
-            named(exchanges, Exchange, exchange)
+        named(Strategy, strategy)
+        if exchange and not named(Strategy, strategy).staged:
+            named(Exchange, exchange)
         resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
     return resolved
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal import strategies
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan
-from shoal.core.registry import found, named
+from shoal.core.registry import named, of
 from shoal.planner.search import repredicted, search
 
 CHUNKS = (1, 2, 4, 8)  # that rows may come in to cut layers
@@ -44,7 +43,7 @@ def plan_for(
     made = replace(
         search(profile, cluster, stale=cluster.ahead, **how), micro_batches=micro_batches
     )
-    if any(found(strategies, Strategy)[choice.strategy].cuts for choice in made.choices):
+    if any(of(Strategy)[choice.strategy].cuts for choice in made.choices):
         made = min(
             (repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS),
             key=_with_chunks_s,
@@ -64,7 +63,7 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
     Raises:
         PlanError: the plan names one that cannot be.
     """
-    kinds = found(strategies, Strategy)
+    kinds = of(Strategy)
     at_tail = [choice for choice in plan.choices if kinds[choice.strategy].staged]
     given = {choice.layer: choice.exchange for choice in at_tail if choice.exchange}
     if len(cluster.tail) < 2:
@@ -81,7 +80,7 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         name for name, kind in kinds.items() if not (kind.staged or kind.served or name == "head")
     ]
     for layer, how in given.items():
-        if named(strategies, Strategy, how.partition(":")[0]).name not in usable:
+        if named(Strategy, how.partition(":")[0]).name not in usable:
             expected = ", ".join(usable)
             raise PlanError(
                 f"tail hosts cannot share layer {layer} so", got=f"stage:{how}", expected=expected

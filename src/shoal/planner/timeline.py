@@ -37,14 +37,12 @@ from itertools import count
 from math import inf
 from operator import attrgetter
 
-from shoal import exchange as exchanges
-from shoal import strategies
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
-from shoal.core.registry import found, named
+from shoal.core.registry import named, of
 from shoal.core.trace import MAIN, Event, Rate
 from shoal.planner.lanes import BACK, BOTH, THERE, Job, Lanes
 
@@ -140,7 +138,7 @@ class Predictor:
             (layer.name, layer.needed_s)
             for layer in sorted(profile.layers, key=attrgetter("needed_s"))
         ]
-        self._strategies = {name: kind() for name, kind in found(strategies, Strategy).items()}
+        self._strategies = {name: kind() for name, kind in of(Strategy).items()}
         self._bucketed = frozenset(name for name, kind in self._strategies.items() if kind.bucketed)
         # then nothing is cut
         placed = any(p.owner is not None for layer in profile.layers for p in layer.parameters)
@@ -181,7 +179,7 @@ class Predictor:
 
     def native(self, exchange: str) -> bool:
         """Whether the network library itself carries it."""
-        return named(exchanges, Exchange, exchange).native
+        return named(Exchange, exchange).native
 
     def carriers(self, strategy: str) -> list[str]:
         """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes
@@ -189,7 +187,7 @@ class Predictor:
         """
         if not self.bucketed(strategy):
             return [""]
-        kinds = {name: kind() for name, kind in found(exchanges, Exchange).items()}
+        kinds = {name: kind() for name, kind in of(Exchange).items()}
         fitting = {
             name: each
             for name, each in kinds.items()
@@ -200,9 +198,7 @@ class Predictor:
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
         if site not in self._costs:
-            carrier = (
-                named(exchanges, Exchange, site.exchange) if self.bucketed(site.strategy) else None
-            )
+            carrier = named(Exchange, site.exchange) if self.bucketed(site.strategy) else None
             layers = [self._layers[name] for name in site.layers]
             if site.parts > 1:
                 layers = [

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from shoal import exchange as exchanges
-from shoal import strategies
 from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
 from shoal.contracts.comm import Comm
@@ -29,7 +27,7 @@ from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
-from shoal.core.registry import found, named
+from shoal.core.registry import named, of
 from shoal.profiling.identity import Layer, content, model_digest, trainable_layers
 
 
@@ -59,10 +57,8 @@ def apply(
     for number, (site, place) in enumerate(
         places(model, plan, comm.rank, servers, buckets, boundary, tables, tail)
     ):
-        carrier = named(exchanges, Exchange, site.exchange) if site.exchange else None
-        transfers += named(strategies, Strategy, site.strategy).apply(
-            place, carrier, label(number, site)
-        )
+        carrier = named(Exchange, site.exchange) if site.exchange else None
+        transfers += named(Strategy, site.strategy).apply(place, carrier, label(number, site))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
     return transfers
 
@@ -170,7 +166,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     """
     placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
-        strategy = named(strategies, Strategy, choice.strategy)
+        strategy = named(Strategy, choice.strategy)
         if plan.staleness != 0 and not strategy.served:
             raise PlanError(
                 f"{choice.strategy} knows no staleness",
@@ -178,7 +174,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                 do='let servers own every layer ("server"), or set the plan\'s staleness to 0',
             )
         if strategy.bucketed:
-            if not strategy.takes(named(exchanges, Exchange, choice.exchange)):
+            if not strategy.takes(named(Exchange, choice.exchange)):
                 raise PlanError(
                     f"{choice.exchange} cannot carry {choice.strategy}",
                     where=f"layer {choice.layer}",
@@ -215,7 +211,7 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
         name: sum(p.numel() * p.element_size() for p in layer.parameters.values())
         for name, layer in layers.items()
     }
-    kinds = found(strategies, Strategy)
+    kinds = of(Strategy)
     bucketed = {name for name, kind in kinds.items() if kind.bucketed}
     owning, staged = (
         {n for n, kind in kinds.items() if getattr(kind, what)} for what in ("owns", "staged")
@@ -225,16 +221,12 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
 
 def cuts(plan: Plan) -> bool:
     """Whether any layer is cut over the ranks."""
-    return any(named(strategies, Strategy, choice.strategy).cuts for choice in plan.choices)
+    return any(named(Strategy, choice.strategy).cuts for choice in plan.choices)
 
 
 def carriers(strategy: Strategy) -> list[str]:
     """Names of the exact exchanges that a strategy takes."""
-    return [
-        name
-        for name, kind in found(exchanges, Exchange).items()
-        if kind.exact and strategy.takes(kind())
-    ]
+    return [name for name, kind in of(Exchange).items() if kind.exact and strategy.takes(kind())]
 
 
 def align(model: nn.Module, comm: Comm) -> None:

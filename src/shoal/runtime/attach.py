@@ -18,7 +18,6 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed
 from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
@@ -181,7 +180,7 @@ def _part_of_servers(site: Site) -> str:
     """What servers are to a site: "owners" of its parameters among others, have its "tables", or
     ''.
     """
-    strategy = named(all_strategies, Strategy, site.strategy)
+    strategy = named(Strategy, site.strategy)
     return ("owners" if strategy.owns else "tables") if strategy.served else ""
 
 

@@ -25,8 +25,6 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shoal import exchange as exchanges
-from shoal import strategies as all_strategies
 from shoal.comm.agreement import agreed, from_first
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask
@@ -37,7 +35,7 @@ from shoal.core.cores import bound_cores, container, quota_cores
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
-from shoal.core.registry import found, named
+from shoal.core.registry import named, of
 from shoal.planner.search import BUCKET_BYTES, LANES, repredicted
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
@@ -190,9 +188,7 @@ def _open_tail(
     profile: ModelProfile,
 ) -> Stage | None:
     """The way to the end of the model, if the plan has it on tail hosts."""
-    at_tail = {
-        c.layer: c for c in plan.choices if named(all_strategies, Strategy, c.strategy).staged
-    }
+    at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).staged}
     if session.tail is None or not at_tail:
         return None
     if session.tail.calls > 1:
@@ -212,9 +208,7 @@ def _open_tail(
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}
     session.tail.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
-    others = [
-        named(all_strategies, Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail
-    ]
+    others = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
     alike = any(strategy.cuts for strategy in others)
     return Stage(session.tail, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
@@ -349,7 +343,7 @@ def measured_cluster(session: Session) -> Cluster:
             sharing = machines[_machine()]
             link = probe_link(comm, sharing=sharing)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
-            every = {name: kind() for name, kind in found(exchanges, Exchange).items()}
+            every = {name: kind() for name, kind in of(Exchange).items()}
             usable = {
                 name: each
                 for name, each in every.items()
@@ -387,7 +381,7 @@ def _chosen(
 ) -> Plan:
     if given is None:
         stale = asked.staleness != 0
-        served = [name for name, kind in found(all_strategies, Strategy).items() if kind.served]
+        served = [name for name, kind in of(Strategy).items() if kind.served]
         return plan_for(
             profile,
             cluster,

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from shoal import strategies as all_strategies
 from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan
-from shoal.core.registry import named
+from shoal.core.registry import from_outside, named
 from shoal.planner.options import known, resolve
 from shoal.profiling.identity import content, trainable_layers
 from shoal.rewrite.apply import check
@@ -137,8 +137,7 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
     if staleness == 0:
         return
     pinned = {
-        name: named(all_strategies, Strategy, each.partition(":")[0])
-        for name, each in (asked.pins or {}).items()
+        name: named(Strategy, each.partition(":")[0]) for name, each in (asked.pins or {}).items()
     }
     other = next((name for name, strategy in pinned.items() if not strategy.served), None)
     if other is not None or asked.strategies is not None:
@@ -265,7 +264,13 @@ def require_same(
     other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
     if plan is not None:
         other["plan's placement"] = _in_order(plan.placement)
+    registered = {
+        f"{contract.__name__.lower()} {name!r} of its own": place
+        for contract in (Strategy, Exchange)
+        for name, place in from_outside(contract).items()
+    }
     mine = {
+        **registered,
         "plan": "auto" if plan is None else "a plan of its own",
         **chosen,
         **other,

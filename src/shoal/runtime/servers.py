@@ -27,8 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal import exchange as exchanges
-from shoal import strategies
 from shoal.comm.tables import Tables
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
@@ -291,8 +289,8 @@ class _Model:
                 owners=site.owners,
             )
             strategy, exchange = (
-                named(strategies, Strategy, site.strategy),
-                named(exchanges, Exchange, site.exchange),
+                named(Strategy, site.strategy),
+                named(Exchange, site.exchange),
             )
             made_here = strategy.apply(place, exchange, site.label)
             transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]
