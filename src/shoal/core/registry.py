@@ -145,8 +145,8 @@ def _in_package(contract: type[Contract]) -> dict[str, Any]:
     for info in pkgutil.iter_modules(package.__path__):
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for _, kind in inspect.getmembers(module, inspect.isclass):
-            here = issubclass(kind, contract) and kind.__module__ == module.__name__
-            if here and not inspect.isabstract(kind):
+            is_own = kind.__module__ == module.__name__ and not inspect.isabstract(kind)
+            if is_own and issubclass(kind, contract):
                 classes[kind.name] = kind
     return classes
 
