@@ -57,6 +57,9 @@ class Scripted(Transfer):
     def kept(self) -> list[Tensor]:
         return []
 
+    def release(self) -> None:
+        pass
+
 
 Trained = tuple[Plan, list[Tensor], int]
 
@@ -143,7 +146,7 @@ class ScriptedAtServers(Scripted, OwnedTransfer):
     """Of what owners have it has nothing but the lane."""
 
     served = True
-    follow = gradients = gather = slice_of = used = release = None  # type: ignore[assignment]
+    follow = gradients = gather = slice_of = used = close_bucket = None  # type: ignore[assignment]
 
 
 def test_what_comes_back_from_servers_holds_up_nothing_that_goes_to_them() -> None:

@@ -93,6 +93,15 @@ class Strategy(Contract, ABC):
         every rank.
         """
 
+    def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
+        """Undo `apply`, which returned these transfers.
+
+        Modules and parameters are what they were: the same objects, of the same classes, whole,
+        with no hook. A collective: the same calls on every rank, when nothing is under way.
+        """
+        for transfer in transfers:
+            transfer.release()
+
     def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
         """Rows K a rank above which all-reduce would send fewer bytes; None where that does not
         depend on K.

@@ -48,6 +48,10 @@ class Transfer(ABC):
     def kept(self) -> Sequence[Tensor]:
         """The tensors that it keeps gradients in from one backward to the next."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """Take its hooks off the parameters; it is not used any more."""
+
 
 class Turn(IntEnum):
     """What ranks send pieces for."""
@@ -106,7 +110,7 @@ class OwnedTransfer(Transfer):
         self, values: Sequence[Tensor], turn: Turn, comm: Comm
     ) -> list[tuple[Piece, Tensor]]:
         """Give one flat tensor for each own piece, and get every rank's; what is got is valid until
-        `release`.
+        `close_bucket`.
 
         Raises:
             RanksDiffer: another rank is at another `turn`.
@@ -119,9 +123,9 @@ class OwnedTransfer(Transfer):
     @abstractmethod
     def used(self) -> set[nn.Parameter]:
         """The parameters that any rank used in what was reduced. Known from `gather` to
-        `release`.
+        `close_bucket`.
         """
 
     @abstractmethod
-    def release(self) -> None:
+    def close_bucket(self) -> None:
         """What `gather` gave is no longer needed."""

@@ -1,23 +1,25 @@
-"""Puts a plan into a model, in place: the same objects, names and parameters afterwards, and checks
-that it is so.
+"""Puts a plan into a model, in place, and takes it out again.
 
-1  check     the plan fits this model and this many ranks, every layer once
-2  align     every rank gets rank 0's parameters and buffers, but only those that differ are sent
-3  rewrite   site by site, in the plan's order, each strategy changes its layers and names its
-             transfers
+    check     the plan fits this model and this many ranks, and has every layer once
+    placed    the plan's sites, and where in the model each is
+    align     every rank gets rank 0's parameters and buffers; only those that differ are sent
+    apply     site by site, in the plan's order, each strategy changes its layers and names its
+              transfers
+    release   the other way round: the layers are what they were
+
+Objects, names and parameters stay the same, both ways, and that is checked.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.stage import Stage
-from shoal.comm.tables import Tables
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
@@ -31,74 +33,96 @@ from shoal.core.registry import named, of
 from shoal.profiling.identity import Layer, content, model_digest, trainable_layers
 
 
-def apply(
-    model: nn.Module,
-    plan: Plan,
-    comm: Comm,
-    servers: int = 0,
-    buckets: Buckets | None = None,
-    boundary: Comm | None = None,
-    tables: Tables | None = None,
-    tail: Stage | None = None,
-) -> list[Transfer]:
-    """Rewrite the model for the plan and return what an engine is to send, in order. The same calls
-    on every rank.
+@dataclass(frozen=True)
+class PlacedSite:
+    """A site of a plan, and where in the model it is."""
 
-    A plan that cuts layers over the ranks needs a channel for their `boundary`; one with tables at
-    servers, or the model's `tail` on hosts of its own, those.
+    site: Site
+    place: Place
+    label: str  # what messages call it
 
-    Raises:
-        PlanError: the plan does not fit the model or the number of ranks.
-    """
-    check(plan, model, comm.size, servers)
-    align(model, comm)
-    before = _identity(model)
-    transfers: list[Transfer] = []
-    for number, (site, place) in enumerate(
-        places(model, plan, comm.rank, servers, buckets, boundary, tables, tail)
-    ):
-        carrier = named(Exchange, site.exchange) if site.exchange else None
-        transfers += named(Strategy, site.strategy).apply(place, carrier, label(number, site))
-    assert _identity(model) == before, "a strategy changed the model's names or parameters"
-    return transfers
+    @property
+    def strategy(self) -> Strategy:
+        """What serves it."""
+        return named(Strategy, self.site.strategy)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What carries it, if anything."""
+        return named(Exchange, self.site.exchange) if self.site.exchange else None
 
 
-def places(
-    model: nn.Module,
-    plan: Plan,
-    rank: int,
-    servers: int = 0,
-    buckets: Buckets | None = None,
-    boundary: Comm | None = None,
-    tables: Tables | None = None,
-    tail: Stage | None = None,
-) -> list[tuple[Site, Place]]:
+@dataclass(frozen=True)
+class Rewritten:
+    """A model's sites as they were applied, each with the transfers that came of it."""
+
+    sites: tuple[tuple[PlacedSite, tuple[Transfer, ...]], ...]
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What an engine is to send, in order."""
+        return [transfer for _, transfers in self.sites for transfer in transfers]
+
+
+def placed(
+    model: nn.Module, plan: Plan, rank: int, servers: int = 0, buckets: Buckets | None = None
+) -> list[PlacedSite]:
     """The plan's sites, in order, and where in the model each is."""
-    layers, buckets = {layer.name: layer for layer in trainable_layers(model)}, buckets or Buckets()
-    owners = plan.owners({name: list(layer.parameters) for name, layer in layers.items()})
+    layers = {layer.name: layer for layer in trainable_layers(model)}
+    in_model = Place(
+        layers={},
+        parameters={},
+        rank=rank,
+        ranks=plan.ranks,
+        servers=servers,
+        stale=plan.staleness != 0,
+        buckets=buckets or Buckets(),
+        owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
+        chunks=plan.chunks,
+    )
 
     def place(site: Site) -> Place:
         parameters = {
-            p: value for name in site.layers for p, value in layers[name].parameters.items()
+            name: parameter
+            for layer in site.layers
+            for name, parameter in layers[layer].parameters.items()
         }
         spans = _spans(site, parameters)
-        return Place(
+        return replace(
+            in_model,
             layers={name: layers[name].module for name in site.layers},
             parameters={name: parameters[name] for name in spans or parameters},
             spans=spans,
-            rank=rank,
-            ranks=plan.ranks,
-            servers=servers,
-            stale=plan.staleness != 0,
-            buckets=buckets,
-            owners=owners,
-            comm=boundary,
-            chunks=plan.chunks,
-            tables=tables,
-            tail=tail,
         )
 
-    return [(site, place(site)) for site in sites(plan, layers)]
+    return [
+        PlacedSite(site, place(site), label(number, site))
+        for number, site in enumerate(sites(plan, layers))
+    ]
+
+
+def apply(model: nn.Module, placed_sites: Sequence[PlacedSite], comm: Comm) -> Rewritten:
+    """Rewrite the model, site by site. The same calls on every rank.
+
+    The places have the ways that their strategies need: a channel where layers are cut, tables at
+    servers, the end of the model on hosts of its own.
+    """
+    align(model, comm)
+    before = _identity(model)
+    applied = [
+        (each, tuple(each.strategy.apply(each.place, each.exchange, each.label)))
+        for each in placed_sites
+    ]
+    assert _identity(model) == before, "a strategy changed the model's names or parameters"
+    return Rewritten(tuple(applied))
+
+
+def release(model: nn.Module, rewritten: Rewritten) -> None:
+    """Undo `apply`, from the last site to the first. The same calls on every rank."""
+    before = _identity(model)
+    for each, transfers in reversed(rewritten.sites):
+        each.strategy.release(each.place, transfers)
+    assert _identity(model) == before, "a strategy changed the model's names or parameters"
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:

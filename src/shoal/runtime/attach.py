@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -22,13 +22,11 @@ from shoal.comm.agreement import agreed
 from shoal.comm.stage import Stage
 from shoal.comm.tables import Tables
 from shoal.contracts.comm import Comm
-from shoal.contracts.strategy import Strategy
-from shoal.contracts.transfer import OwnedTransfer, Transfer
+from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
-from shoal.core.plan import Plan, Site
-from shoal.core.registry import named
-from shoal.rewrite.apply import apply, cuts, label, places
+from shoal.core.plan import Plan
+from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
 from shoal.runtime.checks import check_known
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import streaming
@@ -73,14 +71,23 @@ def attach(
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
     servers = len(session.servers.hosts) if session.servers else 0
+    check(plan, model, comm.size, servers)
     boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
-    tables = _open_tables(session, model, plan, optimizers)
-    transfers = apply(model, plan, comm, servers, buckets, boundary, tables, stage)
+    sites = placed(model, plan, comm.rank, servers, buckets)
+    tables = _open_tables(session, sites, plan, optimizers)
+    rewritten = apply(
+        model,
+        [
+            replace(each, place=replace(each.place, comm=boundary, tables=tables, tail=stage))
+            for each in sites
+        ],
+        comm,
+    )
     counts = (
         comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
     )
     weigher = Weigher(counts, inputs_alike)
-    engine, owners = _started(session, model, plan, transfers, optimizers, buckets)
+    engine, owners = _started(session, model, plan, rewritten, optimizers, buckets)
     session.threads[session.models] = Threads(ref(model), engine.lanes, weigher, boundary)
     session.models += 1
     others = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
@@ -98,26 +105,27 @@ def attach(
     for each in optimizers:
         check_known(each, model)
     owned = tuple(each for each in extended if each is not None)
-    return Running(engine, owned, watch(model, loss_fn, count, engine, weigher, owners))
+    watched = watch(model, loss_fn, count, engine, weigher, owners)
+    return Running(engine, owned, watched.loss_fn)
 
 
 def _started(
     session: Session,
     model: nn.Module,
     plan: Plan,
-    transfers: Sequence[Transfer],
+    rewritten: Rewritten,
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
 ) -> tuple[Engine, Owners | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
-    comm, prefix = session.comm, f"model{session.models}"
+    comm, prefix, transfers = session.comm, f"model{session.models}", rewritten.transfers
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
     lanes = [
         comm.channel(f"{prefix}-lane{i}")
         for i in range(min(plan.lanes, len(transfers) - len(served)))
     ]
-    number, there, back = _open_servers(session, model, plan, served, optimizers)
+    number, there, back = _open_servers(session, rewritten, plan, served, optimizers)
     device = streaming(parameter.device for parameter in model.parameters())
     engine = Engine(transfers, lanes, there, back, buckets, device)
     tell = (
@@ -131,7 +139,7 @@ def _started(
 
 def _open_servers(
     session: Session,
-    model: nn.Module,
+    rewritten: Rewritten,
     plan: Plan,
     served: Sequence[OwnedTransfer],
     optimizers: Sequence[Optimizer],
@@ -142,32 +150,37 @@ def _open_servers(
     if session.servers is None or not served:
         return 0, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
-    sites = [
-        ServedSite(
-            site.strategy,
-            site.exchange,
-            label(number, site),
-            {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
-            {name: place.owners[name] for name in place.parameters if name in place.owners},
-            place.spans,
-        )
-        for number, (site, place) in enumerate(places(model, plan, session.comm.rank))
-        if _part_of_servers(site) == "owners"
-    ]
+    sites = [_served_site(each) for each, _ in rewritten.sites if _has_owners_at_servers(each)]
     return session.servers.open(
         sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness
     )
 
 
+def _served_site(placed_site: PlacedSite) -> ServedSite:
+    """What servers are told of a site of which they own a part."""
+    site, place = placed_site.site, placed_site.place
+    return ServedSite(
+        site.strategy,
+        site.exchange,
+        placed_site.label,
+        {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
+        {name: place.owners[name] for name in place.parameters if name in place.owners},
+        place.spans,
+    )
+
+
 def _open_tables(
-    session: Session, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]
+    session: Session,
+    sites: Sequence[PlacedSite],
+    plan: Plan,
+    optimizers: Sequence[Optimizer],
 ) -> Tables | None:
     """The way to the tables that the plan leaves to servers, if to any."""
     tables = {
         name: parameter
-        for site, place in places(model, plan, session.comm.rank)
-        if _part_of_servers(site) == "tables"
-        for name, parameter in place.parameters.items()
+        for each in sites
+        if each.strategy.served and not each.strategy.owns
+        for name, parameter in each.place.parameters.items()
     }
     if session.servers is None or not tables:
         return None
@@ -176,12 +189,9 @@ def _open_tables(
     return session.servers.open_tables(forms, optimizers, plan.staleness)
 
 
-def _part_of_servers(site: Site) -> str:
-    """What servers are to a site: "owners" of its parameters among others, have its "tables", or
-    ''.
-    """
-    strategy = named(Strategy, site.strategy)
-    return ("owners" if strategy.owns else "tables") if strategy.served else ""
+def _has_owners_at_servers(placed_site: PlacedSite) -> bool:
+    """Whether servers own a part of the site's parameters."""
+    return placed_site.strategy.served and placed_site.strategy.owns
 
 
 def _check_for_servers(

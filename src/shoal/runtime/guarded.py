@@ -117,6 +117,12 @@ def guard(parameter: nn.Parameter, its_keeper: Keeper) -> None:
     parameter.__class__ = GuardedParameter
 
 
+def unguard(parameter: nn.Parameter) -> None:
+    """Make a guarded parameter an ordinary one."""
+    del parameter.__dict__[_KEEPER]
+    parameter.__class__ = nn.Parameter
+
+
 def keeper(parameter: nn.Parameter) -> Keeper:
     """Who keeps a guarded parameter's gradient."""
     its_keeper: Keeper = parameter.__dict__[_KEEPER]

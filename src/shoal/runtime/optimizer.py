@@ -374,7 +374,7 @@ class Update:
                 torch._foreach_copy_(
                     [piece.of(piece.parameter) for piece, _ in taken], [value for _, value in taken]
                 )
-            self._transfer.release()
+            self._transfer.close_bucket()
 
         return update
 

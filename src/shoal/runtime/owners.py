@@ -31,7 +31,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Turn
 from shoal.core.pieces import Piece, line, local_gradient, set_local_gradient, unlined
 from shoal.runtime.engine import Engine
-from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard
+from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard, unguard
 from shoal.runtime.orders import OfRank
 
 
@@ -109,7 +109,7 @@ class Owners:
         # which parameters are on their way: any thread may look at one while a step begins
         self._marking = RLock()
         # a large parameter is cut among several
-        self._transfers: dict[Tensor, list[OwnedTransfer]] = {}
+        self._transfers: dict[nn.Parameter, list[OwnedTransfer]] = {}
         for transfer in transfers:
             for parameter in transfer.parameters:
                 self._transfers.setdefault(parameter, []).append(transfer)
@@ -184,6 +184,14 @@ class Owners:
         """Wait for everything that is on its way."""
         for transfer in self.transfers:
             self.arrive(transfer.parameters[0])
+
+    def release(self) -> None:
+        """Make the parameters ordinary ones, which have their gradients (a collective)."""
+        self.settle()
+        if any(transfer.held for transfer in self.transfers):
+            self.fetch_all()
+        for parameter in self._transfers:
+            unguard(parameter)
 
     def check_sent(self) -> None:
         """Raise UsageError where gradients are only this rank's own."""
@@ -274,7 +282,7 @@ class _Fetch:
             if piece.parameter in self._lines:
                 self._lines[piece.parameter][piece.start : piece.stop] = value
         self._used = self.transfer.used()
-        self.transfer.release()
+        self.transfer.close_bucket()
 
     def publish(self) -> None:
         for parameter in self.transfer.held:

@@ -16,12 +16,14 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shoal.runtime.border import Border
 from shoal.runtime.engine import Engine
@@ -29,8 +31,24 @@ from shoal.runtime.guarded import ComingParameter
 from shoal.runtime.owners import Owners
 from shoal.runtime.weights import Weigher, Weight, rows
 
-_COUNTED = "_shoal_counted"  # says so of a function
+_COUNTED = "_shoal_counted"  # where a function has what weighs it
 Count = Callable[[Any, Any], float | Tensor]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A model whose calls are watched."""
+
+    loss_fn: Callable[..., Any] | None  # to use from now on
+    hooks: Sequence[RemovableHandle]
+    counted: _Counted | None  # where the loss weighs itself
+
+    def release(self) -> None:
+        """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.counted is not None:
+            self.counted.release()
 
 
 def watch(
@@ -40,37 +58,45 @@ def watch(
     engine: Engine,
     weigher: Weigher,
     owners: Owners | None,
-) -> Callable[..., Any] | None:
-    """Hang the hooks on the model, or with `count` on the loss; the loss to use from now on."""
+) -> Watched:
+    """Hang the hooks on the model, or with `count` on the loss."""
     border = Border(model, engine)
+    hooks = []
     if owners is not None:
-        model.register_forward_pre_hook(_BeforeCompiled(owners))
+        hooks.append(model.register_forward_pre_hook(_BeforeCompiled(owners)))
     if count is None:
         before = _Before(border, weigher)
-        model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(_After(border, before), with_kwargs=True, always_call=True)
-        return loss_fn
+        after = _After(border, before)
+        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+        return Watched(loss_fn, hooks, None)
     counted = _Counted(border, weigher, count, loss_fn)
     if loss_fn is None:
-        model.register_forward_hook(_CountedModel(counted), with_kwargs=True)
-        return None
-    if isinstance(loss_fn, nn.Module):
-        loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True)
-        return loss_fn
+        hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
+    elif isinstance(loss_fn, nn.Module):
+        hooks.append(loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True))
+    else:
+        loss_fn = _wrapped(loss_fn, counted)
+    return Watched(loss_fn, hooks, counted)
+
+
+def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., Any]:
+    """A loss that is a plain function, weighed."""
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return counted(args, kwargs, loss_fn(*args, **kwargs))
 
-    wrapped.__dict__[_COUNTED] = True
+    wrapped.__dict__[_COUNTED] = counted
     return wrapped
 
 
 def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
-    """Whether a loss is one that `watch` has given back, which weighs itself by a `count`."""
+    """Whether a loss weighs itself by the `count` of a model that is parallelised."""
     if isinstance(loss_fn, nn.Module):
         return any(isinstance(hook, _CountedLoss) for hook in loss_fn._forward_hooks.values())
-    return bool(getattr(loss_fn, _COUNTED, False))
+    counted: _Counted | None = getattr(loss_fn, _COUNTED, None)
+    return counted is not None and counted.weighs
 
 
 class _StaysBehind:
@@ -171,13 +197,23 @@ class _Counted:
     def __init__(
         self, border: Border, weigher: Weigher, count: Count, loss_fn: Callable[..., Any] | None
     ) -> None:
-        self._border, self._weigher, self._count = border, weigher, count
+        self._border: Border | None = border
+        self._weigher, self._count = weigher, count
         self._names = _argument_names(
             loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         )
 
+    @property
+    def weighs(self) -> bool:
+        """Whether it does still."""
+        return self._border is not None
+
+    def release(self) -> None:
+        """Leave losses as they are, from here on."""
+        self._border = None
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self._border is None or not torch.is_grad_enabled():
             return loss
         by_name = sorted(
             kwargs,
@@ -187,6 +223,7 @@ class _Counted:
         return self.weigh(output, target, loss)
 
     def weigh(self, output: Any, target: Any, loss: Any) -> Any:
+        assert self._border is not None
         self._border.check()
         with torch.no_grad():
             count = float(self._count(output, target))

@@ -38,7 +38,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.rowwise import row_dims
 from shoal.strategies.copies import plain
-from shoal.tensors.cut import OverRanks, cut
+from shoal.tensors.cut import OverRanks, cut, is_cut, restore
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
 _SLOT = "_cut_layer"  # where a served layer keeps what runs it
@@ -137,6 +137,13 @@ class CutStrategy(Strategy):
         module.__class__ = _cut_class(type(module))
         module.__dict__[_SLOT] = parts
         return []
+
+    def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
+        (module,) = place.layers.values()
+        del module.__dict__[_SLOT]
+        module.__class__ = _kind_of(module)
+        for parameter in filter(is_cut, module.parameters(recurse=False)):
+            restore(parameter)
 
 
 class ByOutputs(CutStrategy):
@@ -299,7 +306,7 @@ def _cut_class(kind: Any) -> Any:
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _kind_of(layer: _CutLayer) -> type[nn.Module]:
+def _kind_of(layer: nn.Module) -> type[nn.Module]:
     """What it was before."""
     kind: type[nn.Module] = type(layer).__bases__[1]
     return kind

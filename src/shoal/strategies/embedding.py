@@ -36,7 +36,7 @@ from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
-from shoal.tensors.cut import OverRanks, cut, cut_of, part_of
+from shoal.tensors.cut import OverRanks, cut, cut_of, part_of, restore
 
 _LOOKED_AT = 64  # rows of a gradient
 _ID_BYTES = 8
@@ -87,6 +87,10 @@ class EmbeddingRows(Strategy):
         cut(module.weight, OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm))
         run_by(module, _Table(name, module, sizes, place.comm))
         return []
+
+    def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
+        (module,) = place.layers.values()
+        restore(run_by_itself(module))
 
 
 @final
@@ -191,6 +195,13 @@ def run_by(module: nn.Embedding, table: Table) -> None:
     """From here on the table looks up what the module is called with."""
     module.__class__ = CutEmbedding
     module.__dict__[_SLOT] = table
+
+
+def run_by_itself(module: nn.Module) -> nn.Parameter:
+    """From here on the module is an nn.Embedding again; the weight, which is cut still."""
+    table: Table = module.__dict__.pop(_SLOT)
+    module.__class__ = nn.Embedding
+    return table.weight
 
 
 class CutEmbedding(nn.Embedding):

@@ -93,6 +93,12 @@ class Factor(Strategy):
         module.__dict__[_SLOT] = transfer
         return [transfer]
 
+    def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
+        super().release(place, transfers)
+        (module,) = place.layers.values()
+        del module.__dict__[_SLOT]
+        module.__class__ = nn.Linear if isinstance(module, nn.Linear) else nn.Embedding
+
     @staticmethod
     def _row_bytes(layer: LayerProfile) -> int:
         itemsize = layer.parameters[0].itemsize

@@ -91,8 +91,9 @@ class FactorTransfer(Transfer):
         self._packed: tuple[Tensor, Tensor] | None = None
         self._accumulate: dict[nn.Parameter, bool] = {}
         self._rows = 0  # of all ranks together
-        for target in self._targets:
-            target.register_hook(self._refuse_gradient_from_elsewhere)
+        self._hooks = [
+            target.register_hook(self._refuse_gradient_from_elsewhere) for target in self._targets
+        ]
         # autograd's, of the last call: a conversion there and back makes others
         self._accumulators: list[Any] = []
 
@@ -257,6 +258,10 @@ class FactorTransfer(Transfer):
 
     def kept(self) -> Sequence[Tensor]:
         return list(self._buffers.values())
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 @final

@@ -52,8 +52,9 @@ class Landing:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._landed: set[nn.Parameter] = set()
         self._closed = False
-        for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._land)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._land) for parameter in self._names
+        ]
 
     def _land(self, parameter: nn.Parameter) -> None:
         gradient = local_gradient(parameter)
@@ -98,6 +99,11 @@ class Landing:
         """Be there for the next backward."""
         self._landed.clear()
         self._closed = False
+
+    def release(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 _DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coarse for it

@@ -116,3 +116,6 @@ class BucketTransfer(Transfer):
 
     def kept(self) -> Sequence[Tensor]:
         return [self._flat]
+
+    def release(self) -> None:
+        self._landing.release()

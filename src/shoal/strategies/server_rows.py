@@ -32,8 +32,8 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.cutting import refused
-from shoal.strategies.embedding import run_by
-from shoal.tensors.cut import cut
+from shoal.strategies.embedding import run_by, run_by_itself
+from shoal.tensors.cut import cut, restore
 
 
 @final
@@ -84,6 +84,10 @@ class ServerRows(Strategy):
         cut(weight, table)
         run_by(module, _Table(module, weight, table))
         return []
+
+    def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
+        (module,) = place.layers.values()
+        restore(run_by_itself(module))
 
 
 def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:

@@ -314,11 +314,14 @@ class SlicedTransfer(OwnedTransfer):
             if flag
         }
 
-    def release(self) -> None:
+    def close_bucket(self) -> None:
         self._buckets.close(self._flat)
 
     def kept(self) -> Sequence[Tensor]:
         return [self._total]
+
+    def release(self) -> None:
+        self._landing.release()
 
     def _check(self, turns: Sequence[float], mine: Turn) -> None:
         """Refuse what came where not every rank takes it for the same."""

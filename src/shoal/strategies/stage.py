@@ -127,6 +127,13 @@ class Stage(Strategy):
         run_by(tail.model, _Body(tail))
         return []
 
+    def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
+        raise UsageError(
+            "the end of a model does not come back from tail hosts",
+            got=f"layers {', '.join(place.layers)}",
+            do="save a checkpoint, and start again from it",
+        )
+
 
 def run_by(module: nn.Module, stage: Any) -> None:
     """From here on `stage.called(forward, …)` is what happens when the module is called."""

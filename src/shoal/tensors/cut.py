@@ -39,6 +39,7 @@ class Cut(ABC):
         self.name = name
         self.comm = comm
         self.like = torch.empty_like(whole, device="meta", memory_format=torch.contiguous_format)
+        self.layout = torch.empty_like(whole, device="meta")  # how it lay in memory
         self.buffer: Tensor | None = None  # a gradient's memory, kept from one backward to the next
         self._seen: Tensor | None = None  # the whole gradient as somebody saw it,
         self._its_part: Tensor | None = None  # of which the local gradient is a view,
@@ -212,11 +213,42 @@ def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
     """
     gradient = parameter.grad
     parameter.grad = None
-    parameter.data = its_cut.part(parameter.data).clone(memory_format=torch.contiguous_format)
+    part = its_cut.part(parameter.data).clone(memory_format=torch.contiguous_format)
+    _replace_memory(parameter, part)
     if gradient is not None:
         parameter.grad = its_cut.part(gradient).clone(memory_format=torch.contiguous_format)
     parameter.__dict__[_CUT] = its_cut
     parameter.__class__ = CutParameter
+
+
+def restore(parameter: nn.Parameter) -> None:
+    """Give this rank all of a parameter again, and of its gradient, in place (a collective)."""
+    its_cut, gradient = cut_of(parameter), parameter.grad
+    whole = its_cut.whole(part_of(parameter))
+    parameter.grad = None
+    del parameter.__dict__[_CUT]
+    parameter.__class__ = nn.Parameter
+    _replace_memory(parameter, laid_as(its_cut.layout, whole))
+    if gradient is not None:
+        parameter.grad = laid_as(its_cut.layout, gradient)
+
+
+def laid_as(layout: Tensor, whole: Tensor) -> Tensor:
+    """A tensor as one of the same shape lies in memory: itself where it does already."""
+    if whole.stride() == layout.stride():
+        return whole
+    return torch.empty_like(layout, device=whole.device, dtype=whole.dtype).copy_(whole)
+
+
+def _replace_memory(parameter: nn.Parameter, memory: Tensor) -> None:
+    """Put a tensor of another shape into a parameter.
+
+    A loss that somebody still holds keeps autograd's accumulator of the old shape alive. Torch
+    makes a new one only where the type changes, so the type changes on the way.
+    """
+    other = torch.float64 if parameter.dtype == torch.float32 else torch.float32
+    parameter.data = memory.new_empty(0, dtype=other)
+    parameter.data = memory
 
 
 def cut_of(parameter: Tensor) -> Cut:
