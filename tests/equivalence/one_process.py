@@ -57,6 +57,7 @@ WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for 
 EVERY_RANK = [*WAYS, *CUTS]
 # for circumstances that no owner can tell apart
 AMONG_WORKERS = [way for way in WAYS if way != "server"]
+UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -298,3 +299,8 @@ def built(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(7)
         return make().to(dtype)
+
+
+def mlp() -> nn.Module:
+    """A small network for `features(7, 3)`, of sizes that no number of ranks divides."""
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))

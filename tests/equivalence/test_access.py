@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,33 +12,10 @@ from one_process import (
     adamw,
     assert_same,
     built,
-    cluster_of,
-    cut_small,
     features,
-    rows_of,
     sgd,
 )
 from torch import Tensor, nn
-from torch.nn import functional as F
-
-import shoal
-from shoal.comm.faulty import FaultyComm, RandomDelay
-from shoal.comm.threads import ThreadComm, run
-from shoal.contracts.comm import Comm
-from shoal.contracts.transfer import OwnedTransfer
-from shoal.core.facts import Cluster, Link, Topology
-from shoal.runtime.engine import Engine
-from shoal.runtime.servers import serve
-from shoal.runtime.session import using
-
-WAY = "sliced"
-
-
-@pytest.fixture(autouse=True, params=["sliced", "sliced, low", "server"])
-def every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "WAY", request.param)
-    if request.param != "sliced":
-        cut_small(monkeypatch)
 
 
 class Seeing(nn.Module):
@@ -69,18 +44,18 @@ def gradients(model: Seeing) -> list[Tensor | None]:
     return [model.first.weight.grad, model.last.bias.grad, model.spare.weight.grad]
 
 
-def assert_seen_alike(loop, optimizer=sgd, ranks=3):
+def assert_seen_alike(way, loop, optimizer=sgd, ranks=3):
     assert_same(
         Training(model=built(Seeing), batches=features(7, 3), optimizer=optimizer, loop=loop),
         ranks,
-        WAY,
+        way,
     )
 
 
 @pytest.mark.parametrize(
     "clear", ["first", "before backward", "after step", "the model's", "to zeros", "one by one"]
 )
-def test_gradients_are_seen_before_and_after_the_step_and_cleared_anywhere(clear):
+def test_gradients_are_seen_before_and_after_the_step_and_cleared_anywhere(owner_way, clear):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
             if clear == "first":
@@ -105,10 +80,10 @@ def test_gradients_are_seen_before_and_after_the_step_and_cleared_anywhere(clear
                     parameter.grad = None
             model.see(20, *gradients(model))
 
-    assert_seen_alike(loop)
+    assert_seen_alike(owner_way, loop)
 
 
-def test_what_is_read_in_inference_mode_is_trained_on_outside():
+def test_what_is_read_in_inference_mode_is_trained_on_outside(owner_way):
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:
             loss_fn(model(x), y).backward()
@@ -120,10 +95,10 @@ def test_what_is_read_in_inference_mode_is_trained_on_outside():
                 model.see(10, model.last.weight)
             optimizer.zero_grad(set_to_none=False)
 
-    assert_seen_alike(loop)
+    assert_seen_alike(owner_way, loop)
 
 
-def test_gradients_that_are_never_cleared_add_up():
+def test_gradients_that_are_never_cleared_add_up(owner_way):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
             loss_fn(model(x), y).backward()
@@ -131,11 +106,11 @@ def test_gradients_that_are_never_cleared_add_up():
                 model.see(0, *gradients(model))
             optimizer.step()
 
-    assert_seen_alike(loop)
+    assert_seen_alike(owner_way, loop)
 
 
 @pytest.mark.parametrize("look", [False, True])
-def test_accumulation_over_several_backwards(look):
+def test_accumulation_over_several_backwards(owner_way, look):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
             loss_fn(model(x), y).backward()
@@ -145,10 +120,10 @@ def test_accumulation_over_several_backwards(look):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    assert_seen_alike(loop, adamw)
+    assert_seen_alike(owner_way, loop, adamw)
 
 
-def test_gradients_that_are_dropped_changed_or_put_there():
+def test_gradients_that_are_dropped_changed_or_put_there(owner_way):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
             loss_fn(model(x), y).backward()
@@ -164,10 +139,10 @@ def test_gradients_that_are_dropped_changed_or_put_there():
             if step != 3:
                 optimizer.zero_grad()
 
-    assert_seen_alike(loop, adamw)
+    assert_seen_alike(owner_way, loop, adamw)
 
 
-def test_parameters_are_seen_right_after_the_step():
+def test_parameters_are_seen_right_after_the_step(owner_way):
     def loop(model, loss_fn, optimizer, batches):
         average = copy.deepcopy(model)
         for x, y in batches:
@@ -179,10 +154,10 @@ def test_parameters_are_seen_right_after_the_step():
                 mean.detach().mul_(0.9).add_(parameter.detach(), alpha=0.1)
             model.see(0, *average.parameters())
 
-    assert_seen_alike(loop)
+    assert_seen_alike(owner_way, loop)
 
 
-def test_parameters_may_be_changed_between_steps():
+def test_parameters_may_be_changed_between_steps(owner_way):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
             optimizer.zero_grad()
@@ -198,10 +173,10 @@ def test_parameters_may_be_changed_between_steps():
                     {name: value * 0.5 for name, value in model.state_dict().items()}
                 )
 
-    assert_seen_alike(loop)
+    assert_seen_alike(owner_way, loop)
 
 
-def test_a_frozen_layer_thaws():
+def test_a_frozen_layer_thaws(owner_way):
     def loop(model, loss_fn, optimizer, batches):
         for step, (x, y) in enumerate(batches):
             model.first.requires_grad_(step > 2)
@@ -209,10 +184,10 @@ def test_a_frozen_layer_thaws():
             loss_fn(model(x), y).backward()
             optimizer.step()
 
-    assert_seen_alike(loop, adamw)
+    assert_seen_alike(owner_way, loop, adamw)
 
 
-def test_copies_and_pickles_are_plain():
+def test_copies_and_pickles_are_plain(owner_way):
     def loop(model, loss_fn, optimizer, batches):
         stepped(model, loss_fn, optimizer, batches[0])
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -222,7 +197,7 @@ def test_copies_and_pickles_are_plain():
         for x, y in batches:
             stepped(model, loss_fn, optimizer, (x, y))
 
-    assert_seen_alike(loop)
+    assert_seen_alike(owner_way, loop)
 
 
 class Block(nn.Module):
@@ -238,7 +213,7 @@ class Block(nn.Module):
 
 # Dynamo looks, and hides it
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_blocks_that_are_compiled_as_one_graph():
+def test_blocks_that_are_compiled_as_one_graph(owner_way):
     graphs = []
 
     def counting(graph, inputs):
@@ -257,201 +232,12 @@ def test_blocks_that_are_compiled_as_one_graph():
             model=built(lambda: nn.Sequential(Block(), Block())), batches=features(7, 7), loop=loop
         ),
         2,
-        WAY,
+        owner_way,
     )
     assert graphs, "nothing was compiled, so nothing was shown"
-
-
-def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at(monkeypatch):
-    """The bias is in a transfer with the last part of a weight, whose other parts are still on
-    their way.
-    """
-    cut_small(monkeypatch)
-    model, batches = (
-        built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))),
-        features(7, 3, steps=20),
-    )
-
-    def trained(comm: Comm) -> list[Tensor]:
-        mine, rows = copy.deepcopy(model), [rows_of(batch, comm.rank, 2) for batch in batches]
-        with using(comm, cluster_of(2)):
-            optimizer = sgd(mine.parameters())
-            shoal.parallelize(
-                mine, F.cross_entropy, optimizer, sample=rows[0], pins={"*": "sliced:direct"}
-            )
-            for x, y in rows:
-                optimizer.zero_grad()
-                F.cross_entropy(mine(x), y).backward()
-                optimizer.step()
-                assert [mine[2].bias.sum(), mine[0].bias.sum()]
-            return [parameter.detach() for parameter in mine.parameters()]
-
-    calm = run(2, trained)[0]
-    for late in run(
-        2, lambda comm: trained(FaultyComm(comm, [RandomDelay(0.003, seed=comm.rank)]))
-    ):
-        assert all(torch.equal(one, other) for one, other in zip(calm, late, strict=True))
-
-
-def test_a_module_waits_for_its_own_parameters_and_for_no_others(monkeypatch):
-    """`step()` returns, and the first layer runs, while the last one's parameters are held back."""
-    if WAY == "server":
-        pytest.skip("what comes back first from servers is the plan's to say")
-    model, (x, y) = (
-        built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))),
-        features(7, 3)[0],
-    )
-    may_come, everybody, later = threading.Event(), threading.Barrier(2), Engine.later
-
-    def held_back(
-        engine: Engine, transfer: OwnedTransfer, work: Callable[[Comm], None], what: str
-    ) -> None:
-        held = what == "update and return" and any(
-            each.numel() == 27 for each in transfer.parameters
-        )
-        later(
-            engine,
-            transfer,
-            (lambda comm: may_come.wait(20) and work(comm)) if held else work,
-            what,
-        )
-
-    def trained(comm: Comm) -> None:
-        mine, (own, its) = copy.deepcopy(model), rows_of((x, y), comm.rank, 2)
-        with using(comm, cluster_of(2)):
-            optimizer = sgd(mine.parameters())
-            ways = {"0": "sliced:direct", "2": "sliced:ring"}
-            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=(own, its), pins=ways)
-            before = mine[0].weight.detach().clone()
-            F.cross_entropy(mine(own), its).backward()
-            optimizer.step()
-            hidden = torch.tanh(mine[0](own))
-            assert not torch.equal(mine[0].weight, before)
-            last = threading.Thread(target=mine[2], args=(hidden.detach(),))
-            last.start()
-            last.join(0.2)
-            assert last.is_alive(), "the last layer waits"
-            everybody.wait(20)
-            may_come.set()
-            last.join(20)
-            assert not last.is_alive()
-
-    monkeypatch.setattr(Engine, "later", held_back)
-    run(2, trained, timeout_s=30)
 
 
 def stepped(model, loss_fn, optimizer, batch):
     optimizer.zero_grad()
     loss_fn(model(batch[0]), batch[1]).backward()
     optimizer.step()
-
-
-def acted(model: nn.Sequential, optimizer: torch.optim.Optimizer, act: int, first: bool) -> None:
-    """Take a step, with something else before it or behind it."""
-    if act == 0:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    elif act == 1:
-        optimizer.clip_grad_norm_(0.1)
-    elif act == 2:
-        return  # one more backward for this step
-    elif act == 3:
-        assert model[0].weight.grad is not None
-    optimizer.step()
-    if act == 4 and first:
-        model.state_dict()
-    elif act == 5:
-        model[6].weight.data.mul_(0.999)
-    elif act == 6:
-        optimizer.state_dict()
-    optimizer.zero_grad()
-
-
-def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit():
-    """2,000 steps (500 with low memory); in each, something else happens between, and messages take
-    their time.
-    """
-    torch.manual_seed(0)
-    if WAY == "server":
-        pytest.skip("it has the test below")
-    low = WAY.endswith("low")
-    ranks, steps = 2, 500 if low else 2000
-    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())))
-    rows = torch.randn(ranks, 20, 4, 9)
-    acts = torch.randint(12, (steps,)).tolist()
-
-    def trained(comm: Comm, memory: str) -> list[Tensor]:
-        mine = copy.deepcopy(model)
-        cluster = Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))
-        with using(comm, cluster) as session:
-            optimizer = torch.optim.SGD(mine.parameters(), 0.01, momentum=0.9)
-            pins = {"*": "sliced:direct", "2": "replicate:direct", "4": "sliced:ring"}
-            sample = rows[comm.rank, 0], rows[comm.rank, 0]
-            shoal.parallelize(mine, F.mse_loss, optimizer, sample=sample, pins=pins, memory=memory)
-            assert {c.strategy for c in session.attached[mine].plan.choices} == {
-                "sliced",
-                "replicate",
-            }
-            for step, act in enumerate(acts):
-                x = rows[comm.rank, step % 20]
-                F.mse_loss(mine(x), x).backward()
-                acted(mine, optimizer, act, first=comm.rank == 0)
-            return [p.detach().clone() for p in mine.parameters()]
-
-    def delayed(comm: ThreadComm) -> list[Tensor]:
-        return trained(
-            FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]), "low" if low else "fast"
-        )
-
-    quiet = run(ranks, lambda comm: trained(comm, "fast"))
-    late = run(ranks, delayed, timeout_s=120)
-    for a, b in zip(quiet + quiet, quiet[1:] + quiet[:1] + late, strict=True):
-        for one, other in zip(a, b, strict=True):
-            assert torch.equal(one, other)
-
-
-def test_every_scheme_under_delays_and_random_acts_is_as_one_process():
-    """Of each exchange and of factors a layer, or of servers; the same bits as without delays."""
-    torch.manual_seed(0)
-    served = int(WAY == "server")
-    ranks, hosts = 3, ("a", "a", "b", "c")[: 3 + served]
-    model = nn.Sequential(
-        *(layer for _ in range(5) for layer in (nn.Linear(9, 9), nn.Tanh()))
-    ).double()
-    rows = torch.randn(ranks, 20, 4, 9, dtype=torch.float64)
-    acts = torch.randint(12, (150 if WAY == "sliced" else 30,)).tolist()
-    others = {"2": "replicate:tree", "4": "sliced:ring"}
-    mixed = {"*": "sliced:direct", **others, "6": "sliced:hierarchical", "8": "factor"}
-    pins = {"*": "server", **others} if served else mixed
-    cluster = Cluster(Topology(hosts[:ranks]), Link(1e-4, 1e8), servers=hosts[ranks:])
-
-    def trained(comm: Comm) -> list[Tensor]:
-        if comm.rank >= ranks:
-            serve(comm)
-            return []
-        mine = copy.deepcopy(model)
-        own, options = rows.transpose(0, 1).flatten(1, 2), {}
-        if comm.size > 1:
-            own, options = (
-                rows[comm.rank],
-                {"pins": pins, "memory": "low" if WAY.endswith("low") else "fast"},
-            )
-        with using(comm, cluster):
-            optimizer = torch.optim.SGD(mine.parameters(), 0.01, momentum=0.9)
-            shoal.parallelize(mine, F.mse_loss, optimizer, sample=(own[0], own[0]), **options)
-            for step, act in enumerate(acts):
-                x = own[step % 20]
-                F.mse_loss(mine(x), x).backward()
-                acted(mine, optimizer, act, first=comm.rank == 0)
-            return [p.detach().clone() for p in mine.parameters()]
-
-    def delayed(comm: ThreadComm) -> list[Tensor]:
-        return trained(FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]))
-
-    quiet, late = (
-        run(ranks + served, work, hosts=hosts, servers=served)[:ranks]
-        for work in (trained, delayed)
-    )
-    for each in (*quiet[1:], *late):
-        assert all(torch.equal(one, other) for one, other in zip(quiet[0], each, strict=True))
-    for one, other in zip(quiet[0], trained(ThreadComm()), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -19,6 +19,7 @@ from one_process import (
     difference,
     features,
     integers,
+    mlp,
     numbers,
     on_threads,
     rows_of,
@@ -41,10 +42,6 @@ from shoal.runtime.session import using
 from shoal.tensors.cut import part_of
 
 CUT = pytest.mark.parametrize("way", CUTS)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def stepped(model, loss_fn, optimizer, batches):

@@ -11,6 +11,7 @@ import torch
 from one_process import (
     AMONG_WORKERS,
     CUTS,
+    UNEVEN,
     Training,
     assert_same,
     built,
@@ -21,8 +22,6 @@ from one_process import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 
 
 class TwoInputs(nn.Module):

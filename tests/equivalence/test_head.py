@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    UNEVEN,
     Training,
     adamw,
     assert_same,
@@ -33,7 +34,6 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
 from shoal.runtime.session import using
 
-UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 CLASSES = 11
 
 

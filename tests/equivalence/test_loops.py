@@ -1,14 +1,10 @@
-"""What else a loop does: several models and optimizers, evaluation on one rank, saving, copying,
-compiling.
-"""
+"""What else a loop does: evaluation on one rank, schedules, closures, clipping, averaging."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import threading
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -16,31 +12,22 @@ import torch
 from one_process import (
     AMONG_WORKERS,
     BUCKETED,
-    CUTS,
     EVERY_RANK,
     WAYS,
     Training,
     adamw,
     assert_same,
-    assert_same_bits,
     built,
     cluster_of,
     cut_small,
-    difference,
     features,
-    integers,
+    mlp,
     numbers,
-    on_threads,
     plain,
-    rows_of,
-    servers_of,
     sgd,
-    state,
-    with_memory,
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
@@ -50,137 +37,6 @@ from shoal.core.errors import UsageError
 from shoal.runtime.session import using
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
-FORMATS = [torch.contiguous_format, torch.channels_last]
-
-
-class Block(nn.Module):
-    """Of a class that Dynamo compiles: it skips the frames of torch's own modules."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
-
-
-class Convolved(nn.Module):
-    """Its norm stays in eval, where it trains its scale but not its statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = (
-            nn.Conv2d(2, 5, 3, stride=2, padding=1, bias=False),
-            nn.BatchNorm2d(5),
-        )
-        self.head = nn.Linear(5, 3)
-
-    def train(self, mode: bool = True) -> nn.Module:
-        super().train(mode)
-        self.norm.eval()
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.norm(self.conv(x)), inplace=True).mean((2, 3)))
-
-
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
-@WAY
-def test_convolution_and_batch_norm(way, layout):
-    model = built(Convolved).train().to(memory_format=layout)
-    batches = [
-        (numbers(12, 2, 7, 7, seed=s).contiguous(memory_format=layout), integers(3, 12, seed=s))
-        for s in range(5)
-    ]
-    assert_same(Training(model=model, batches=batches), 3, way, uneven=True)
-
-
-def fused(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)
-
-
-@pytest.mark.parametrize("looks", [False, True], ids=["unseen", "clipped by torch"])
-@pytest.mark.parametrize("layout", FORMATS, ids=str)
-@WAY
-def test_a_fused_optimizer_takes_strides_for_granted(way, layout, looks):
-    def loop(model, loss_fn, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            if looks:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-
-    model = built(Convolved).train().to(memory_format=layout)
-    batches = [(numbers(12, 2, 7, 7, seed=s), integers(3, 12, seed=s)) for s in range(5)]
-    assert_same(Training(model=model, batches=batches, optimizer=fused, loop=loop), 3, way)
-
-
-class Gan(nn.Module):
-    """Two models which are parallelised each for itself, and trained against each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.make = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 7))
-        self.judge = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
-
-
-def versus(make, judge, makes, judges, batches, freeze):
-    """The ordinary steps of a GAN; it may freeze the judge while the maker learns."""
-    for noise, real in batches:
-        fake = make(noise)
-        judges.zero_grad()
-        right, wrong = judge(real), judge(fake.detach())
-        (F.softplus(-right).mean() + F.softplus(wrong).mean()).backward()
-        judges.step()
-        judge.requires_grad_(not freeze)
-        makes.zero_grad()
-        F.softplus(-judge(fake)).mean().backward()
-        makes.step()
-        judge.requires_grad_(True)
-
-
-@pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
-@WAY
-def test_two_models_side_by_side(way, uneven, freeze):
-    gan, ranks = built(Gan), 3
-    pin, memory = with_memory(way)
-    pins = {"*": BUCKETED[0], "0" if pin in CUTS else "*": pin}
-    servers = servers_of(way, ranks)
-    batches = [(numbers(12, 4, seed=s), numbers(12, 7, seed=s + 30)) for s in range(5)]
-    copies = [copy.deepcopy(gan) for _ in range(ranks)]
-    alone = copy.deepcopy(gan)
-    versus(
-        alone.make,
-        alone.judge,
-        adamw(alone.make.parameters()),
-        sgd(alone.judge.parameters()),
-        batches,
-        freeze,
-    )
-
-    def work(comm: ThreadComm) -> dict[str, Tensor]:
-        mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
-        make, judge = copies[comm.rank].make, copies[comm.rank].judge
-        with using(comm, cluster_of(ranks, servers)):
-            plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": pins, "memory": memory}
-            make, _, makes = shoal.parallelize(
-                make, optimizer=adamw(make.parameters()), sample=(mine[0][0], 0), **plain
-            )
-            judge, _, judges = shoal.parallelize(
-                judge, optimizer=sgd(judge.parameters()), sample=(mine[0][1], 0), **plain
-            )
-            versus(make, judge, makes, judges, mine, freeze)
-        return state(copies[comm.rank])
-
-    got = on_threads(ranks, work, servers)
-    assert_same_bits(got)
-    assert difference(alone.state_dict(), got[0]) <= 1e-10
 
 
 @WAY
@@ -254,22 +110,6 @@ def test_closure(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
 
 
-@WAY
-def test_autocast_bfloat16(way):
-    def loop(model, loss_fn, optimizer, batches):
-        for x, y in batches:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-
-    batches = [(x.float(), y) for x, y in features(7, 3)]
-    assert_same(
-        Training(model=built(mlp, torch.float32), batches=batches, loop=loop), 3, way, within=2e-2
-    )
-
-
 @pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
 def test_a_grad_scaler(way, monkeypatch):
     if way.endswith("low"):
@@ -304,154 +144,6 @@ def test_the_optimizers_own_clipping(way):
             optimizer.step()
 
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
-
-
-@WAY
-def test_bfloat16_parameters(way):
-    batches = [(x.bfloat16(), y) for x, y in features(7, 3)]
-    assert_same(Training(model=built(mlp, torch.bfloat16), batches=batches), 3, way, within=5e-2)
-
-
-@WAY
-def test_parameters_of_two_types(way):
-    class Mixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(7, 5).float(), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(torch.tanh(self.body(x.float())).double())
-
-    model = built(Mixed)
-    model.body.float()
-    assert_same(Training(model=model, batches=features(7, 3)), 3, way, within=1e-5)
-
-
-class Looking(nn.Module):
-    """Every kind of layer that a strategy may rewrite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.body, self.head = (
-            nn.Embedding(11, 6),
-            nn.Linear(6, 5, bias=False),
-            nn.Linear(5, 3),
-        )
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(self.embed(ids)))).mean(1)
-
-
-def looked_up() -> list[tuple[Tensor, Tensor]]:
-    return [(integers(11, 12, 5, seed=s), integers(3, 12, seed=s + 9)) for s in range(5)]
-
-
-def assert_same_gradients(a: nn.Module, b: nn.Module) -> None:
-    for one, other in zip(a.parameters(), b.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
-@pytest.mark.parametrize("copied", ["deepcopy", "pickle"])
-@WAY
-def test_a_copy_is_an_ordinary_model(way, copied):
-    """It runs on one rank alone, has torch's own layers, leaves the original alone, and can be
-    parallelised anew.
-    """
-
-    def loop(model, loss_fn, optimizer, batches):
-        (x, y), *rest = batches
-        loss_fn(model(x), y).backward()
-        optimizer.step()
-        if copied == "deepcopy":
-            twin = copy.deepcopy(model)
-        else:
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            twin = torch.load(file, weights_only=False)
-        trained = model.state_dict()
-        if shoal.world().rank == 0:
-            assert [type(m) for m in twin.modules()] == [
-                Looking,
-                nn.Embedding,
-                nn.Linear,
-                nn.Linear,
-            ]
-            ordinary = Looking().double()
-            ordinary.load_state_dict(trained)
-            for each in (twin, ordinary):
-                each(x).square().sum().backward()
-            assert_same_gradients(twin, ordinary)
-            sgd(twin.parameters()).step()
-        for x, y in rest:
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            optimizer.step()
-
-    assert_same(Training(model=built(Looking), batches=looked_up(), loop=loop), 2, way)
-
-
-@WAY
-def test_a_copy_parallelised_anew(way):
-    first = Training(model=built(Looking), batches=looked_up())
-    copies: list[nn.Module] = []
-
-    def loop(model, loss_fn, optimizer, batches):
-        copies.append(copy.deepcopy(model))
-
-    Training(model=first.model, batches=first.batches, loop=loop).on_ranks(2, way)
-    assert_same(Training(model=copies[0], batches=looked_up()), 2, way)
-
-
-# Dynamo looks, and hides it
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@WAY
-def test_blocks_compiled_afterwards(way, backend):
-    def loop(model, loss_fn, optimizer, batches):
-        torch.compiler.reset()
-        for block in model:
-            block.compile(backend=backend)
-        for x, y in batches:
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            optimizer.step()
-
-    def model() -> nn.Module:
-        return nn.Sequential(
-            Block(mlp()), Block(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3)))
-        )
-
-    assert_same(Training(model=built(model), batches=features(7, 3), loop=loop), 2, way)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], (
-        "nothing was compiled, so nothing was shown"
-    )
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@WAY
-def test_a_rank_compiles_anew_by_itself_while_gradients_are_kept(way):
-    """For rows that the other one does not have."""
-
-    def loop(model, loss_fn, optimizer, batches):
-        torch.compiler.reset()
-        model[0].compile(backend="eager", dynamic=False)
-        for x, y in batches:
-            loss = loss_fn(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-    batches = [
-        *features(7, 3),
-        (numbers(11, 7, seed=50), integers(3, 11, seed=50)),
-        *features(7, 3),
-    ]
-    assert_same(
-        Training(model=built(lambda: nn.Sequential(Block(mlp()))), batches=batches, loop=loop),
-        2,
-        way,
-    )
 
 
 @pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
@@ -507,28 +199,6 @@ def test_gradients_detached_and_cleared_by_hand(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
 
 
-def whole(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="eager")
-
-
-def a_layer(model: nn.Module) -> nn.Module:
-    model[0].compile(backend="eager")
-    return model
-
-
-@pytest.mark.parametrize("compiled", [whole, a_layer])
-def test_compiled_before_is_refused(compiled):
-    def work(comm: ThreadComm) -> None:
-        model = compiled(mlp())
-        with using(comm):
-            shoal.parallelize(
-                model, F.cross_entropy, sgd(model.parameters()), sample=features(7, 3)[0]
-            )
-
-    with pytest.raises(UsageError, match="parallelise first, then compile block by block"):
-        run(2, work, timeout_s=20)
-
-
 @WAY
 def test_a_functional_call_trains_the_parameters_it_is_given(way):
     """As averaged or meta-learned weights are run: nothing of it goes to the model's own
@@ -580,106 +250,6 @@ def test_hooks_of_the_users_own(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 2, way)
 
 
-def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
-    """As in cross-validation; rank 0 keeps the second model longer than the others do."""
-    opened, closed = Counter[str](), Counter[str]()
-    channel, close = ThreadComm.channel, ThreadComm.close
-
-    def opening(comm: ThreadComm, name: str, **how: object) -> ThreadComm:
-        its = channel(comm, name, **how)
-        vars(its)["its_name"] = name
-        opened[name] += 1
-        return its
-
-    def closing(comm: ThreadComm) -> None:
-        closed[vars(comm).get("its_name", "")] += 1
-        close(comm)
-
-    monkeypatch.setattr(ThreadComm, "channel", opening)
-    monkeypatch.setattr(ThreadComm, "close", closing)
-
-    models = [[built(mlp) for _ in range(4)] for _ in range(2)]
-
-    def work(comm):
-        kept = []
-        with using(comm, cluster_of(2)) as session:
-            for fold in range(4):
-                model, mine = (
-                    models[comm.rank].pop(),
-                    [rows_of(batch, comm.rank, 2) for batch in features(7, 3)],
-                )
-                optimizer = sgd(model.parameters())
-                pins = {"*": "sliced", "2": "column"}
-                shoal.parallelize(model, F.cross_entropy, optimizer, sample=mine[0], pins=pins)
-                plain(model, F.cross_entropy, optimizer, mine)
-                if fold == 1 and comm.rank == 0:
-                    kept.append(model)
-                del model, optimizer
-                gc.collect()
-            return set(session.threads), len(kept)
-
-    assert on_threads(2, work) == [({1, 3}, 1), ({1, 3}, 0)]
-    for fold in (0, 2):
-        mine = {name for name in opened if name.startswith(f"model{fold}-")}
-        assert {f"model{fold}-{which}" for which in ("boundary", "counts", "lane0")} <= mine
-        assert all(closed[name] == opened[name] for name in mine)
-
-
-def converted(model: nn.Module) -> None:
-    model.double()
-
-
-def one_layer_converted(model: nn.Module) -> None:
-    model[2].to(torch.bfloat16)
-
-
-def replaced(model: nn.Module) -> None:
-    model[2] = nn.Linear(7, 5)
-
-
-def tied(model: nn.Module) -> None:
-    model[2].bias = model[4].bias
-
-
-def wrapped(model: nn.Module) -> None:
-    model[2] = nn.Sequential(model[2], nn.Linear(5, 5))
-
-
-@pytest.mark.parametrize("strategy", ["replicate", "sliced", "factor"])
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (wrapped, "2.1.weight is new"),
-        (converted, "0.weight was converted after parallelize"),
-        (one_layer_converted, "2.weight was converted after parallelize"),
-        (replaced, "2.weight is no longer the model's"),
-        (tied, "2.bias is no longer the model's"),
-    ],
-)
-def test_a_model_changed_after_parallelize_is_refused(change, says, strategy) -> None:
-    first = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 5))
-
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(first)
-        with using(comm, cluster_of(2)):
-            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            shoal.parallelize(
-                model,
-                nn.MSELoss(),
-                optimizer,
-                sample=(batch, torch.zeros(4, 5)),
-                pins={"*": strategy},
-            )
-            model(batch).sum().backward()
-            optimizer.step()
-            change(model)
-            with pytest.raises(UsageError, match=says):
-                model(batch).sum().backward()
-
-    run(2, work)
-
-
 @pytest.mark.parametrize(
     ("rows", "batch_size", "says"),
     [((64, 64), (16, 32), "1 batches of 32"), ((64, 60), (16, 16), "of 16 rows, 60 rows")],
@@ -729,56 +299,6 @@ def test_alone_a_sample_is_looked_at_too() -> None:
     run(1, work)
 
 
-def test_a_frozen_layer_may_be_taken_out() -> None:
-    first = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5))
-
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(first)
-        with using(comm, cluster_of(2)):
-            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(comm.rank))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            shoal.parallelize(
-                model,
-                nn.MSELoss(),
-                optimizer,
-                sample=(batch, torch.zeros(4, 5)),
-                pins={"*": "replicate"},
-            )
-            model[1].requires_grad_(False)
-            model[1] = nn.Identity()
-            model(batch).sum().backward()
-            assert model[0].weight.grad is not None
-
-    run(2, work)
-
-
-def test_a_sparse_buffer_and_a_sparse_input_are_trained_with() -> None:
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(4, 3)
-            self.register_buffer("adjacent", torch.eye(4).to_sparse())
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return torch.sparse.mm(mask, torch.sparse.mm(self.adjacent, self.lin(x)))
-
-    def work(comm: ThreadComm) -> Tensor:
-        with using(comm, cluster_of(2)):
-            torch.manual_seed(0)
-            model = copy.deepcopy(first)
-            x = torch.full((4, 4), 1.0 + comm.rank), torch.eye(4).to_sparse()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model, loss_fn, optimizer = shoal.parallelize(
-                model, nn.MSELoss(), optimizer, sample=(x, torch.ones(4, 3))
-            )
-            plain(model, loss_fn, optimizer, [(x, torch.ones(4, 3))] * 2)
-            return model.lin.weight.detach().clone()
-
-    first = Graph()
-    one, other = run(2, work)
-    assert torch.equal(one, other)
-
-
 class Heads(nn.Module):
     """Two ends of one model; a loss may ask one of them alone."""
 
@@ -799,20 +319,6 @@ def test_a_loss_of_a_submodule_alone_leaves_parts_of_every_bucket_unused(way):
             optimizer.step()
 
     assert_same(Training(model=built(Heads), batches=features(7, 3), loop=loop), 3, way)
-
-
-@WAY
-def test_a_gradient_that_comes_transposed(way):
-    def loop(model, loss_fn, optimizer, batches):
-        for x, _ in batches:
-            optimizer.zero_grad()
-            weights = numbers(5, 1).expand(5, len(x)).contiguous()
-            (model(x).t() * weights).sum(0).mean().backward()
-            optimizer.step()
-
-    assert_same(
-        Training(model=built(lambda: nn.Linear(7, 5)), batches=features(7, 3), loop=loop), 3, way
-    )
 
 
 @WAY

@@ -10,20 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from one_process import Batch, Training, assert_same, built, cluster_of, features, integers, sgd
-from test_tables import Words
-from test_tables import assert_same as assert_same_at_servers
+from one_process import (
+    Batch,
+    Training,
+    assert_same,
+    built,
+    cluster_of,
+    features,
+    integers,
+    mlp,
+    sgd,
+)
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
+from with_tables import Words
+from with_tables import assert_same as assert_same_at_servers
 
 import shoal
 from shoal.core.errors import PlanError, ShoalError, UsageError
 
 WHOLE = ["replicate", "sliced", "server", "factor"]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 def doing(

@@ -15,6 +15,7 @@ from one_process import (
     built,
     features,
     integers,
+    mlp,
     numbers,
     sgd,
 )
@@ -72,10 +73,6 @@ def test_trainable_only_later_is_refused():
         UsageError, match=r"frozen\.weight was frozen when the model was parallelised"
     ):
         Training(model=built(Frozen), batches=features(7, 3), loop=loop).on_ranks(2)
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
 class Sometimes(nn.Module):

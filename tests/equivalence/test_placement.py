@@ -24,7 +24,7 @@ from one_process import (
     servers_of,
     sgd,
 )
-from test_owners import OPTIMIZERS, Normed, assert_same_state, mlp, stepped
+from owned import OPTIMIZERS, Normed, assert_same_state, mlp, stepped
 from torch import nn, optim
 from torch.nn import functional as F
 

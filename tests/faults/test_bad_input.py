@@ -4,47 +4,20 @@ do.
 
 from __future__ import annotations
 
-import copy
-import gc
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from bad_cases import RANKS, Case, batch, model, only, option, sgd, told
 from torch import Tensor, nn
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer, SampleError, UsageError
-from shoal.core.facts import Cluster, Link, Topology
 from shoal.profiling.identity import model_digest
-from shoal.runtime.session import using
-
-RANKS = 3
-
-
-def batch(rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
-
-
-def model(hidden: int = 8) -> nn.Module:
-    layers = {
-        "norm": nn.LayerNorm(6),
-        "hidden": nn.Linear(6, hidden),
-        "relu": nn.ReLU(),
-        "head": nn.Linear(hidden, 3),
-    }
-    return nn.Sequential(OrderedDict(layers))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
 
 # TorchScript's registry of classes is the process's: ranks that are threads take turns
 _SCRIPTING = threading.Lock()
@@ -76,24 +49,6 @@ PLAN = shoal.Plan(
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    """What each rank gives, as functions of the rank, and what every rank is told."""
-
-    error: type[Exception]
-    said: tuple[str, ...]
-    model: Callable[[int], Any] = lambda rank: model()
-    loss: Callable[[int], Any] = lambda rank: nn.CrossEntropyLoss()
-    optimizer: Callable[[int, Any], Any] = lambda rank, model: sgd(model.parameters())
-    options: Callable[[int], dict[str, Any]] = field(default=lambda rank: {})
-    # what the loop feeds; a case that gets there fails at its first forward
-    batch: Callable[[int], Any] = batch
-
-
-def only(bad_rank: int, bad: Any, good: Any) -> Callable[[int], Any]:
-    return lambda rank: bad if rank == bad_rank else good
-
-
 def only_one_resumed(bad_rank: int) -> Callable[[int, Any], Any]:
     def make(rank: int, own: nn.Module) -> torch.optim.Optimizer:
         optimizer = torch.optim.Adam(own.parameters())
@@ -105,10 +60,6 @@ def only_one_resumed(bad_rank: int) -> Callable[[int, Any], Any]:
         return optimizer
 
     return make
-
-
-def option(**options: Any) -> Callable[[int], dict[str, Any]]:
-    return lambda rank: options
 
 
 PLANS = {
@@ -227,7 +178,6 @@ PLANS = {
         PlanError, ("both",), options=option(plan=PLAN, pins={"hidden": "factor"})
     ),
 }
-
 RANKS_THAT_DIFFER = {
     "models": Case(
         RanksDiffer,
@@ -304,7 +254,6 @@ RANKS_THAT_DIFFER = {
     ),
     "the same batch": Case(RanksDiffer, ("same batch", "shoal.shard"), batch=lambda rank: batch(0)),
 }
-
 SAMPLES = {
     "no sample": Case(
         SampleError, ("there is no sample", "sample=(x, y)"), options=option(sample=None)
@@ -354,7 +303,6 @@ SAMPLES = {
         options=option(sample=(batch(0)[0], None)),
     ),
 }
-
 OTHERS = {
     "no optimizer": Case(
         UsageError, ("not a torch optimizer", "str"), optimizer=lambda rank, model: "sgd"
@@ -389,32 +337,6 @@ OTHERS = {
         model=lambda rank: torch.compile(model(), backend="eager"),
     ),
 }
-
-
-def told(case: Case, ranks: int = RANKS) -> list[Exception]:
-    """What every rank hears as it parallelises and makes one step."""
-
-    def work(comm: ThreadComm) -> Exception:
-        with using(comm) as session:
-            hosts = tuple(f"h{rank}" for rank in range(ranks))
-            # so no links are measured
-            session.cluster = Cluster(Topology(hosts), Link(1e-4, 1e8), 1.0)
-            its_model = case.model(comm.rank)
-            optimizer = case.optimizer(comm.rank, its_model)
-            options = {"sample": batch(comm.rank), **case.options(comm.rank)}
-            try:
-                its_model, loss, optimizer = shoal.parallelize(
-                    its_model, case.loss(comm.rank), optimizer, **options
-                )
-                x, y = case.batch(comm.rank)
-                loss(its_model(x), y).backward()
-            except UsageError as error:
-                return error
-        raise AssertionError(f"rank {comm.rank} went on")
-
-    return run(ranks, work, timeout_s=20)
-
-
 ALL = {
     **PLANS,
     **{f"ranks with different {name}": each for name, each in RANKS_THAT_DIFFER.items()},
@@ -481,121 +403,3 @@ def test_a_plan_file_that_was_edited_wrongly_names_the_line(tmp_path: Path) -> N
     for error in told(Case(PlanError, (), options=option(plan=str(path)))):
         assert f"{path}, choice 0 has unknown fields" in str(error)
         assert "strategie" in str(error)
-
-
-def test_the_same_model_twice() -> None:
-    def work(comm: ThreadComm) -> None:
-        with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8))):
-            its_model = model()
-            for _ in range(2):
-                shoal.parallelize(
-                    its_model,
-                    nn.CrossEntropyLoss(),
-                    sgd(its_model.parameters()),
-                    sample=batch(comm.rank),
-                )
-
-    with pytest.raises(UsageError, match="parallelised already"):
-        run(2, work)
-
-
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.functional.mse_loss], ids=["module", "function"])
-def test_a_loss_that_counts_for_two_models_is_refused(loss: Any) -> None:
-    def work(comm: ThreadComm) -> None:
-        with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8), 1.0)):
-            first, second = nn.Linear(6, 3), nn.Linear(6, 3)
-            sample = torch.full((2, 6), 1.0 + comm.rank), torch.ones(2, 3)
-
-            def parallelized(model: nn.Module, loss_fn: Any) -> Any:
-                options = {"sample": sample, "count": lambda output, y: len(y)}
-                return shoal.parallelize(model, loss_fn, sgd(model.parameters()), **options)[1]
-
-            used = parallelized(first, copy.deepcopy(loss))
-            with pytest.raises(UsageError, match="counted for another model already"):
-                parallelized(second, used)
-            with pytest.raises(UsageError, match="counted for another model already"):
-                shoal.parallelize(second, used, sgd(second.parameters()), sample=sample)
-            parallelized(second, copy.deepcopy(used) if isinstance(used, nn.Module) else loss)
-
-    run(2, work, timeout_s=20)
-
-
-HOOKS: dict[str, Callable[[Tensor], Any]] = {
-    "gradient": lambda p: p.register_hook(lambda grad: grad if grad is None else grad.clamp(-1, 1)),
-    "accumulated": lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
-}
-
-
-@pytest.mark.parametrize(
-    ("way", "hook"),
-    [("factor", "gradient"), ("factor", "accumulated"), ("replicate", "accumulated")],
-)
-def test_a_gradient_hook_put_on_later_is_refused_where_it_would_see_no_global_gradient(
-    way: str, hook: str
-) -> None:
-    def work(comm: ThreadComm) -> None:
-        with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8))):
-            its_model, (x, y) = model(), batch(comm.rank)
-            _, loss_fn, _ = shoal.parallelize(
-                its_model,
-                nn.CrossEntropyLoss(),
-                sgd(its_model.parameters()),
-                sample=(x, y),
-                pins={"head": way},
-            )
-            HOOKS[hook](its_model.head.weight)
-            loss_fn(its_model(x), y).backward()
-
-    with pytest.raises(UsageError, match=r"gradient hook was put|hook on the accumulated gradient"):
-        run(2, work)
-
-
-@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"start_timeout_s": -1}])
-def test_time_outs_are_checked(options: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="more than 0 s"):
-        shoal.init(**options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("way", ["replicate", "sliced", "factor", "column"])
-def test_a_module_of_a_model_that_was_parallelised_is_refused_and_its_copy_is_not(way: str) -> None:
-    def work(comm: ThreadComm) -> None:
-        with using(comm, Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)):
-            torch.manual_seed(0)
-            encoder, loss = nn.Linear(6, 6), nn.CrossEntropyLoss()
-            first = nn.Sequential(encoder, nn.Linear(6, 3))
-            shoal.parallelize(
-                first,
-                loss,
-                sgd(first.parameters()),
-                sample=batch(comm.rank),
-                pins={"0": way, "1": "replicate"},
-            )
-            copied = copy.deepcopy(encoder)
-            del first
-            gc.collect()
-            second = nn.Sequential(encoder, nn.Linear(6, 3))
-            with pytest.raises(UsageError, match="was that of a parallelised model") as caught:
-                shoal.parallelize(second, loss, sgd(second.parameters()), sample=batch(comm.rank))
-            assert "parameter 0.weight" in str(caught.value)
-            third = nn.Sequential(copied, nn.Linear(6, 3))
-            shoal.parallelize(third, loss, sgd(third.parameters()), sample=batch(comm.rank))
-            loss(third(batch(comm.rank)[0]), batch(comm.rank)[1]).backward()
-
-    run(2, work, timeout_s=20)
-
-
-def test_a_parameter_of_two_parallelised_models_is_refused() -> None:
-    def work(comm: ThreadComm) -> str:
-        with using(comm, Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)):
-            body = nn.Linear(6, 6)
-            actor, critic = (
-                nn.Sequential(body, nn.Linear(6, 3)),
-                nn.Sequential(body, nn.Linear(6, 3)),
-            )
-            loss = nn.CrossEntropyLoss()
-            shoal.parallelize(actor, loss, sgd(actor.parameters()), sample=batch(comm.rank))
-            with pytest.raises(UsageError, match="another parallelised model too") as caught:
-                shoal.parallelize(critic, loss, sgd(critic.parameters()), sample=batch(comm.rank))
-            return str(caught.value)
-
-    assert all("parameter 0.weight" in told for told in run(2, work, timeout_s=20))

@@ -1,0 +1,85 @@
+"""`optimizer.accumulate()`: several backwards, of which the last sends for all."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+from one_process import (
+    EVERY_RANK,
+    Training,
+    adamw,
+    assert_same,
+    built,
+    features,
+    sgd,
+)
+from owned import mlp
+
+from shoal.core.errors import UsageError
+
+
+@pytest.mark.usefixtures("owned_way")
+@pytest.mark.parametrize("way", EVERY_RANK)
+@pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
+def test_accumulate_sends_once_for_several_backwards(make, way):
+    def loop(model, loss_fn, optimizer, batches):
+        quiet = optimizer.accumulate if hasattr(optimizer, "accumulate") else nullcontext
+        for step, (x, y) in enumerate(batches):
+            with nullcontext() if step % 2 else quiet():
+                loss_fn(model(x), y).backward()
+            if step == 2:
+                optimizer.zero_grad()  # drops what was kept
+                with quiet():
+                    (loss_fn(model(x), y) * 0.5).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert_same(
+        Training(model=built(mlp), batches=features(7, 3, steps=6), optimizer=make, loop=loop),
+        3,
+        way,
+    )
+
+
+@pytest.mark.usefixtures("owned_way")
+@pytest.mark.parametrize("way", EVERY_RANK)
+def test_a_step_before_what_was_accumulated_is_sent_is_refused(way):
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+        with optimizer.accumulate():
+            loss_fn(model(x), y).backward()
+        with pytest.raises(UsageError, match="have not been sent"):
+            optimizer.step()
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+
+
+@pytest.mark.usefixtures("owned_way")
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_a_closure_that_only_accumulates_is_refused(way):
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+
+        def closure():
+            with optimizer.accumulate():
+                loss = loss_fn(model(x), y)
+                loss.backward()
+            return loss
+
+        with pytest.raises(UsageError, match="have not been sent"):
+            optimizer.step(closure)
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+
+
+def test_what_is_accumulated_is_not_seen_as_global(owned_way):
+    def loop(model, loss_fn, optimizer, batches):
+        x, y = batches[0]
+        with optimizer.accumulate():
+            loss_fn(model(x), y).backward()
+            with pytest.raises(UsageError, match="have not been sent"):
+                print(model[0].weight.grad)
+
+    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, owned_way)

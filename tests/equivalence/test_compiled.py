@@ -1,0 +1,110 @@
+"""Blocks that torch compiles after `parallelize`; a model compiled before is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from one_process import (
+    EVERY_RANK,
+    Training,
+    assert_same,
+    built,
+    features,
+    integers,
+    mlp,
+    numbers,
+    sgd,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import UsageError
+from shoal.runtime.session import using
+
+WAY = pytest.mark.parametrize("way", EVERY_RANK)
+
+
+class Block(nn.Module):
+    """Of a class that Dynamo compiles: it skips the frames of torch's own modules."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+# Dynamo looks, and hides it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@WAY
+def test_blocks_compiled_afterwards(way, backend):
+    def loop(model, loss_fn, optimizer, batches):
+        torch.compiler.reset()
+        for block in model:
+            block.compile(backend=backend)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    def model() -> nn.Module:
+        return nn.Sequential(
+            Block(mlp()), Block(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 3)))
+        )
+
+    assert_same(Training(model=built(model), batches=features(7, 3), loop=loop), 2, way)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], (
+        "nothing was compiled, so nothing was shown"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@WAY
+def test_a_rank_compiles_anew_by_itself_while_gradients_are_kept(way):
+    """For rows that the other one does not have."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        torch.compiler.reset()
+        model[0].compile(backend="eager", dynamic=False)
+        for x, y in batches:
+            loss = loss_fn(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    batches = [
+        *features(7, 3),
+        (numbers(11, 7, seed=50), integers(3, 11, seed=50)),
+        *features(7, 3),
+    ]
+    assert_same(
+        Training(model=built(lambda: nn.Sequential(Block(mlp()))), batches=batches, loop=loop),
+        2,
+        way,
+    )
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def a_layer(model: nn.Module) -> nn.Module:
+    model[0].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("compiled", [whole, a_layer])
+def test_compiled_before_is_refused(compiled):
+    def work(comm: ThreadComm) -> None:
+        model = compiled(mlp())
+        with using(comm):
+            shoal.parallelize(
+                model, F.cross_entropy, sgd(model.parameters()), sample=features(7, 3)[0]
+            )
+
+    with pytest.raises(UsageError, match="parallelise first, then compile block by block"):
+        run(2, work, timeout_s=20)
