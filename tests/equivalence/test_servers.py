@@ -27,8 +27,8 @@ from shoal.comm.threads import ThreadComm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.errors import UsageError
 from shoal.core.plan import Plan
+from shoal.remote.orders import send_orders
 from shoal.runtime.engine import Engine
-from shoal.runtime.orders import send_orders
 from shoal.runtime.owners import Owners
 from shoal.runtime.session import current
 from shoal.strategies.server import shares
@@ -204,7 +204,7 @@ def test_an_order_that_cannot_be_sent_is_an_error_at_once() -> None:
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
             optimizer.step()
-            optimizer.log = threading.Lock()  # which no pickle takes
+            optimizer.log = threading.Lock()  # which is no plain data
 
     began = time.monotonic()
     with pytest.raises(UsageError, match="cannot be sent to the servers"):

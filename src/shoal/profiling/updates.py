@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from shoal.core.pieces import has_line
+from shoal.remote.optimizers import OptimizerForm, kind_of, name_of
+from shoal.remote.wire import Data
 
 # of the trials: what optimizers that look at shapes look for, matrices and convolutions
 _SHAPES = (4, 6), (4, 3, 2, 1)
@@ -44,6 +46,16 @@ def made(kind: type[Optimizer], its_attributes: Mapping[str, Any]) -> Optimizer:
     optimizer.param_groups, optimizer.state = [], defaultdict(dict)
     vars(optimizer).update(its_attributes)
     return optimizer
+
+
+def form_of(optimizer: Optimizer) -> OptimizerForm:
+    """What another host needs to make such a one (UsageError if that would not know its class)."""
+    return OptimizerForm(name_of(type(optimizer)), Data(attributes(optimizer)))
+
+
+def made_of(form: OptimizerForm) -> Optimizer:
+    """An optimizer as another host describes it, without parameters and state."""
+    return made(kind_of(form.kind), form.attributes.value)
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:

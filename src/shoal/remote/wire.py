@@ -29,9 +29,11 @@ _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _LIST, _TUPLE, _DICT, _ORDERED_DICT, _TENSOR, _DTYPE = range(6)
 
 
-class Message(
-    msgspec.Struct, frozen=True, array_like=True, tag=True, eq=False, forbid_unknown_fields=True
-):
+class Record(msgspec.Struct, frozen=True, array_like=True, eq=False, forbid_unknown_fields=True):
+    """Frozen data, as a field of a message."""
+
+
+class Message(Record, frozen=True, tag=True):
     """Frozen data under the name of its class, which may cross."""
 
 

@@ -191,13 +191,13 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
-        if plan.staleness != 0 and not strategy.role.takes_servers:
+        if plan.staleness != 0 and not strategy.served:
             raise PlanError(
                 f"{choice.strategy} knows no staleness",
                 where=f"layer {choice.layer}",
                 do='let servers own every layer ("server"), or set the plan\'s staleness to 0',
             )
-        if strategy.role.takes_exchange:
+        if strategy.bucketed:
             if not strategy.takes(named(Exchange, choice.exchange)):
                 raise PlanError(
                     f"{choice.exchange} cannot carry {choice.strategy}",
@@ -205,7 +205,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                     expected="one of " + ", ".join(carriers(strategy)),
                     do="change the layer's exchange",
                 )
-        elif choice.exchange and not strategy.role.is_at_tail:
+        elif choice.exchange and not strategy.staged:
             raise PlanError(
                 f"{choice.strategy} takes no exchange",
                 where=f"layer {choice.layer}",
@@ -235,14 +235,17 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
         name: sum(p.numel() * p.element_size() for p in layer.parameters.values())
         for name, layer in layers.items()
     }
-    names = {choice.strategy for choice in plan.choices}
-    roles = {name: named(Strategy, name).role for name in names}
-    return list(plan.sites(nbytes, roles))
+    kinds = of(Strategy)
+    bucketed = {name for name, kind in kinds.items() if kind.bucketed}
+    owning, staged = (
+        {n for n, kind in kinds.items() if getattr(kind, what)} for what in ("owns", "staged")
+    )
+    return list(plan.sites(nbytes, bucketed, owning, staged))
 
 
 def cuts(plan: Plan) -> bool:
     """Whether any layer is cut over the ranks."""
-    return any(named(Strategy, choice.strategy).role.is_cut for choice in plan.choices)
+    return any(named(Strategy, choice.strategy).cuts for choice in plan.choices)
 
 
 def carriers(strategy: Strategy) -> list[str]:

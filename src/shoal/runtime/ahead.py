@@ -21,26 +21,56 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Any, Generic, TypeVar, final
 
-from torch import Tensor
-
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Slice, Turn
 from shoal.core.errors import UsageError
+from shoal.remote.orders import (
+    AnyModelOrder,
+    End,
+    Exchange,
+    FetchAll,
+    GatherState,
+    Norms,
+    OfRank,
+    OwnersRole,
+    Scale,
+    Start,
+    StepOrder,
+    TakeState,
+    TakeValues,
+    Tell,
+    UpdatePieces,
+    Values,
+    order_for,
+    receive_order,
+    send_orders,
+    written_order,
+)
+from shoal.remote.wire import Data, Reader
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Answering, Errand
-from shoal.runtime.optimizer import Update
-from shoal.runtime.orders import OfRank, read, receive_order, send_orders
-from shoal.runtime.owners import Tell
+from shoal.runtime.optimizer import Update, put_states
+from shoal.runtime.owners import put_values
 
 POLL_S = 0.5  # how often who waits looks whether a rank was lost
 T = TypeVar("T")
-# a worker's gradients, the optimizer's number, and its settings
-_Brought = tuple[Slice, int, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """What a worker brings to a step."""
+
+    gradients: Slice
+    optimizer: int  # by number
+    work: Sequence[Any]  # what the optimizer's update is called with, beside gradients
+
+
 # a worker's gradients that it has given no order for yet
 _Landed = Mapping[OwnedTransfer, SimpleQueue[Slice]]
 _ONE_EACH = (
@@ -60,7 +90,6 @@ class RunningAhead:
         servers: their ranks.
         lanes: how many channels there are to them, and how many back.
         tell: worker 0's word to all servers, before training starts.
-        written: an order as bytes.
     """
 
     def __init__(
@@ -70,32 +99,30 @@ class RunningAhead:
         servers: range,
         lanes: int,
         tell: Tell,
-        written: Callable[..., Tensor],
     ) -> None:
         self._engine, self._transfers, self._servers = engine, transfers, servers
-        self._lanes = [transfers[lane::lanes] for lane in range(lanes)]
-        self._tell, self._written = tell, written
+        self._tell = tell
+        # numbers of the transfers
+        self._lanes = [range(lane, len(transfers), lanes) for lane in range(lanes)]
         self._backwards = 0
-        self._steps: Counter[OwnedTransfer] = Counter()
+        self._steps = [0] * len(transfers)
 
-    def __call__(self, what: str, /, *args: Any) -> None:
-        if what == "exchange":
-            if any(self._steps[transfer] != self._backwards for transfer in self._transfers):
-                raise UsageError(
-                    _ONE_EACH,
-                    do="call optimizer.step() after each backward, or train without staleness",
-                )
-            self._start()
-            self._backwards += 1
-        elif what == "update":
-            self._update(*args)
-        elif what in ("take_state", "take_values") and not self._backwards:
-            self._tell(what, *args)
+    def __call__(self, order: AnyModelOrder | OfRank, /) -> None:
+        of_server = {server: order_for(server, order) for server in self._servers}
+        first = of_server[self._servers[0]]
+        if isinstance(first, Exchange):
+            self._begin_backward()
+        elif isinstance(first, UpdatePieces):
+            self._update(
+                {s: each for s, each in of_server.items() if isinstance(each, UpdatePieces)}
+            )
+        elif isinstance(first, TakeState | TakeValues) and not self._backwards:
+            self._tell(OfRank(of_server.__getitem__))
         else:
             raise UsageError(
                 "there is no one gradient, optimizer state or parameter where workers run ahead of "
                 "one another",
-                got=_CALLED[what],
+                got=_CALLED[type(first)],
                 do="train with staleness=0, or do without it",
             )
 
@@ -103,52 +130,62 @@ class RunningAhead:
         """Tell the servers that this worker has ended."""
         self._start()
         for on_lane in self._lanes:
+            transfers = [self._transfers[number] for number in on_lane]
             # the first
             owning = {
-                server: t for t in reversed(on_lane) for server in self._servers if t.owned[server]
+                server: transfer
+                for transfer in reversed(transfers)
+                for server in self._servers
+                if transfer.owned[server]
             }
             there = self._engine.beside(
-                on_lane[0], partial(_farewell, owning), "farewell to servers", back=False
+                transfers[0], partial(_farewell, owning), "farewell to servers", back=False
             )
-            for farewell in (there, self._order(on_lane, dict.fromkeys(owning, ()))):
+            for farewell in (there, self._order(on_lane, dict.fromkeys(owning, End()))):
                 farewell.wait("the end of the program")
 
     def _start(self) -> None:
         if not self._backwards:
-            self._tell("start")
+            self._tell(Start())
 
-    def _update(self, number: int, given: OfRank, *settings: Any) -> None:
-        of_server = {server: given.of(server) for server in self._servers}
-        for transfer in of_server[self._servers[0]]:
-            self._steps[transfer] += 1
-            if self._steps[transfer] > self._backwards:
-                raise UsageError(_ONE_EACH, where=transfer.label, do="train without staleness")
-            if not all(
-                each.at_owner for its in of_server.values() for each in its[transfer].values()
-            ):
+    def _begin_backward(self) -> None:
+        if any(steps != self._backwards for steps in self._steps):
+            raise UsageError(
+                _ONE_EACH,
+                do="call optimizer.step() after each backward, or train without staleness",
+            )
+        self._start()
+        self._backwards += 1
+
+    def _update(self, of_server: Mapping[int, UpdatePieces]) -> None:
+        for number in of_server[self._servers[0]].given:
+            label = self._transfers[number].label
+            self._steps[number] += 1
+            if self._steps[number] > self._backwards:
+                raise UsageError(_ONE_EACH, where=label, do="train without staleness")
+            pieces = (how for order in of_server.values() for how in order.given[number].values())
+            if not all(how.at_owner for how in pieces):
                 raise UsageError(
                     "a gradient that was assigned or cleared is this worker's own, where each runs "
                     "ahead by itself",
-                    where=transfer.label,
+                    where=label,
                     do="leave .grad alone between backward and optimizer.step(), or train with "
                     "staleness=0",
                 )
         for on_lane in self._lanes:
-            mine = {
-                s: {t: its[t] for t in its if t in on_lane and t.owned[s]}
-                for s, its in of_server.items()
+            owned = {
+                server: [number for number in on_lane if self._transfers[number].owned[server]]
+                for server in self._servers
             }
-            self._order(on_lane, {s: (number, its, *settings) for s, its in mine.items() if its})
+            orders = {server: order.only(owned[server]) for server, order in of_server.items()}
+            self._order(on_lane, {server: order for server, order in orders.items() if order.given})
 
-    def _order(
-        self, on_lane: Sequence[OwnedTransfer], orders: Mapping[int, tuple[Any, ...]]
-    ) -> Errand:
-        """Send servers their orders on a lane's way back, where the answers come; the empty one is
-        the last.
-        """
-        written = {server: self._written(*order) for server, order in orders.items()}
+    def _order(self, on_lane: Sequence[int], orders: Mapping[int, StepOrder]) -> Errand:
+        """Send servers their orders on a lane's way back, where the answers come."""
+        written = {server: written_order(order) for server, order in orders.items()}
+        first = self._transfers[on_lane[0]]
         return self._engine.beside(
-            on_lane[0], partial(send_orders, written), "order to servers", back=True
+            first, partial(send_orders, written), "order to servers", back=True
         )
 
 
@@ -160,23 +197,22 @@ def _farewell(transfers: Mapping[int, OwnedTransfer], comm: Comm) -> None:
         comm.send(nothing.whole, server).wait()
 
 
-_CALLED = {
-    "fetch_all": "a gradient is read",
-    "norms": "optimizer.clip_grad_norm_",
-    "scale": "optimizer.clip_grad_norm_",
-    "gather_state": "optimizer.state_dict",
-    "take_state": "optimizer.load_state_dict",
-    "take_values": "a parameter was changed since the last step",
+_CALLED: dict[type, str] = {
+    FetchAll: "a gradient is read",
+    Norms: "optimizer.clip_grad_norm_",
+    Scale: "optimizer.clip_grad_norm_",
+    GatherState: "optimizer.state_dict",
+    TakeState: "optimizer.load_state_dict",
+    TakeValues: "a parameter was changed since the last step",
 }
 
 
 @final
-class AheadModel:
+class AheadModel(OwnersRole):
     """A server's part of a model whose workers run ahead of one another.
 
     Args:
         transfers: of this model.
-        number: of this model among `models`.
         updates: each optimizer's, by transfer.
         there: channels from the workers, one a lane.
         back: channels to them, as many.
@@ -186,31 +222,32 @@ class AheadModel:
     def __init__(
         self,
         transfers: Sequence[OwnedTransfer],
-        number: int,
         updates: Sequence[Mapping[OwnedTransfer, Update]],
         there: Sequence[Comm],
         back: Sequence[Comm],
         staleness: int | None,
     ) -> None:
-        self._number, self._transfers, self._there, self._back = number, transfers, there, back
+        self.transfers, self._updates, self._there, self._back = transfers, updates, there, back
         workers = there[0].workers
         self._shelves = {
             t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers
         }
-        self._answering = each = Answering()
-        self.check, self.finish, self.close = each.check, each.finish, each.close
-        self.parts: dict[str, Callable[..., object]] = {"start": self._start}
+        self._answering = answering = Answering()
+        self.check, self.finish, self.close = answering.check, answering.finish, answering.close
 
-    def settle(self) -> None:
-        """Nothing is under way before the workers start."""
-
-    def _start(self) -> None:
+    def start(self) -> None:
         for index, (there, back) in enumerate(zip(self._there, self._back, strict=True)):
-            mine = [t for t in self._transfers[index :: len(self._there)] if t.owned[there.rank]]
-            for worker in range(there.workers if mine else 0):
-                landed: _Landed = {transfer: SimpleQueue() for transfer in mine}
+            on_lane = [t for t in self.transfers[index :: len(self._there)] if t.owned[there.rank]]
+            for worker in range(there.workers if on_lane else 0):
+                landed: _Landed = {transfer: SimpleQueue() for transfer in on_lane}
                 self._answering.begin(worker, partial(_receive, worker, landed), there)
                 self._answering.begin(worker, partial(self._answer, worker, landed), back)
+
+    def take_values(self, values: Values) -> None:
+        put_values(self.transfers, values)
+
+    def take_state(self, optimizer: int, states: Sequence[Mapping[int, Data]]) -> None:
+        put_states(self._updates[optimizer], states)
 
     def observed(self) -> Counter[int]:
         """How often a worker was ahead of the slowest by how many steps, when it was given
@@ -219,14 +256,15 @@ class AheadModel:
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
     def _answer(self, worker: int, landed: _Landed, comm: Comm) -> None:
-        known, check = [()] * self._number + [self._transfers], partial(comm.check, "serving")
-        while order := read(receive_order(worker, comm), known):
-            number, given, *settings = order
+        reader, check = Reader[StepOrder](StepOrder), partial(comm.check, "serving")
+        while not isinstance(order := receive_order(reader, worker, comm), End):
             answers = []
-            for transfer, its in given.items():
+            for number, given in order.given.items():
+                transfer = self.transfers[number]
                 gradients, answer = _taken(landed[transfer], check), transfer.slice_of(comm.rank)
+                work = given, order.groups.value, order.attributes.value
                 self._shelves[transfer].step(
-                    worker, gradients, number, (its, *settings), answer, check
+                    worker, gradients, order.optimizer, work, answer, check
                 )
                 answers.append(comm.send(answer.whole, worker))
             for sent in answers:
@@ -356,7 +394,7 @@ class Shelf:
         while it waits.
         """
         with self._clocks.moved:
-            for brought in self._clocks.step(worker, (gradients, optimizer, work)):
+            for brought in self._clocks.step(worker, _Brought(gradients, optimizer, work)):
                 self._apply(brought)
             self._clocks.wait(worker, check)
             self._clocks.count(worker)
@@ -373,9 +411,10 @@ class Shelf:
 
     def _apply(self, brought: Sequence[_Brought]) -> None:
         """Make one update of the sum of these gradients."""
-        (total, optimizer, work), *others = brought
-        for gradients, _, _ in others:
-            total.whole.add_(gradients.whole)
+        first, *others = brought
+        total = first.gradients
+        for other in others:
+            total.whole.add_(other.gradients.whole)
         used = total.flags.tolist()
         values = [value if flag else None for value, flag in zip(total.values, used, strict=True)]
-        self._updates[optimizer].step(values, *work)
+        self._updates[first.optimizer].step(values, *first.work)

@@ -26,16 +26,15 @@ from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
+from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
 from shoal.runtime.checks import check_known
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import streaming
 from shoal.runtime.optimizer import OwnedOptimizer, extend
-from shoal.runtime.orders import check_sendable
 from shoal.runtime.owners import Owners, tell_nobody
-from shoal.runtime.servers import ServedSite
+from shoal.runtime.servers import check_sendable
 from shoal.runtime.session import Session, Threads
-from shoal.runtime.tables import TableForm
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
 from shoal.strategies.stage import loss_at_tail
@@ -133,7 +132,7 @@ def _started(
         if session.servers and served
         else tell_nobody
     )
-    engine.began = partial(tell, "exchange")
+    engine.began = partial(tell, Exchange())
     return engine, Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
 
 
@@ -150,9 +149,7 @@ def _open_servers(
     if session.servers is None or not served:
         return 0, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
-    sites = [
-        _served_site(each) for each, _ in rewritten.sites if each.strategy.role.owns_at_servers
-    ]
+    sites = [_served_site(each) for each, _ in rewritten.sites if _has_owners_at_servers(each)]
     return session.servers.open(
         sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness
     )
@@ -165,9 +162,12 @@ def _served_site(placed_site: PlacedSite) -> ServedSite:
         site.strategy,
         site.exchange,
         placed_site.label,
-        {name: (tuple(p.shape), p.stride(), p.dtype) for name, p in place.parameters.items()},
+        {
+            name: ParameterForm(tuple(p.shape), p.stride(), p.dtype)
+            for name, p in place.parameters.items()
+        },
         {name: place.owners[name] for name in place.parameters if name in place.owners},
-        place.spans,
+        dict(place.spans),
     )
 
 
@@ -181,7 +181,7 @@ def _open_tables(
     tables = {
         name: parameter
         for each in sites
-        if each.strategy.role.has_tables
+        if each.strategy.served and not each.strategy.owns
         for name, parameter in each.place.parameters.items()
     }
     if session.servers is None or not tables:
@@ -189,6 +189,11 @@ def _open_tables(
     _check_for_servers(session, tables.values(), optimizers)
     forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
     return session.servers.open_tables(forms, optimizers, plan.staleness)
+
+
+def _has_owners_at_servers(placed_site: PlacedSite) -> bool:
+    """Whether servers own a part of the site's parameters."""
+    return placed_site.strategy.served and placed_site.strategy.owns
 
 
 def _check_for_servers(

@@ -35,10 +35,11 @@ from shoal.contracts.transfer import OwnedTransfer, Turn
 from shoal.core.errors import UsageError
 from shoal.core.pieces import Piece, line, local_gradient
 from shoal.profiling.updates import attributes, like, make_step, part_of, settings
+from shoal.remote.orders import GatherState, Given, OfRank, TakeState, UpdatePieces
+from shoal.remote.wire import Data
 from shoal.runtime.checks import check_before_steps
 from shoal.runtime.engine import Engine
 from shoal.runtime.methods import serve
-from shoal.runtime.orders import OfRank
 from shoal.runtime.owners import Owners, norms_of, scale
 from shoal.runtime.parts import (
     CutOptimizer,
@@ -207,7 +208,7 @@ class OwnedOptimizer:
     def state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The state in one-process form, on every rank."""
         self._owners.settle()
-        self._owners.tell("gather_state", self._number)
+        self._owners.tell(GatherState(self._number))
         whole: States = {}
         for transfer, update in self._updates.items():
             self._owners.together(transfer, partial(update.gather_state, whole))
@@ -231,14 +232,16 @@ class OwnedOptimizer:
         rest.
         """
         state = self._optimizer.state
-        self._owners.tell(
-            "take_state",
-            self._number,
-            OfRank(lambda r: [parts(t, r, state) for t in self._owners.served]),
-        )
+        self._owners.tell(OfRank(partial(self._state_for, state)))
         for transfer, update in self._updates.items():
             update.take_state(parts(transfer, self._owners.rank, state))
         state.update({parameter: {} for parameter in state if parameter in self._owners})
+
+    def _state_for(self, state: Mapping[Tensor, Any], server: int) -> TakeState:
+        """What a server is to take of a state in one-process form."""
+        numbered = (parts(transfer, server, state) for transfer in self._owners.served)
+        states = ({n: Data(part) for n, part in pieces.items()} for pieces in numbered)
+        return TakeState(self._number, tuple(states))
 
     def state_bytes(self) -> int:
         """Bytes of the state that this rank holds of owned parameters."""
@@ -258,7 +261,7 @@ class OwnedOptimizer:
         }
         captured, now = [settings(group) for group in groups], attributes(self._optimizer)
         sent_off: list[
-            tuple[OwnedTransfer, list[nn.Parameter], Callable[[int], dict[Piece, Given]]]
+            tuple[OwnedTransfer, list[nn.Parameter], Callable[[int], dict[int, Given]]]
         ] = []
         for transfer in self._owners.returning:
             mine = [p for p in transfer.parameters if p in group_of]
@@ -266,12 +269,19 @@ class OwnedOptimizer:
                 self._updates[transfer].check_strides()
                 sent_off.append((transfer, mine, partial(_given, transfer, group_of)))
         self._owners.tell_changes({p for _, mine, _ in sent_off for p in mine})
-        served = {transfer: given for transfer, _, given in sent_off if transfer.served}
+        number_of = {transfer: number for number, transfer in enumerate(self._owners.served)}
+        served = {number_of[t]: given for t, _, given in sent_off if t in number_of}
         if served:
-            of_server = OfRank(
-                lambda rank: {transfer: given(rank) for transfer, given in served.items()}
+            self._owners.tell(
+                OfRank(
+                    lambda server: UpdatePieces(
+                        self._number,
+                        {number: given(server) for number, given in served.items()},
+                        Data(captured),
+                        Data(now),
+                    )
+                )
             )
-            self._owners.tell("update", self._number, of_server, captured, now)
         mark(self._optimizer, (p for _, mine, _ in sent_off for p in mine))
         for transfer, mine, given in sent_off:
             work = self._updates[transfer].work(given(self._owners.rank), captured, now, set(mine))
@@ -287,40 +297,37 @@ class OwnedOptimizer:
         self._whole = []
 
 
-@dataclass(frozen=True)
-class Given:
-    """How a piece is to be updated: by the settings of which group, and by the gradient at its
-    owner or another.
-    """
-
-    group: int
-    at_owner: bool
-    gradient: Tensor | None
-
-
-def _given(
-    transfer: OwnedTransfer, group_of: Mapping[Tensor, int], rank: int
-) -> dict[Piece, Given]:
-    """What a rank is to do with its pieces, as of now."""
+def _given(transfer: OwnedTransfer, group_of: Mapping[Tensor, int], rank: int) -> dict[int, Given]:
+    """What a rank is to do with its pieces, by number, as of now."""
     given = {}
-    for piece in transfer.owned[rank]:
+    for number, piece in enumerate(transfer.owned[rank]):
         parameter = piece.parameter
         if parameter in group_of:
             here = local_gradient(parameter)
             gradient = None if here is None else piece.of(here).clone()
-            given[piece] = Given(group_of[parameter], parameter in transfer.held, gradient)
+            given[number] = Given(group_of[parameter], parameter in transfer.held, gradient)
     return given
 
 
 def parts(
     transfer: OwnedTransfer, rank: int, states: Mapping[Tensor, Any]
-) -> dict[Piece, dict[str, Any]]:
-    """A rank's pieces of a state in one-process form, where it has any of their parameters."""
+) -> dict[int, dict[str, Any]]:
+    """A rank's pieces of a state in one-process form, by number, where it has any of their
+    parameters.
+    """
     return {
-        piece: part_of(states[piece.parameter], piece.parameter, partial(_formed_part, piece))
-        for piece in transfer.owned[rank]
+        number: part_of(states[piece.parameter], piece.parameter, partial(_formed_part, piece))
+        for number, piece in enumerate(transfer.owned[rank])
         if piece.parameter in states
     }
+
+
+def put_states(
+    updates: Mapping[OwnedTransfer, Update], states: Sequence[Mapping[int, Data]]
+) -> None:
+    """Have updates keep those states of the own pieces, by number."""
+    for update, pieces in zip(updates.values(), states, strict=True):
+        update.take_state({number: state.value for number, state in pieces.items()})
 
 
 def _formed_part(piece: Piece, whole: Tensor) -> Tensor:
@@ -353,7 +360,7 @@ class Update:
 
     def work(
         self,
-        given: Mapping[Piece, Given],
+        given: Mapping[int, Given],
         groups: Sequence[dict[str, Any]],
         now: Mapping[str, Any],
         parameters: Collection[Tensor] = (),
@@ -381,18 +388,19 @@ class Update:
     def step(
         self,
         gradients: Sequence[Tensor | None],
-        given: Mapping[Piece, Given],
+        given: Mapping[int, Given],
         groups: Sequence[dict[str, Any]],
         now: Mapping[str, Any],
     ) -> list[Tensor]:
         """Update the own pieces by their gradients, in order; their new values."""
         filled: list[list[Tensor]] = [[] for _ in groups]
-        for (piece, tensor), gradient in zip(self._tensors.items(), gradients, strict=True):
+        pieces = zip(self._tensors.items(), gradients, strict=True)
+        for number, ((piece, tensor), gradient) in enumerate(pieces):
             tensor.data = _formed_part(piece, piece.parameter)
-            if (its := given.get(piece)) is not None:
-                flat = gradient if its.at_owner else its.gradient
+            if (how := given.get(number)) is not None:
+                flat = gradient if how.at_owner else how.gradient
                 tensor.grad = None if flat is None else piece.formed(flat)
-                filled[its.group].append(tensor)
+                filled[how.group].append(tensor)
         make_step(
             self._copy,
             [{**group, "params": each} for group, each in zip(groups, filled, strict=True)],
@@ -409,12 +417,12 @@ class Update:
         values = (value for state in self._copy.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
-    def take_state(self, states: Mapping[Piece, dict[str, Any]]) -> None:
-        """Keep the state of the own pieces, where there is one."""
-        for piece, tensor in self._tensors.items():
+    def take_state(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Keep the state of the own pieces, by number, where there is one."""
+        for number, tensor in enumerate(self._tensors.values()):
             self._copy.state.pop(tensor, None)
-            if piece in states:
-                self._copy.state[tensor] = states[piece]
+            if number in states:
+                self._copy.state[tensor] = states[number]
 
     def gather_state(self, whole: States | None, comm: Comm) -> None:
         """Put every rank's pieces of the state into `whole`, if one is given."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol, final
+from typing import final
 from weakref import ref
 
 import torch
@@ -29,19 +29,23 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Turn
-from shoal.core.pieces import Piece, line, local_gradient, set_local_gradient, unlined
+from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
+from shoal.remote.orders import (
+    AnyModelOrder,
+    FetchAll,
+    Norms,
+    Numbers,
+    OfRank,
+    Scale,
+    TakeValues,
+    Tell,
+    Values,
+)
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter, GuardedParameter, guard, unguard
-from shoal.runtime.orders import OfRank
 
 
-class Tell(Protocol):
-    """Has the servers do their part of `what`, with these arguments (runtime/servers.py)."""
-
-    def __call__(self, what: str, /, *args: Any) -> None: ...
-
-
-def tell_nobody(what: str, /, *args: Any) -> None:
+def tell_nobody(order: AnyModelOrder | OfRank, /) -> None:
     """Where there are no servers."""
 
 
@@ -69,16 +73,27 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def values_of(
-    transfers: Iterable[OwnedTransfer], parameters: Set[Tensor], rank: int
-) -> dict[Piece, Tensor]:
-    """Copies of a rank's pieces of those parameters."""
-    pieces = [
-        piece
-        for transfer in transfers
-        for piece in transfer.owned[rank]
-        if piece.parameter in parameters
-    ]
-    return {piece: piece.of(piece.parameter).clone() for piece in pieces}
+    transfers: Mapping[int, OwnedTransfer], parameters: Set[Tensor], rank: int
+) -> TakeValues:
+    """Copies of a rank's pieces of those parameters, of these transfers by number."""
+    return TakeValues(
+        {
+            number: {
+                index: piece.of(piece.parameter).clone()
+                for index, piece in enumerate(transfer.owned[rank])
+                if piece.parameter in parameters
+            }
+            for number, transfer in transfers.items()
+        }
+    )
+
+
+def put_values(transfers: Sequence[OwnedTransfer], values: Values) -> None:
+    """Take those values of the own pieces."""
+    for number, pieces in values.items():
+        for index, value in pieces.items():
+            piece = transfers[number].pieces[index]
+            piece.of(piece.parameter).copy_(value)
 
 
 @final
@@ -127,7 +142,7 @@ class Owners:
     @torch.inference_mode(False)  # what is read in it is stepped with outside
     def fetch_all(self) -> None:
         """Bring all gradients that are at their owners to every rank (a collective)."""
-        self.tell("fetch_all")
+        self.tell(FetchAll())
         holding = [transfer for transfer in self.transfers if transfer.held]
         held = {parameter for transfer in holding for parameter in transfer.held}
         lines = {parameter: torch.empty_like(line(parameter, parameter)) for parameter in held}
@@ -171,7 +186,8 @@ class Owners:
         here = [p for p in parameters if p in self._versions and not isinstance(p, ComingParameter)]
         changed = {p for p in here if p._version != self._versions[p] or p in self._open}
         if changed:
-            self.tell("take_values", OfRank(partial(values_of, self.served, changed)))
+            numbered = dict(enumerate(self.served))
+            self.tell(OfRank(partial(values_of, numbered, changed)))
             self._versions |= {p: p._version for p in changed}
             for parameter in changed & self._open.keys():
                 self._open[parameter] = [
@@ -208,7 +224,7 @@ class Owners:
         """The norm of each owner's pieces of those parameters' gradients, in rank order (a
         collective).
         """
-        self.tell("norms", parameters, order)
+        self.tell(Norms(self._numbers(parameters), order))
         self.settle()
         numbers: list[Tensor] = []
         for served in (False, True):
@@ -226,9 +242,19 @@ class Owners:
 
     def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
         """Multiply those parameters' gradients, where it is the owners that hold them."""
-        self.tell("scale", parameters, factor)
+        self.tell(Scale(self._numbers(parameters), factor))
         self.settle()
         scale(_gradients(self.transfers, parameters), factor)
+
+    def _numbers(self, parameters: Iterable[Tensor]) -> Numbers:
+        """What servers know of those parameters."""
+        wanted = set(parameters)
+        return tuple(
+            (number, index)
+            for number, transfer in enumerate(self.served)
+            for index, parameter in enumerate(transfer.parameters)
+            if parameter in wanted
+        )
 
     def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
         """Do something with all ranks that a transfer is among, at once (a collective)."""

@@ -139,9 +139,7 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
     pinned = {
         name: named(Strategy, each.partition(":")[0]) for name, each in (asked.pins or {}).items()
     }
-    other = next(
-        (name for name, strategy in pinned.items() if not strategy.role.takes_servers), None
-    )
+    other = next((name for name, strategy in pinned.items() if not strategy.served), None)
     if other is not None or asked.strategies is not None:
         raise PlanError(
             "with a staleness servers own every layer, so nothing else can be said about layers",

@@ -1,14 +1,15 @@
 """Servers: ranks that own parameters and train nothing, and how they are told what to do.
 
-    worker 0                          every server
-    what each worker does next   ──▶  does its part of it, in the same order, over the same lanes
-    tell(what, …)                     serve(): _Model.do(what, …)
+    worker 0                                      every server
+      1  `Servers.tell`    writes an order   ──▶  2  `serve`            reads it
+                                                  3  `_Server`          finds the model it is for
+                                                  4  `_InStep`          does its part of it, over
+                                                                        the lanes that workers use
 
 A server holds the same transfers, updates and lanes as a worker, without the model: it sums,
 updates and sends its slices whenever the workers do. Of its tensors it touches its own slices only,
-and memory that nobody touches is never taken. What workers and servers both know (parameters,
-pieces, transfers) crosses by name, not by value. Guarded by tests/equivalence/test_servers.py.
-
+and memory that nobody touches is never taken. The walk of one order: docs/walk-server-order.md.
+Guarded by tests/equivalence/test_servers.py.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the
 split in which workers serve a share too: Jiang et al., "A Unified Architecture for Accelerating
 Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
@@ -17,11 +18,10 @@ Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -33,35 +33,43 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import Buckets
-from shoal.core.pieces import Piece
-from shoal.core.placement import Owner
 from shoal.core.registry import named
 from shoal.exchange.direct import Direct
 from shoal.profiling.paces import probe_duplex
-from shoal.profiling.updates import attributes, made
+from shoal.profiling.updates import form_of, made_of, settings
+from shoal.remote.orders import (
+    AnyModelOrder,
+    AnyOrder,
+    Duplex,
+    End,
+    Numbers,
+    OfRank,
+    OpenModel,
+    OpenTables,
+    Order,
+    OwnersRole,
+    ParameterForm,
+    ServedSite,
+    TableForm,
+    Tell,
+    ToModel,
+    UpdatePieces,
+    Values,
+    order_for,
+    receive_order,
+    send_orders,
+    written_order,
+)
+from shoal.remote.wire import Data, Reader
 from shoal.runtime.ahead import AheadModel, RunningAhead
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
-from shoal.runtime.optimizer import Given, Update
-from shoal.runtime.orders import Names, OfRank, of_rank, read, receive_order, send_orders
-from shoal.runtime.owners import Owners, Tell, values_of
-from shoal.runtime.tables import ServedTables, TableForm
+from shoal.runtime.optimizer import Update, put_states
+from shoal.runtime.owners import Owners, put_values, values_of
+from shoal.runtime.tables import ServedTables
 from shoal.strategies.server import shares
 
 _CHANNEL = "orders"
-_END = "end"
-
-
-@dataclass(frozen=True)
-class ServedSite:
-    """A site in which servers take part, and the shape, strides and type of its parameters."""
-
-    strategy: str
-    exchange: str
-    label: str
-    parameters: Mapping[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-    owners: Mapping[str, Owner]  # of those that are owned whole
-    spans: Mapping[str, tuple[int, int]]  # of those of which it has a part
 
 
 @final
@@ -77,7 +85,6 @@ class Servers:
         self._comm = comm
         orders = comm.channel(_CHANNEL, idle=True)
         self._lane = Lane(orders, "orders") if comm.rank == 0 else None
-        self._names = Names()
         self._ended = False
         self._models: list[tuple[OwnedTransfer, ...]] = []
         self._running_ahead: list[RunningAhead] = []
@@ -91,7 +98,7 @@ class Servers:
             lanes: how many buckets go, and come, at once.
             nbytes: of a bucket, the same on every rank.
         """
-        self._send("duplex", lanes, nbytes)
+        self._send(lambda server: Duplex(lanes, nbytes))
         return _duplex(self._comm, lanes, nbytes)
 
     def open(
@@ -114,15 +121,8 @@ class Servers:
         """
         model = len(self._models)
         self._models.append(tuple(transfers))
-        self._send(
-            "open",
-            model,
-            sites,
-            [(type(each), attributes(each)) for each in optimizers],
-            lanes,
-            staleness,
-        )
-        self._names.add(model, transfers)
+        order = OpenModel(tuple(sites), tuple(map(form_of, optimizers)), lanes, staleness)
+        self._send(lambda server: order)
         return model, *ways(self._comm, model, lanes, staleness)
 
     def open_tables(
@@ -131,9 +131,8 @@ class Servers:
         """Have the servers make tables of these forms, of zeros (a collective of all ranks); the
         way to them.
         """
-        self._send(
-            "tables", forms, [(type(each), attributes(each)) for each in optimizers], staleness
-        )
+        order = OpenTables(tuple(forms), tuple(map(form_of, optimizers)), staleness)
+        self._send(lambda server: order)
         channel = self._comm.channel(f"tables{len(self._tables)}", idle=staleness != 0)
         self._tables.append(Tables(channel, in_step=staleness == 0))
         return self._tables[-1]
@@ -143,12 +142,13 @@ class Servers:
         they are.
         """
         tell = partial(self._tell, model)
-        for transfer in self._models[model]:
-            tell("take_values", OfRank(partial(values_of, [transfer], set(transfer.parameters))))
+        for number, transfer in enumerate(self._models[model]):
+            parameters = set(transfer.parameters)
+            tell(OfRank(partial(values_of, {number: transfer}, parameters)))
         if staleness == 0:
             return tell
         servers, lanes = range(self._comm.workers, self._comm.size), len(engine.served_lanes)
-        ahead = RunningAhead(engine, self._models[model], servers, lanes, tell, self._names.written)
+        ahead = RunningAhead(engine, self._models[model], servers, lanes, tell)
         self._running_ahead.append(ahead)
         return ahead
 
@@ -162,7 +162,7 @@ class Servers:
         for tables in self._tables:
             tables.end()
         if self._lane is not None:
-            self._send(_END)
+            self._send(lambda server: End())
             self._lane.drain()
 
     def abandon(self) -> None:
@@ -175,23 +175,37 @@ class Servers:
         if self._lane is not None:
             self._lane.close()
 
-    def _tell(self, model: int, what: str, /, *args: Any) -> None:
-        held = None  # an update says so itself, piece by piece
-        if what != "update":
-            held = [
-                [i for i, p in enumerate(each.parameters) if p in each.held]
-                for each in self._models[model]
-            ]
-        self._send(what, model, held, *args)
+    def _tell(self, model: int, order: AnyModelOrder | OfRank, /) -> None:
+        held = tuple(
+            tuple(i for i, p in enumerate(transfer.parameters) if p in transfer.held)
+            for transfer in self._models[model]
+        )
 
-    def _send(self, what: str, /, *args: Any) -> None:
+        def for_server(server: int) -> ToModel:
+            content = order_for(server, order)
+            # an update says so itself, piece by piece
+            known = isinstance(content, UpdatePieces)
+            return ToModel(model, None if known else held, content)
+
+        self._send(for_server)
+
+    def _send(self, order: Callable[[int], Order]) -> None:
+        """Send each server its order."""
         if self._lane is None:
             return
         self._lane.check("an order to the servers")
         servers = range(self._comm.workers, self._comm.size)
-        # as of now; refusals are said here
-        orders = {s: self._names.written(what, *of_rank(s, args)) for s in servers}
-        self._lane.run(partial(send_orders, orders), f"order to servers: {what}")
+        # 1  as of now: what cannot be sent is refused here
+        orders = {server: written_order(order(server)) for server in servers}
+        self._lane.run(partial(send_orders, orders), "order to servers")
+
+
+def check_sendable(optimizers: Sequence[Optimizer]) -> None:
+    """Raise UsageError for an optimizer that cannot be described to servers."""
+    written_order(OpenTables((), tuple(map(form_of, optimizers)), None))
+    for optimizer in optimizers:
+        groups = [settings(group) for group in optimizer.param_groups]
+        written_order(UpdatePieces(0, {}, Data(groups), Data(None)))
 
 
 def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
@@ -224,110 +238,114 @@ def serve(comm: Comm) -> list[Counter[int]]:
     Raises:
         WorldError: a rank was lost.
     """
-    orders = Lane(comm.channel(_CHANNEL, idle=True), "orders")
-    models: list[_Model] = []
-    tables: list[ServedTables] = []
+    lane = Lane(comm.channel(_CHANNEL, idle=True), "orders")
+    server, reader = _Server(comm), Reader[AnyOrder](AnyOrder)
     # after an error nothing is closed: threads may wait for messages that will not come
     while True:
-        landed: SimpleQueue[Tensor] = SimpleQueue()
-        errand = orders.run(partial(_next_order, landed), "orders")
-        errand.wait("serving", meanwhile=partial(_check, models, tables))
-        what, *args = read(landed.get(), [model.transfers for model in models])
-        if what == _END:
+        landed: SimpleQueue[AnyOrder] = SimpleQueue()
+        # 2  the lane's thread reads, so that this one sees meanwhile whether a rank was lost
+        errand = lane.run(partial(_read, reader, landed), "orders")
+        errand.wait("serving", meanwhile=server.check)
+        order = landed.get()
+        if isinstance(order, End):
             break
-        if what == "open":
-            models.append(_Model(comm, *args))
-        elif what == "duplex":
-            _duplex(comm, *args)
-        elif what == "tables":
-            tables.append(ServedTables(comm.channel(f"tables{len(tables)}", idle=True), *args))
+        order.do(server)
+    server.finish()
+    lane.close()
+    return server.observed()
+
+
+def _read(reader: Reader[AnyOrder], landed: SimpleQueue[AnyOrder], comm: Comm) -> None:
+    landed.put(receive_order(reader, 0, comm))
+
+
+@final
+class _Server:
+    """What a server has: its part of each model, and the tables of some."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._models: list[_InStep | AheadModel] = []
+        self._tables: list[ServedTables] = []
+
+    def measure_duplex(self, lanes: int, nbytes: int) -> None:
+        """Measure the links, with all ranks."""
+        _duplex(self._comm, lanes, nbytes)
+
+    def open_model(self, order: OpenModel) -> None:
+        """Take part in a model."""
+        comm, number = self._comm, len(self._models)
+        transfers = tuple(_transfers(order.sites, comm, stale=order.staleness != 0))
+        updates = [
+            {transfer: Update(made_of(form), transfer) for transfer in transfers}
+            for form in order.optimizers
+        ]
+        there, back = ways(comm, number, order.lanes, order.staleness)
+        if order.staleness == 0:
+            self._models.append(_InStep(transfers, updates, there, back))
         else:
-            model, held, *args = args
-            models[model].do(what, held, *args)
-    parts = [*(model.way for model in models), *tables]
-    for each in parts:
-        each.finish(partial(_check, models, tables))
-        each.close()
-    orders.close()
-    return [each.observed() for each in parts]
+            self._models.append(AheadModel(transfers, updates, there, back, order.staleness))
+
+    def open_tables(self, order: OpenTables) -> None:
+        """Make tables."""
+        channel = self._comm.channel(f"tables{len(self._tables)}", idle=True)
+        self._tables.append(ServedTables(channel, order.tables, order.optimizers, order.staleness))
+
+    def do_for_model(self, order: ToModel) -> None:
+        """Do something for a model."""
+        # 3  the model, and whose gradients owners have
+        model = self._models[order.model]
+        if order.held is not None:
+            for transfer, numbers in zip(model.transfers, order.held, strict=True):
+                transfer.held = {transfer.parameters[number] for number in numbers}
+        order.order.do(model)
+
+    def check(self) -> None:
+        """Raise the error of a thread that has ended with one."""
+        for part in (*self._models, *self._tables):
+            part.check()
+
+    def finish(self) -> None:
+        """Finish what workers wait for, and end."""
+        for part in (*self._models, *self._tables):
+            part.finish(self.check)
+            part.close()
+
+    def observed(self) -> list[Counter[int]]:
+        """Of each model, and all tables of one, by how many steps workers were ahead."""
+        return [part.observed() for part in (*self._models, *self._tables)]
 
 
-def _next_order(landed: SimpleQueue[Tensor], comm: Comm) -> None:
-    landed.put(receive_order(0, comm))
+def _transfers(sites: Sequence[ServedSite], comm: Comm, *, stale: bool) -> Iterator[OwnedTransfer]:
+    """The transfers that workers have of these sites, of parameters without values."""
+    forms = {name: form for site in sites for name, form in site.parameters.items()}
+    shells = {name: _shell(form) for name, form in forms.items()}
+    for site in sites:
+        place = Place(
+            layers={},
+            parameters={name: shells[name] for name in site.parameters},
+            spans=site.spans,
+            rank=comm.rank,
+            ranks=comm.workers,
+            servers=comm.size - comm.workers,
+            stale=stale,
+            buckets=Buckets("low"),
+            owners=site.owners,
+        )
+        strategy = named(Strategy, site.strategy)
+        exchange = named(Exchange, site.exchange)
+        for transfer in strategy.apply(place, exchange, site.label):
+            if isinstance(transfer, OwnedTransfer):
+                yield transfer
 
 
-def _check(models: Sequence[_Model], tables: Sequence[ServedTables]) -> None:
-    for each in (*(model.way for model in models), *tables):
-        each.check()
+def _shell(form: ParameterForm) -> nn.Parameter:
+    """A parameter of that form, of which only what is written takes memory."""
+    return nn.Parameter(torch.empty_strided(form.shape, form.stride, dtype=form.dtype))
 
 
-class _Model:
-    """A server's part of one model."""
-
-    def __init__(
-        self,
-        comm: Comm,
-        number: int,
-        sites: Sequence[ServedSite],
-        optimizers: Sequence[tuple[type[Optimizer], Mapping[str, Any]]],
-        lanes: int,
-        staleness: int | None,
-    ) -> None:
-        transfers: list[OwnedTransfer] = []
-        forms = {name: form for site in sites for name, form in site.parameters.items()}
-        shells = {name: _shell(*form) for name, form in forms.items()}
-        for site in sites:
-            place = Place(
-                layers={},
-                parameters={name: shells[name] for name in site.parameters},
-                spans=site.spans,
-                rank=comm.rank,
-                ranks=comm.workers,
-                servers=comm.size - comm.workers,
-                stale=staleness != 0,
-                buckets=Buckets("low"),
-                owners=site.owners,
-            )
-            strategy, exchange = (
-                named(Strategy, site.strategy),
-                named(Exchange, site.exchange),
-            )
-            made_here = strategy.apply(place, exchange, site.label)
-            transfers += [transfer for transfer in made_here if isinstance(transfer, OwnedTransfer)]
-        self.transfers = tuple(transfers)
-        self._updates = [{t: Update(made(*each), t) for t in transfers} for each in optimizers]
-        there, back = ways(comm, number, lanes, staleness)
-        self.way: _InStep | AheadModel
-        if staleness == 0:
-            self.way = _InStep(self.transfers, self._updates, there, back)
-        else:
-            self.way = AheadModel(self.transfers, number, self._updates, there, back, staleness)
-
-    def do(self, what: str, held: Sequence[Sequence[int]] | None, *args: Any) -> None:
-        """Do this server's part of what the workers do; `held`, where it matters: the gradients
-        that owners have.
-        """
-        if held is not None:
-            for transfer, indices in zip(self.transfers, held, strict=True):
-                transfer.held = {transfer.parameters[i] for i in indices}
-        parts: dict[str, Callable[..., object]] = {
-            "take_values": self._take_values,
-            "take_state": self._take_state,
-        }
-        (parts | self.way.parts)[what](*args)
-
-    def _take_values(self, values: Mapping[Piece, Tensor]) -> None:
-        self.way.settle()
-        for piece, value in values.items():
-            piece.of(piece.parameter).copy_(value)
-
-    def _take_state(self, optimizer: int, states: Sequence[Mapping[Piece, dict[str, Any]]]) -> None:
-        self.way.settle()
-        for update, state in zip(self._updates[optimizer].values(), states, strict=True):
-            update.take_state(state)
-
-
-class _InStep:
+@final
+class _InStep(OwnersRole):
     """A server's part of a model whose workers keep step: whatever they do together, it does with
     them.
     """
@@ -339,47 +357,57 @@ class _InStep:
         there: Sequence[Comm],
         back: Sequence[Comm],
     ) -> None:
-        self._transfers, self._updates = transfers, updates
+        self.transfers, self._updates = transfers, updates
         self._engine = Engine(transfers, (), there, back)
-        self._owners = owners = Owners(self._engine, transfers, there[0].rank)
-        self.parts: dict[str, Callable[..., object]] = {
-            "exchange": self._exchange,
-            "update": self._update,
-            "gather_state": self._gather_state,
-            "fetch_all": owners.fetch_all,
-            "norms": owners.norms,
-            "scale": owners.scale,
-        }
-        self.settle, self.check, self.close = owners.settle, self._engine.check, self._engine.close
+        self._owners = Owners(self._engine, transfers, there[0].rank)
+        self.check, self.close = self._engine.check, self._engine.close
 
     def finish(self, meanwhile: Callable[[], None]) -> None:
         """Finish what workers wait for."""
-        self.settle()
+        self._owners.settle()
 
     def observed(self) -> Counter[int]:
         """Nobody runs ahead."""
         return Counter()
 
-    def _exchange(self) -> None:
-        for transfer in self._transfers:
+    def start(self) -> None:
+        """Nothing to begin with."""
+
+    def take_values(self, values: Values) -> None:
+        self._owners.settle()
+        put_values(self.transfers, values)
+
+    def take_state(self, optimizer: int, states: Sequence[Mapping[int, Data]]) -> None:
+        self._owners.settle()
+        put_states(self._updates[optimizer], states)
+
+    def exchange(self) -> None:
+        for transfer in self.transfers:
             self._engine.settle(transfer)
             transfer.follow(set(transfer.held))
             self._engine.exchange(transfer)
 
-    def _update(
-        self, optimizer: int, given: Mapping[OwnedTransfer, Mapping[Piece, Given]], *settings: Any
-    ) -> None:
-        for transfer, its in given.items():
-            self._owners.send_off(
-                transfer, (), self._updates[optimizer][transfer].work(its, *settings)
-            )
+    def update(self, order: UpdatePieces) -> None:
+        # 4  on the lanes, behind the sums of this backward
+        for number, given in order.given.items():
+            transfer = self.transfers[number]
+            update = self._updates[order.optimizer][transfer]
+            work = update.work(given, order.groups.value, order.attributes.value)
+            self._owners.send_off(transfer, (), work)
 
-    def _gather_state(self, optimizer: int) -> None:
-        self.settle()
+    def gather_state(self, optimizer: int) -> None:
+        self._owners.settle()
         for transfer, update in self._updates[optimizer].items():
             self._owners.together(transfer, partial(update.gather_state, None))
 
+    def fetch_all(self) -> None:
+        self._owners.fetch_all()
 
-def _shell(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of that form, of which only what is written takes memory."""
-    return nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype))
+    def norms(self, parameters: Numbers, order: float) -> None:
+        self._owners.norms(self._named(parameters), order)
+
+    def scale(self, parameters: Numbers, factor: Tensor) -> None:
+        self._owners.scale(self._named(parameters), factor)
+
+    def _named(self, numbers: Numbers) -> list[Tensor]:
+        return [self.transfers[number].parameters[index] for number, index in numbers]

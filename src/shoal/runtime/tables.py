@@ -25,13 +25,14 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shoal.comm.tables import GRADIENTS, HEADER, VALUES, Ask, pickled, unpickled
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
 from shoal.core.pieces import cut_sizes
-from shoal.profiling.updates import made, make_step
+from shoal.profiling.updates import made_of, make_step
+from shoal.remote.optimizers import OptimizerForm
+from shoal.remote.orders import TableForm
 from shoal.runtime.ahead import POLL_S, Clocks
 from shoal.runtime.lanes import Answering
 from shoal.runtime.owners import norm
@@ -42,16 +43,6 @@ _ALIKE = (
     "look at and change a table's gradients, and change its values and the optimizer's state, "
     "on every rank alike"
 )
-
-
-@dataclass(frozen=True)
-class TableForm:
-    """A table as a model has it."""
-
-    name: str
-    rows: int
-    width: int
-    dtype: torch.dtype
 
 
 @final
@@ -69,7 +60,7 @@ class ServedTables:
         self,
         comm: Comm,
         forms: Sequence[TableForm],
-        optimizers: Sequence[tuple[type[Optimizer], Mapping[str, Any]]],
+        optimizers: Sequence[OptimizerForm],
         staleness: int | None,
     ) -> None:
         self._in_step = staleness == 0
@@ -161,13 +152,13 @@ class _Table:
         form: TableForm,
         rows: int,
         workers: int,
-        optimizers: Sequence[tuple[type[Optimizer], Mapping[str, Any]]],
+        optimizers: Sequence[OptimizerForm],
         staleness: int | None,
     ) -> None:
         self.weight = nn.Parameter(torch.zeros(rows, form.width, dtype=form.dtype))
         self.clocks: Clocks[_Brought] = Clocks(workers, staleness)
         self._name = form.name
-        self._copies = [made(*each) for each in optimizers]
+        self._copies = [made_of(form) for form in optimizers]
         # None: it has no gradient
         self._pushed: dict[int, _Pushed | None] = dict.fromkeys(range(workers))
         self._dense: Tensor | None = None  # zeros, but within an update

@@ -48,7 +48,6 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
 from shoal.core.placement import Owner
-from shoal.core.role import Role
 from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
 
 
@@ -57,7 +56,8 @@ class Sliced(Strategy):
     """Sums gradients at their owners, and gathers the parameters that these have updated."""
 
     name = "sliced"
-    role = Role.OWNED
+    bucketed = True
+    owns = True
 
     def takes(self, exchange: Exchange) -> bool:
         return isinstance(exchange, SplitExchange)

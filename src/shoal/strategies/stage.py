@@ -40,7 +40,6 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile, Tail
-from shoal.core.role import Role
 from shoal.strategies.copies import plain
 from shoal.tensors.cut import cut
 
@@ -53,7 +52,8 @@ class Stage(Strategy):
     """Runs layers, from one of them to the loss, on tail hosts."""
 
     name = "stage"
-    role = Role.STAGE
+    cuts = True
+    staged = True
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if not cluster.tail:
