@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from made_up import cluster, layer, linear, model
 
+from shoal.core.cost import Pace, Price
 from shoal.core.errors import PlanError
 from shoal.core.plan import Choice
 from shoal.planner.explain import explain
@@ -251,6 +252,16 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
     assert found.predicted_s * found_worth(found.choices) <= 1.01 * best
 
 
+def test_a_pinned_exchange_with_options_is_priced_by_its_own_pace() -> None:
+    net, slow = cluster(4, 25e6), Pace(Price(0.0, 1.0), Price(0.0, 0.0))
+    pin = {"*": "replicate:ring( chunk_bytes = 4096 )"}
+    plan = search(NET, net, pins=pin)
+    assert {choice.exchange for choice in plan.choices} == {"ring(chunk_bytes=4096)"}
+    slower = search(NET, replace(net, paces={"ring(chunk_bytes=4096)": slow}), pins=pin)
+    assert slower.predicted_s > 1e6 > plan.predicted_s
+    assert search(NET, replace(net, paces={"ring": slow}), pins=pin) == plan
+
+
 def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
     plan = search(NET, cluster(4, 25e6), pins={"head.*": "replicate:tree", "head.fc2": "factor"})
     assert plan.choice("head.fc1") == Choice("head.fc1", "replicate", "tree")
@@ -275,6 +286,7 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
         ({"body.conv": "factor"}, r"factor cannot serve layer body\.conv: .*Conv2d"),
         ({"head.fc1": "factor:ring"}, "it takes no exchange"),
         ({"head.fc1": "sliced:tree"}, "tree cannot carry it, but direct, ring can"),
+        ({"head.fc1": "replicate:ring(chunk_byts=1)"}, "did you mean 'chunk_bytes'"),
         ({"head.fc1": 3}, "not a strategy's name"),
     ],
 )

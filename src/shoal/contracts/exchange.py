@@ -14,6 +14,7 @@ from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut, cut_sizes
 from shoal.core.registry import Contract
+from shoal.core.written import written
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class Exchange(Contract, ABC):
     native: ClassVar[bool] = False
     # False: the result is not the sum (to measure headroom); never chosen by itself
     exact: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        """As plans write it: the name, and the options that are not the default."""
+        return written(self)
 
     def fits(self, topology: Topology) -> bool:
         """Whether it is worth measuring and planning with among these ranks; a pin may ask for it

@@ -9,6 +9,7 @@ What is registered is the process's, like the classes themselves. Ranks that are
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -192,6 +193,12 @@ def _contract_of(cls: Any) -> type[Contract]:
             expected="a name of letters, digits and _",
             do='write  name: ClassVar[str] = "…"  in the class itself',
         )
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    missing = dataclasses.MISSING
+    needed = [field.name for field in fields if field.default is field.default_factory is missing]
+    if needed:
+        got = ", ".join(needed) + " without one"
+        raise UsageError(f"options of {_place(cls)} need defaults", got=got, do="give them one")
     contract: type[Contract] = contracts[0]
     return contract
 

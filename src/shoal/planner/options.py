@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from shoal.contracts.exchange import Exchange
+from shoal.codecs.coded import exchange_named
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile
@@ -147,7 +147,7 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     if (
         reason is None
         and exchange
-        and not predictor.strategy(strategy).takes(named(Exchange, exchange))
+        and not predictor.strategy(strategy).takes(exchange_named(exchange))
     ):
         reason = f"{exchange} cannot carry it, but {', '.join(predictor.carriers(strategy))} can"
     if reason is not None:
@@ -187,7 +187,7 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
         strategy, _, exchange = value.partition(":")
         named(Strategy, strategy)
         if exchange and not named(Strategy, strategy).staged:
-            named(Exchange, exchange)
+            exchange = str(exchange_named(exchange))
         resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
     return resolved
 

@@ -37,12 +37,13 @@ from itertools import count
 from math import inf
 from operator import attrgetter
 
+from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
-from shoal.core.registry import named, of
+from shoal.core.registry import of
 from shoal.core.trace import MAIN, Event, Rate
 from shoal.planner.lanes import BACK, BOTH, THERE, Job, Lanes
 
@@ -147,6 +148,7 @@ class Predictor:
         )
         self._staged = frozenset(name for name, kind in self._strategies.items() if kind.staged)
         self._served = frozenset(name for name in self._bucketed if self._strategies[name].served)
+        self._exchanges: dict[str, Exchange] = {}
         self._costs: dict[Site, Cost] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
@@ -179,7 +181,13 @@ class Predictor:
 
     def native(self, exchange: str) -> bool:
         """Whether the network library itself carries it."""
-        return named(Exchange, exchange).native
+        return self.exchange(exchange).native
+
+    def exchange(self, text: str) -> Exchange:
+        """The exchange that a plan writes so."""
+        if text not in self._exchanges:
+            self._exchanges[text] = exchange_named(text)
+        return self._exchanges[text]
 
     def carriers(self, strategy: str) -> list[str]:
         """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes
@@ -198,7 +206,7 @@ class Predictor:
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
         if site not in self._costs:
-            carrier = named(Exchange, site.exchange) if self.bucketed(site.strategy) else None
+            carrier = self.exchange(site.exchange) if self.bucketed(site.strategy) else None
             layers = [self._layers[name] for name in site.layers]
             if site.parts > 1:
                 layers = [

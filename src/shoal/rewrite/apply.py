@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from shoal.codecs.coded import exchange_named
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
@@ -49,7 +50,7 @@ class PlacedSite:
     @property
     def exchange(self) -> Exchange | None:
         """What carries it, if anything."""
-        return named(Exchange, self.site.exchange) if self.site.exchange else None
+        return exchange_named(self.site.exchange) if self.site.exchange else None
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,11 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
     missing = [name for name in layers if name not in names]
     twice = sorted({name for name in names if names.count(name) > 1})
     if missing or twice:
-        named = ", ".join(map(repr, (missing or twice)[:3]))
+        layers_listed = ", ".join(map(repr, (missing or twice)[:3]))
         what = (
-            f"leaves out {named}, which the model has"
+            f"leaves out {layers_listed}, which the model has"
             if missing
-            else f"names {named} more than once"
+            else f"names {layers_listed} more than once"
         )
         raise PlanError(
             f"the plan {what}",
@@ -181,6 +182,9 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             expected=plan.model[:12],
             do=_REPLAN,
         )
+    for choice in plan.choices:
+        if named(Strategy, choice.strategy).bucketed:
+            exchange_named(choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
 
 
@@ -198,7 +202,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                 do='let servers own every layer ("server"), or set the plan\'s staleness to 0',
             )
         if strategy.bucketed:
-            if not strategy.takes(named(Exchange, choice.exchange)):
+            if not strategy.takes(exchange_named(choice.exchange)):
                 raise PlanError(
                     f"{choice.exchange} cannot carry {choice.strategy}",
                     where=f"layer {choice.layer}",

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from shoal.codecs.coded import exchange_named
 from shoal.comm.agreement import agreed, from_first
 from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask
@@ -48,7 +49,7 @@ from shoal.runtime import feed
 from shoal.runtime.attach import attach
 from shoal.runtime.memory import give_back_freed, keep_freed
 from shoal.runtime.optimizer import extend
-from shoal.runtime.request import Request, checked, listed, require_same
+from shoal.runtime.request import Request, checked, exchanges_of, listed, require_same
 from shoal.runtime.session import Attached, Session, current, leave, ranks
 from shoal.runtime.stage import Opening, serve_tail
 from shoal.runtime.weights import inputs_alike, warn_of_rows
@@ -157,7 +158,7 @@ def parallelize(
     if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
         warn_of_rows(*sample)
     comm.reached("parallelize: measuring the links")
-    cluster = measured_cluster(session)
+    cluster = measured_cluster(session, exchanges_of(given, pins))
     give_back_freed()
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
@@ -242,7 +243,7 @@ def plan(
     profile = profile_model(
         model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None
     )
-    where = cluster or measured_cluster(current())
+    where = cluster or measured_cluster(current(), exchanges_of(None, pins))
     return from_first(
         comm,
         lambda: plan_for(
@@ -324,8 +325,25 @@ def _require_same_batches(comm: Comm, mine: str) -> None:
             )
 
 
-def measured_cluster(session: Session) -> Cluster:
-    """The session's ranks and links, measured at the first call (a collective)."""
+def measured_cluster(session: Session, asked: Iterable[str] = ()) -> Cluster:
+    """The session's ranks and links, measured at the first call (a collective).
+
+    Exchanges that are `asked` for are measured too, where they were not yet.
+    """
+    cluster = _measured(session)
+    more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
+    if more and cluster.size > 1:
+        comm = session.comm
+        sharing = comm.gather_objects(_machine()).count(_machine())
+        lanes = [comm.channel(f"probe{i} of {', '.join(more)}") for i in range(LANES)]
+        paces = probe_paces(comm, cluster.link, more, lanes=lanes, sharing=sharing)
+        for lane in lanes:
+            lane.close()
+        session.cluster = replace(cluster, paces={**cluster.paces, **paces})
+    return _measured(session)
+
+
+def _measured(session: Session) -> Cluster:
     if session.cluster is None:
         comm = session.comm
         seats = comm.gather_objects(
@@ -343,14 +361,13 @@ def measured_cluster(session: Session) -> Cluster:
             sharing = machines[_machine()]
             link = probe_link(comm, sharing=sharing)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
-            every = {name: kind() for name, kind in of(Exchange).items()}
             usable = {
-                name: each
-                for name, each in every.items()
-                if each.exact and each.fits(comm.topology)
+                name: exchange
+                for name, exchange in ((name, kind()) for name, kind in of(Exchange).items())
+                if exchange.exact and exchange.fits(comm.topology)
             }
             paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
-            moves = probe_moves(comm, link, every["direct"], lane=lanes[0], sharing=sharing)
+            moves = probe_moves(comm, link, lane=lanes[0], sharing=sharing)
             for lane in lanes:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()

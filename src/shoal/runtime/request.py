@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from shoal.codecs.coded import exchange_named
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -241,6 +242,14 @@ def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None
                 f"the optimizer {type(optimizer).__name__} holds none of the model's parameters",
                 do="build it from model.parameters() of the model you give",
             )
+
+
+def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]:
+    """The exchanges that a plan or pins ask for, as plans write them."""
+    asked = [pin.partition(":")[::2] for pin in (pins or {}).values()]
+    asked += [(choice.strategy, choice.exchange) for choice in plan.choices] if plan else []
+    texts = [text for name, text in asked if text and named(Strategy, name).bucketed]
+    return sorted({str(exchange_named(text)) for text in texts})
 
 
 def listed(optimizer: Any) -> list[Optimizer]:

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.codecs.coded import exchange_named
 from shoal.comm.tables import Tables
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import Buckets
@@ -333,7 +333,7 @@ def _transfers(sites: Sequence[ServedSite], comm: Comm, *, stale: bool) -> Itera
             owners=site.owners,
         )
         strategy = named(Strategy, site.strategy)
-        exchange = named(Exchange, site.exchange)
+        exchange = exchange_named(site.exchange)
         for transfer in strategy.apply(place, exchange, site.label):
             if isinstance(transfer, OwnedTransfer):
                 yield transfer

@@ -57,7 +57,7 @@ class Replicate(Strategy):
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         return Cost(
-            traffic, cluster.pace(exchange.name), backward_s=pack_s, memory_bytes=bucket.nbytes
+            traffic, cluster.pace(str(exchange)), backward_s=pack_s, memory_bytes=bucket.nbytes
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

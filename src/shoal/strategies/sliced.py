@@ -130,7 +130,7 @@ def owned_cost(
     pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
     return Cost(
         exchange.traffic(bucket, topology),
-        cluster.pace(exchange.name),
+        cluster.pace(str(exchange)),
         backward_s=pack_s,
         # new parameters are taken out; own sums are kept, own new values put in before
         lane_s=pack_s + 2 * own_s,
