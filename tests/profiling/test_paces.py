@@ -22,6 +22,7 @@ from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link, Topology
 from shoal.core.pieces import cut
+from shoal.exchange.direct import Direct
 from shoal.profiling.paces import probe_duplex, probe_moves, probe_paces, probe_pack
 from shoal.runtime.parallel import measured_cluster
 from shoal.runtime.servers import serve
@@ -172,7 +173,9 @@ def test_a_move_of_the_main_thread_is_priced_without_what_is_computed_between() 
     for _ in range(8):
         first, second = run(
             2,
-            lambda comm: probe_moves(comm, LINK, lane=ShapedComm.of(comm.channel("lane"))),
+            lambda comm: probe_moves(
+                comm, LINK, Direct(), lane=ShapedComm.of(comm.channel("lane"))
+            ),
         )
         assert first == second
         found.append(first.wall)
@@ -196,7 +199,9 @@ class Late(ShapedComm):
 
 @pytest.mark.usefixtures("between")
 def test_a_move_waits_for_whoever_comes_last() -> None:
-    first, _ = run(2, lambda comm: probe_moves(comm, LINK, lane=Late.of(comm.channel("lane"))))
+    first, _ = run(
+        2, lambda comm: probe_moves(comm, LINK, Direct(), lane=Late.of(comm.channel("lane")))
+    )
     assert first.wall.round_s > Late.late_s / 2
 
 

@@ -28,7 +28,6 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link
-from shoal.exchange.direct import Direct
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
@@ -108,7 +107,7 @@ def probe_paces(
         return {name: pace(exchange) for name, exchange in exchanges.items()}
 
 
-def probe_moves(comm: Comm, link: Link, *, lane: Comm, sharing: int = 1) -> Pace:
+def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing: int = 1) -> Pace:
     """Measure what main threads wait for: rows from every rank to every other, one move at a time,
     between computing.
 
@@ -118,10 +117,10 @@ def probe_moves(comm: Comm, link: Link, *, lane: Comm, sharing: int = 1) -> Pace
     Args:
         comm: the ranks, all of which call this at once.
         link: what `probe_link` measured.
+        direct: the exchange in each of whose halves every rank sends to every other.
         lane: the channel to move them on.
         sharing: how many of the ranks run on this rank's machine.
     """
-    direct = Direct()  # in each of its halves every rank sends to every other, as in a move
     matrix = torch.full((_COMPUTED, _COMPUTED), 0.5, device="cpu")
     flat = torch.zeros(_SMALL // 4, device="cpu")
     product = torch.empty_like(matrix)

@@ -37,6 +37,7 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
+from shoal.exchange.direct import Direct
 from shoal.planner.search import BUCKET_BYTES, LANES, repredicted
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
@@ -367,7 +368,7 @@ def _measured(session: Session) -> Cluster:
                 if exchange.exact and exchange.fits(comm.topology)
             }
             paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
-            moves = probe_moves(comm, link, lane=lanes[0], sharing=sharing)
+            moves = probe_moves(comm, link, Direct(), lane=lanes[0], sharing=sharing)
             for lane in lanes:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
