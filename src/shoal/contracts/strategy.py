@@ -58,6 +58,7 @@ class Strategy(Contract, ABC):
     staged: ClassVar[bool] = False  # has hosts of its own run layers, all of them one site
     # leaves a rank a part of the layer: every rank calls it, and takes part in state_dict
     cuts: ClassVar[bool] = False
+    stays: ClassVar[str] = ""  # why it cannot be undone, where it cannot
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""
@@ -94,7 +95,7 @@ class Strategy(Contract, ABC):
         """
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
-        """Undo `apply`, which returned these transfers.
+        """Undo `apply`, which returned these transfers; not called where the strategy `stays`.
 
         Modules and parameters are what they were: the same objects, of the same classes, whole,
         with no hook. A collective: the same calls on every rank, when nothing is under way.

@@ -16,6 +16,7 @@ import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
-from shoal.core.errors import PlanError, RanksDiffer
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
@@ -55,9 +56,13 @@ class PlacedSite:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A model's sites as they were applied, each with the transfers that came of it."""
+    """A model's sites as they were applied, each with the transfers that came of it.
+
+    The places have no layers, which would keep the model alive.
+    """
 
     sites: tuple[tuple[PlacedSite, tuple[Transfer, ...]], ...]
+    layers: Mapping[str, ref[nn.Module]]
 
     @property
     def transfers(self) -> list[Transfer]:
@@ -111,19 +116,49 @@ def apply(model: nn.Module, placed_sites: Sequence[PlacedSite], comm: Comm) -> R
     align(model, comm)
     before = _identity(model)
     applied = [
-        (each, tuple(each.strategy.apply(each.place, each.exchange, each.label)))
+        (_without_layers(each), tuple(each.strategy.apply(each.place, each.exchange, each.label)))
         for each in placed_sites
     ]
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
-    return Rewritten(tuple(applied))
+    layers = {name: ref(m) for each in placed_sites for name, m in each.place.layers.items()}
+    return Rewritten(tuple(applied), layers)
 
 
 def release(model: nn.Module, rewritten: Rewritten) -> None:
     """Undo `apply`, from the last site to the first. The same calls on every rank."""
     before = _identity(model)
     for each, transfers in reversed(rewritten.sites):
-        each.strategy.release(each.place, transfers)
+        names = each.site.layers
+        layers = {name: module for name in names if (module := rewritten.layers[name]())}
+        each.strategy.release(replace(each.place, layers=layers), transfers)
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
+
+
+def check_release(model: nn.Module, rewritten: Rewritten) -> None:
+    """Refuse to undo what cannot be undone.
+
+    Raises:
+        UsageError: a strategy keeps what it has, or a layer is not the model's any more.
+    """
+    modules = set(model.modules())
+    for name, module in rewritten.layers.items():
+        if module() not in modules:
+            raise UsageError(
+                f"layer {name} is not the model's any more, so it cannot be undone",
+                where=f"layer {name}",
+                do="put back the layer that was there",
+            )
+    for each, _ in rewritten.sites:
+        if each.strategy.stays:
+            raise UsageError(
+                f"{each.site.strategy} cannot be undone: {each.strategy.stays}",
+                where=each.label,
+                do="save a checkpoint, and start again from it",
+            )
+
+
+def _without_layers(placed_site: PlacedSite) -> PlacedSite:
+    return replace(placed_site, place=replace(placed_site.place, layers={}))
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:

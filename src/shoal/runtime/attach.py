@@ -104,8 +104,8 @@ def attach(
     for each in optimizers:
         check_known(each, model)
     owned = tuple(each for each in extended if each is not None)
-    watched = watch(model, loss_fn, count, engine, weigher, owners)
-    return Running(engine, owned, watched.loss_fn)
+    loss_fn, _ = watch(model, loss_fn, count, engine, weigher, owners)
+    return Running(engine, owned, loss_fn)
 
 
 def _started(

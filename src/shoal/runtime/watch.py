@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,18 +38,17 @@ Count = Callable[[Any, Any], float | Tensor]
 
 @dataclass(frozen=True)
 class Watched:
-    """A model whose calls are watched."""
+    """The hooks on a model, or on its loss; keeps neither of them alive."""
 
-    loss_fn: Callable[..., Any] | None  # to use from now on
     hooks: Sequence[RemovableHandle]
-    counted: _Counted | None  # where the loss weighs itself
+    counted: ref[_Counted] | None = None  # where the loss weighs itself
 
     def release(self) -> None:
         """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
         for hook in self.hooks:
             hook.remove()
-        if self.counted is not None:
-            self.counted.release()
+        if self.counted is not None and (counted := self.counted()) is not None:
+            counted.release()
 
 
 def watch(
@@ -58,8 +58,8 @@ def watch(
     engine: Engine,
     weigher: Weigher,
     owners: Owners | None,
-) -> Watched:
-    """Hang the hooks on the model, or with `count` on the loss."""
+) -> tuple[Callable[..., Any] | None, Watched]:
+    """Hang the hooks on the model, or with `count` on the loss; the loss to use from now on."""
     border = Border(model, engine)
     hooks = []
     if owners is not None:
@@ -69,7 +69,7 @@ def watch(
         after = _After(border, before)
         hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
-        return Watched(loss_fn, hooks, None)
+        return loss_fn, Watched(hooks)
     counted = _Counted(border, weigher, count, loss_fn)
     if loss_fn is None:
         hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
@@ -77,7 +77,7 @@ def watch(
         hooks.append(loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True))
     else:
         loss_fn = _wrapped(loss_fn, counted)
-    return Watched(loss_fn, hooks, counted)
+    return loss_fn, Watched(hooks, ref(counted))
 
 
 def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., Any]:

@@ -87,6 +87,11 @@ class Weigher:
         theirs = [torch.empty_like(mine) for _ in range(self._comm.size)]
         return self._lane.run(lambda comm: comm.all_gather(theirs, mine), "row counts"), theirs
 
+    def drain(self) -> None:
+        """Wait for the counts that were asked for."""
+        if self._lane is not None:
+            self._lane.drain()
+
     def abandon(self) -> None:
         """Leave what the lane has still to do: this rank ends for an error."""
         if self._lane is not None:

@@ -54,6 +54,7 @@ class Stage(Strategy):
     name = "stage"
     cuts = True
     staged = True
+    stays = "the end of a model does not come back from tail hosts"
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if not cluster.tail:
@@ -126,13 +127,6 @@ class Stage(Strategy):
             run_by(module, _Rest())
         run_by(tail.model, _Body(tail))
         return []
-
-    def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
-        raise UsageError(
-            "the end of a model does not come back from tail hosts",
-            got=f"layers {', '.join(place.layers)}",
-            do="save a checkpoint, and start again from it",
-        )
 
 
 def run_by(module: nn.Module, stage: Any) -> None:
