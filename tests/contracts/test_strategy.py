@@ -50,14 +50,19 @@ def pins() -> list[str]:
     """Every strategy, with every exact exchange that it takes; of "stage" see
     equivalence/test_stage.py.
     """
-    kinds = {name: kind for name, kind in of(Strategy).items() if not kind.staged}
+    kinds = {name: kind for name, kind in of(Strategy).items() if not kind.role.is_at_tail}
     carried = [
         f"{name}:{exchange}"
         for name, kind in kinds.items()
         for exchange, carrier in of(Exchange).items()
         if carrier.exact and kind().takes(carrier())
     ]
-    return carried + [name for name, kind in kinds.items() if not kind.bucketed]
+    return carried + [name for name, kind in kinds.items() if not kind.role.takes_exchange]
+
+
+def kind_of(pin: str) -> type[Strategy]:
+    """The strategy that a pin names."""
+    return of(Strategy)[pin.partition(":")[0]]
 
 
 def moved(counts: Counts) -> list[int]:
@@ -81,7 +86,7 @@ def test_chunks_send_what_is_stated_without(
 
 
 @pytest.mark.parametrize("placement", ["round-robin", {"table": 1, "head.weight": 2}], ids=str)
-@pytest.mark.parametrize("pin", [pin for pin in pins() if of(Strategy)[pin.partition(":")[0]].owns])
+@pytest.mark.parametrize("pin", [pin for pin in pins() if kind_of(pin).role.has_owners])
 def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
     pin: str, placement: str | dict[str, int]
 ) -> None:
@@ -89,7 +94,7 @@ def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
 
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
-@pytest.mark.parametrize("pin", [pin for pin in pins() if of(Strategy)[pin.partition(":")[0]].owns])
+@pytest.mark.parametrize("pin", [pin for pin in pins() if kind_of(pin).role.has_owners])
 def test_a_step_sends_the_bytes_that_are_stated_where_layers_are_cut(
     pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,11 +145,11 @@ def assert_stated(
     model, ranks, servers = (
         model or Net(),
         len(hosts),
-        "xyz"[: 2 * of(Strategy)[pin.partition(":")[0]].served],
+        "xyz"[: 2 * kind_of(pin).role.takes_servers],
     )
-    kind = of(Strategy)[pin.partition(":")[0]]
+    kind = kind_of(pin)
     # serves some layers, which are then looked at otherwise
-    chosen = kind.cuts or (kind.served and not kind.bucketed)
+    chosen = kind.role.is_cut or kind.role.has_tables
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
     # of a table of 19 rows, one of them twice
     every_id = torch.cat([torch.arange(19), torch.tensor([0])])

@@ -9,8 +9,9 @@ import pytest
 
 from shoal.core.errors import PlanError
 from shoal.core.plan import Choice, Plan, Site
+from shoal.core.role import Role
 
-BUCKETED = frozenset({"replicate"})
+ROLES = {"replicate": Role.BUCKET, "factor": Role.LAYER, "sliced": Role.OWNED}
 
 
 def plan(*choices: tuple[str, str, str], bucket_bytes: int = 100) -> Plan:
@@ -34,9 +35,9 @@ def test_a_layer_that_owners_update_is_cut_into_parts_of_about_a_bucket() -> Non
     sizes = {"a": 7 << 20, "b": 7 << 20, "c": 5 << 19}
     whole = Site(("b",), "replicate", "ring"), Site(("c",), "sliced", "direct")
     in_parts = [Site(("a",), "sliced", "direct", part, 4) for part in range(4)]
-    assert list(made.sites(sizes, BUCKETED | {"sliced"}, {"sliced"})) == [*in_parts, *whole]
+    assert list(made.sites(sizes, ROLES)) == [*in_parts, *whole]
     placed = replace(made, placement="round-robin")
-    assert len(list(placed.sites(sizes, BUCKETED | {"sliced"}, {"sliced"}))) == 3, "given whole"
+    assert len(list(placed.sites(sizes, ROLES))) == 3, "given whole"
 
 
 def test_printed_it_says_what_serves_each_layer() -> None:
@@ -125,7 +126,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_layers_join_until_the_bucket_is_full() -> None:
     made = plan(*((name, "replicate", "ring") for name in "abcde"))
     sizes = {"a": 40, "b": 40, "c": 40, "d": 500, "e": 10}
-    assert list(made.sites(sizes, BUCKETED)) == [
+    assert list(made.sites(sizes, ROLES)) == [
         Site(("a", "b"), "replicate", "ring"),  # c would make it 120
         Site(("c",), "replicate", "ring"),  # d would make it 540
         Site(("d",), "replicate", "ring"),
@@ -140,7 +141,7 @@ def test_only_equal_choices_share_a_bucket_and_others_stand_alone() -> None:
         ("c", "replicate", "tree"),
         ("d", "replicate", "ring"),
     )
-    assert list(made.sites(dict.fromkeys("abcd", 10), BUCKETED)) == [
+    assert list(made.sites(dict.fromkeys("abcd", 10), ROLES)) == [
         Site(("b",), "factor", ""),
         Site(("a", "d"), "replicate", "ring"),
         Site(("c",), "replicate", "tree"),

@@ -30,6 +30,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
+from shoal.core.role import Role
 from shoal.profiling.layers import profile_model
 from shoal.runtime.servers import serve
 from shoal.runtime.session import using
@@ -43,15 +44,13 @@ Batch = tuple[Any, Any]
 Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in of(Exchange).items() if kind.exact]
-BUCKETED = [name for name, kind in of(Strategy).items() if kind.bucketed]
+BUCKETED = [name for name, kind in of(Strategy).items() if kind.role.takes_exchange]
 # without hosts of its own
-HERE = {name: kind for name, kind in of(Strategy).items() if not kind.staged}
-ALL_CUTS = [name for name, kind in HERE.items() if kind.cuts and name != "row_pair"]
+HERE = {name: kind for name, kind in of(Strategy).items() if not kind.role.is_at_tail}
+ALL_CUTS = [name for name, kind in HERE.items() if kind.role.is_cut and name != "row_pair"]
 # those that serve linear layers anywhere
 CUTS = [name for name in ALL_CUTS if name in ("column", "row")]
-OTHERS = [
-    name for name, kind in of(Strategy).items() if not (kind.bucketed or kind.cuts or kind.served)
-]
+OTHERS = [name for name, kind in of(Strategy).items() if kind.role is Role.LAYER]
 WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for single circumstances
 # for circumstances in which every rank calls every layer as often as the others
 EVERY_RANK = [*WAYS, *CUTS]
@@ -202,7 +201,7 @@ def servers_of(way: str, ranks: int) -> int:
     something too.
     """
     strategy = way.partition(", ")[0].partition(":")[0]
-    return (ranks + 1) // 2 if of(Strategy)[strategy].served else 0
+    return (ranks + 1) // 2 if of(Strategy)[strategy].role.takes_servers else 0
 
 
 def cluster_of(ranks: int, servers: int = 0) -> Cluster:

@@ -423,7 +423,7 @@ def test_a_limit_of_memory_is_kept(share):
             memory = shoal.memory(own)
             held.append(memory.parameters + memory.gradients + memory.optimizer_state)
             chosen = {choice.strategy for choice in session.attached[own].plan.choices}
-            kinds.update("cut" if named(Strategy, name).cuts else name for name in chosen)
+            kinds.update("cut" if named(Strategy, name).role.is_cut else name for name in chosen)
             return state(own)
 
     assert_same_bits(run(ranks, work, timeout_s=20))

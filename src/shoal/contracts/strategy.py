@@ -17,6 +17,7 @@ from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.placement import Owner
 from shoal.core.registry import Contract
+from shoal.core.role import Role
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,12 @@ class Strategy(Contract, ABC):
 
     package: ClassVar[str] = "shoal.strategies"
     group: ClassVar[str] = "shoal.strategies"
-    # takes several layers as one site and an exchange to carry them
-    bucketed: ClassVar[bool] = False
-    owns: ClassVar[bool] = False  # gives parameters to owners, as the plan's placement says
-    # servers take part: over lanes that they are on (`owns`), or they have the tables
-    served: ClassVar[bool] = False
-    staged: ClassVar[bool] = False  # has hosts of its own run layers, all of them one site
-    # leaves a rank a part of the layer: every rank calls it, and takes part in state_dict
-    cuts: ClassVar[bool] = False
+    role: ClassVar[Role]  # who holds the parameters, and who carries the gradients
     stays: ClassVar[str] = ""  # why it cannot be undone, where it cannot
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""
-        return self.bucketed
+        return self.role.takes_exchange
 
     @abstractmethod
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
@@ -71,7 +65,7 @@ class Strategy(Contract, ABC):
     def refusal(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         """The same, also where a placement gives a parameter to a rank and it has no owners."""
         for parameter in layer.parameters:
-            if parameter.owner is not None and parameter.owner.given and not self.owns:
+            if parameter.owner is not None and parameter.owner.given and not self.role.has_owners:
                 return (
                     f"it has no owners, but the placement gives {parameter.name} "
                     f"to rank {parameter.owner.number}"

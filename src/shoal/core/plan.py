@@ -7,7 +7,7 @@ travel together) follows from it by `Plan.sites`, the same on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from shoal.core.errors import PlanError
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
+from shoal.core.role import Role
 
 FORMAT = 1
 MICRO_BATCHES = 4
@@ -88,44 +89,45 @@ class Plan:
     def sites(
         self,
         nbytes: Mapping[str, int],
-        bucketed: Set[str],
-        owning: Set[str] = frozenset(),
-        staged: Set[str] = frozenset(),
+        roles: Mapping[str, Role],
+        *,
+        placed: bool = False,
     ) -> Iterator[Site]:
-        """Cut the layers into sites: layers of a `bucketed` strategy with one exchange join until
-        the bucket is full.
+        """Cut the layers into sites, in the order in which their last gradients come.
 
-        A layer of an `owning` strategy that fills more than one is cut into parts of about a bucket
-        each, if no placement gives its parameters whole. All layers of a `staged` strategy are one
-        site, whatever their exchange. `nbytes` gives each layer's gradient bytes. Sites come in the
-        order in which their last gradient does.
+        * Layers whose strategy takes an exchange, and that have the same, join until their bucket
+          is full. A layer that has owners and fills more than one bucket is cut into parts of about
+          one each.
+        * All layers on tail hosts are one site, however these share them.
+        * Any other layer is a site of its own.
+
+        Args:
+            nbytes: the bytes of each layer's gradients.
+            roles: of each strategy that the plan names.
+            placed: owners have whole parameters, so that no layer is cut into parts; also where the
+                plan's own placement says so.
         """
-        for site in self._joined(nbytes, bucketed, staged):
+        placed = placed or self.placement not in (BALANCED, {})
+        for site in self._joined(nbytes, roles):
             parts = 1
-            if (
-                site.strategy in owning
-                and len(site.layers) == 1
-                and self.placement in (BALANCED, {})
-            ):
+            if roles[site.strategy].has_owners and len(site.layers) == 1 and not placed:
                 parts = max(
                     1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, _LEAST_PART_BYTES))
                 )
             for part in range(parts):
                 yield replace(site, part=part, parts=parts) if parts > 1 else site
 
-    def _joined(
-        self, nbytes: Mapping[str, int], bucketed: Set[str], staged: Set[str]
-    ) -> Iterator[Site]:
+    def _joined(self, nbytes: Mapping[str, int], roles: Mapping[str, Role]) -> Iterator[Site]:
         open_: dict[tuple[str, str], list[str]] = {}
         filled: dict[tuple[str, str], int] = {}
-        at_tail = [choice for choice in self.choices if choice.strategy in staged]
+        at_tail = [choice for choice in self.choices if roles[choice.strategy].is_at_tail]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange)
             if choice in at_tail:
                 if choice == at_tail[-1]:
                     yield Site(tuple(each.layer for each in at_tail), choice.strategy, "")
                 continue
-            if choice.strategy not in bucketed:
+            if not roles[choice.strategy].takes_exchange:
                 yield Site((choice.layer,), *key)
                 continue
             size = nbytes[choice.layer]

@@ -57,8 +57,8 @@ def explain(
 
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
     """The servers, or the tail's ranks, if the plan has no use for them."""
-    chosen = [predictor.strategy(choice.strategy) for choice in plan.choices]
-    used = any(each.served or each.staged for each in chosen)
+    chosen = [predictor.role(choice.strategy) for choice in plan.choices]
+    used = any(role.takes_servers or role.is_at_tail for role in chosen)
     others = () if used else cluster.servers + cluster.tail  # they stand behind those that train
     return tuple(f"rank {rank} ({host})" for rank, host in enumerate(others, start=cluster.size))
 
@@ -66,7 +66,7 @@ def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]
 def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
     """Who sends what to whom, where tail hosts run the end of the model."""
     at_tail = [
-        choice.layer for choice in plan.choices if predictor.strategy(choice.strategy).staged
+        choice.layer for choice in plan.choices if predictor.role(choice.strategy).is_at_tail
     ]
     tails = [tail for name in at_tail if (tail := predictor.layer(name).tail) is not None]
     if not tails or not cluster.tail:

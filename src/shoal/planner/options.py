@@ -58,7 +58,7 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
     They differ in what they send. What the layer does not hide is waited for, and spares no more
     than what the layer costs otherwise.
     """
-    whole = [name for name in names if not predictor.strategy(name).cuts]
+    whole = [name for name in names if not predictor.role(name).is_cut]
     cuts = sorted(
         (n for n in names if n not in whole), key=lambda name: _seconds(predictor, layer, name)
     )
@@ -104,7 +104,7 @@ def pairs_of(
                 for other, its in needed.items()
             ):
                 continue
-            if predictor.strategy(name).staged:
+            if predictor.role(name).is_at_tail:
                 pairs.append(pair)
                 continue
             together_s = sum(_seconds(predictor, layers[each], its) for each, its in served.items())
@@ -140,9 +140,9 @@ def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str,
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:
     reason = predictor.refusal(layer, strategy)
-    if predictor.strategy(strategy).staged:
+    if predictor.role(strategy).is_at_tail:
         exchange = ""  # how tail hosts share it: sharing.py
-    if reason is None and exchange and not predictor.bucketed(strategy):
+    if reason is None and exchange and not predictor.role(strategy).takes_exchange:
         reason = "it takes no exchange"
     if (
         reason is None
@@ -186,7 +186,7 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
             )
         strategy, _, exchange = value.partition(":")
         named(Strategy, strategy)
-        if exchange and not named(Strategy, strategy).staged:
+        if exchange and not named(Strategy, strategy).role.is_at_tail:
             exchange = str(exchange_named(exchange))
         resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
     return resolved

@@ -48,7 +48,7 @@ OTHER_WORTH = 0.04
 CUT_WORTH = 0.05
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
 _START_BYTES = 4 << 20
-_Carrier = tuple[dict[str, str], int, int]  # each bucketed strategy's exchange, bucket bytes, lanes
+_Carrier = tuple[dict[str, str], int, int]  # each strategy's exchange, bucket bytes, lanes
 _End = tuple[float, dict[str, Option], _Carrier]  # a plan, with its step
 
 
@@ -123,7 +123,7 @@ class _Search:
             strategy
             for own in options.values()
             for strategy, _ in own
-            if predictor.bucketed(strategy)
+            if predictor.role(strategy).takes_exchange
         }
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: each[0] for name, each in self._exchanges.items()}
@@ -275,12 +275,12 @@ class _Search:
         exchanges = [
             own or carried[strategy]
             for strategy, own in picks.values()
-            if self._predictor.bucketed(strategy)
+            if self._predictor.role(strategy).takes_exchange
         ]
         other = sum(not self._predictor.native(exchange) for exchange in exchanges) / max(
             len(picks), 1
         )
-        cut = any(self._predictor.strategy(strategy).cuts for strategy, _ in picks.values())
+        cut = any(self._predictor.role(strategy).is_cut for strategy, _ in picks.values())
         return (1 + OTHER_WORTH * other) * (1 + CUT_WORTH * cut)
 
     def _cheapest(self, name: str) -> Option:

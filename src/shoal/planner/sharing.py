@@ -43,7 +43,7 @@ def plan_for(
     made = replace(
         search(profile, cluster, stale=cluster.ahead, **how), micro_batches=micro_batches
     )
-    if any(of(Strategy)[choice.strategy].cuts for choice in made.choices):
+    if any(of(Strategy)[choice.strategy].role.is_cut for choice in made.choices):
         made = min(
             (repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS),
             key=_with_chunks_s,
@@ -64,7 +64,7 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         PlanError: the plan names one that cannot be.
     """
     kinds = of(Strategy)
-    at_tail = [choice for choice in plan.choices if kinds[choice.strategy].staged]
+    at_tail = [choice for choice in plan.choices if kinds[choice.strategy].role.is_at_tail]
     given = {choice.layer: choice.exchange for choice in at_tail if choice.exchange}
     if len(cluster.tail) < 2:
         if given:
@@ -76,9 +76,7 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         return plan
     if not at_tail:
         return plan
-    usable = [
-        name for name, kind in kinds.items() if not (kind.staged or kind.served or name == "head")
-    ]
+    usable = [name for name, kind in kinds.items() if kind.role.fits_tail_hosts and name != "head"]
     for layer, how in given.items():
         if named(Strategy, how.partition(":")[0]).name not in usable:
             expected = ", ".join(usable)

@@ -44,6 +44,7 @@ from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import of
+from shoal.core.role import Role
 from shoal.core.trace import MAIN, Event, Rate
 from shoal.planner.lanes import BACK, BOTH, THERE, Job, Lanes
 
@@ -140,21 +141,15 @@ class Predictor:
             for layer in sorted(profile.layers, key=attrgetter("needed_s"))
         ]
         self._strategies = {name: kind() for name, kind in of(Strategy).items()}
-        self._bucketed = frozenset(name for name, kind in self._strategies.items() if kind.bucketed)
-        # then nothing is cut
-        placed = any(p.owner is not None for layer in profile.layers for p in layer.parameters)
-        self._owning = frozenset(
-            name for name in self._bucketed if self._strategies[name].owns and not placed
-        )
-        self._staged = frozenset(name for name, kind in self._strategies.items() if kind.staged)
-        self._served = frozenset(name for name in self._bucketed if self._strategies[name].served)
+        self._roles = {name: kind.role for name, kind in self._strategies.items()}
+        self._placed = any(p.owner is not None for each in profile.layers for p in each.parameters)
         self._exchanges: dict[str, Exchange] = {}
         self._costs: dict[Site, Cost] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
         """Why a strategy cannot serve a layer, or None."""
         kind = self._strategies[strategy]
-        if self.cluster.ahead and not kind.served:
+        if self.cluster.ahead and not kind.role.takes_servers:
             return "workers run ahead of one another, so servers own every layer"
         return kind.refusal(layer, self.cluster)
 
@@ -173,11 +168,11 @@ class Predictor:
         return self._strategies[strategy].needs(self._layers[layer])
 
     def _sites(self, plan: Plan) -> Iterator[Site]:
-        return plan.sites(self._nbytes, self._bucketed, self._owning, self._staged)
+        return plan.sites(self._nbytes, self._roles, placed=self._placed)
 
-    def bucketed(self, strategy: str) -> bool:
-        """Whether the strategy takes several layers and an exchange."""
-        return strategy in self._bucketed
+    def role(self, strategy: str) -> Role:
+        """What part a strategy plays."""
+        return self._roles[strategy]
 
     def native(self, exchange: str) -> bool:
         """Whether the network library itself carries it."""
@@ -193,7 +188,7 @@ class Predictor:
         """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes
         none.
         """
-        if not self.bucketed(strategy):
+        if not self.role(strategy).takes_exchange:
             return [""]
         kinds = {name: kind() for name, kind in of(Exchange).items()}
         fitting = {
@@ -206,7 +201,8 @@ class Predictor:
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
         if site not in self._costs:
-            carrier = self.exchange(site.exchange) if self.bucketed(site.strategy) else None
+            takes_exchange = self.role(site.strategy).takes_exchange
+            carrier = self.exchange(site.exchange) if takes_exchange else None
             layers = [self._layers[name] for name in site.layers]
             if site.parts > 1:
                 layers = [
@@ -225,7 +221,9 @@ class Predictor:
         """Bytes, and seconds of link and lane, of one layer served by itself."""
         cost = self.cost(Site((choice.layer,), choice.strategy, choice.exchange))
         # one way, then back
-        again_s = cost.traffic.worst * cost.pace.wall.byte_s * (choice.strategy in self._served)
+        again_s = (
+            cost.traffic.worst * cost.pace.wall.byte_s * self.role(choice.strategy).owns_at_servers
+        )
         return cost.traffic.worst, cost.pace.wall.of(cost.traffic) + again_s + cost.lane_s
 
     def added_s(self, choice: Choice) -> float:
@@ -275,7 +273,8 @@ class Predictor:
         cuts = {site.layers[-1]: (site, cost) for site, cost in served if cost.awaited is not None}
         changes: dict[str, float] = defaultdict(float)
         for site, cost in served:
-            changes[site.layers[0 if site.strategy in self._staged else -1]] += cost.backward_s
+            at_tail = self.role(site.strategy).is_at_tail
+            changes[site.layers[0 if at_tail else -1]] += cost.backward_s
         timeline = self._run(sent, changes, cuts, Lanes(self.cluster, lanes), late)
         # what a step leaves of a burst the next one has
         if self.cluster.link.burst_s > _BURST * timeline.step_s:
@@ -316,7 +315,7 @@ class Predictor:
         late: int | None,
     ) -> Timeline:
         profile = self.profile
-        going = _going(served, self._served)
+        going = _going(served, self._roles)
         waiting: dict[str, list[int]] = {}
         for index, (site, _) in enumerate(served):
             waiting.setdefault(site.layers[-1], []).append(index)
@@ -447,14 +446,12 @@ class Predictor:
         return clock - begin - waited_s, waited_s
 
 
-def _going(
-    served: Sequence[tuple[Site, Cost]], by_servers: Container[str]
-) -> list[tuple[int, int]]:
+def _going(served: Sequence[tuple[Site, Cost]], roles: Mapping[str, Role]) -> list[tuple[int, int]]:
     """Each site's number among those that go the same way, and the directions of the link that it
     first takes.
     """
     numbers = {BOTH: count(), THERE: count()}
-    ways = [THERE if site.strategy in by_servers else BOTH for site, _ in served]
+    ways = [THERE if roles[site.strategy].owns_at_servers else BOTH for site, _ in served]
     return [(next(numbers[way]), way) for way in ways]
 
 

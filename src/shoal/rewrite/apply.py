@@ -218,7 +218,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
             do=_REPLAN,
         )
     for choice in plan.choices:
-        if named(Strategy, choice.strategy).bucketed:
+        if named(Strategy, choice.strategy).role.takes_exchange:
             exchange_named(choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
 
@@ -230,13 +230,13 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
-        if plan.staleness != 0 and not strategy.served:
+        if plan.staleness != 0 and not strategy.role.takes_servers:
             raise PlanError(
                 f"{choice.strategy} knows no staleness",
                 where=f"layer {choice.layer}",
                 do='let servers own every layer ("server"), or set the plan\'s staleness to 0',
             )
-        if strategy.bucketed:
+        if strategy.role.takes_exchange:
             if not strategy.takes(exchange_named(choice.exchange)):
                 raise PlanError(
                     f"{choice.exchange} cannot carry {choice.strategy}",
@@ -244,7 +244,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                     expected="one of " + ", ".join(carriers(strategy)),
                     do="change the layer's exchange",
                 )
-        elif choice.exchange and not strategy.staged:
+        elif choice.exchange and not strategy.role.is_at_tail:
             raise PlanError(
                 f"{choice.strategy} takes no exchange",
                 where=f"layer {choice.layer}",
@@ -274,17 +274,14 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
         name: sum(p.numel() * p.element_size() for p in layer.parameters.values())
         for name, layer in layers.items()
     }
-    kinds = of(Strategy)
-    bucketed = {name for name, kind in kinds.items() if kind.bucketed}
-    owning, staged = (
-        {n for n, kind in kinds.items() if getattr(kind, what)} for what in ("owns", "staged")
-    )
-    return list(plan.sites(nbytes, bucketed, owning, staged))
+    names = {choice.strategy for choice in plan.choices}
+    roles = {name: named(Strategy, name).role for name in names}
+    return list(plan.sites(nbytes, roles))
 
 
 def cuts(plan: Plan) -> bool:
     """Whether any layer is cut over the ranks."""
-    return any(named(Strategy, choice.strategy).cuts for choice in plan.choices)
+    return any(named(Strategy, choice.strategy).role.is_cut for choice in plan.choices)
 
 
 def carriers(strategy: Strategy) -> list[str]:

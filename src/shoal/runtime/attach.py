@@ -149,7 +149,9 @@ def _open_servers(
     if session.servers is None or not served:
         return 0, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
-    sites = [_served_site(each) for each, _ in rewritten.sites if _has_owners_at_servers(each)]
+    sites = [
+        _served_site(each) for each, _ in rewritten.sites if each.strategy.role.owns_at_servers
+    ]
     return session.servers.open(
         sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness
     )
@@ -181,7 +183,7 @@ def _open_tables(
     tables = {
         name: parameter
         for each in sites
-        if each.strategy.served and not each.strategy.owns
+        if each.strategy.role.has_tables
         for name, parameter in each.place.parameters.items()
     }
     if session.servers is None or not tables:
@@ -189,11 +191,6 @@ def _open_tables(
     _check_for_servers(session, tables.values(), optimizers)
     forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
     return session.servers.open_tables(forms, optimizers, plan.staleness)
-
-
-def _has_owners_at_servers(placed_site: PlacedSite) -> bool:
-    """Whether servers own a part of the site's parameters."""
-    return placed_site.strategy.served and placed_site.strategy.owns
 
 
 def _check_for_servers(

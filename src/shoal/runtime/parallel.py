@@ -190,7 +190,7 @@ def _open_tail(
     profile: ModelProfile,
 ) -> Stage | None:
     """The way to the end of the model, if the plan has it on tail hosts."""
-    at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).staged}
+    at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).role.is_at_tail}
     if session.tail is None or not at_tail:
         return None
     if session.tail.calls > 1:
@@ -211,7 +211,7 @@ def _open_tail(
     shared = {name: choice.exchange for name, choice in at_tail.items()}
     session.tail.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
     others = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
-    alike = any(strategy.cuts for strategy in others)
+    alike = any(strategy.role.is_cut for strategy in others)
     return Stage(session.tail, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
 
@@ -399,7 +399,8 @@ def _chosen(
 ) -> Plan:
     if given is None:
         stale = asked.staleness != 0
-        served = [name for name, kind in of(Strategy).items() if kind.served]
+        kinds = of(Strategy)
+        served = [name for name, kind in kinds.items() if kind.role.takes_servers]
         return plan_for(
             profile,
             cluster,

@@ -140,7 +140,9 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
     pinned = {
         name: named(Strategy, each.partition(":")[0]) for name, each in (asked.pins or {}).items()
     }
-    other = next((name for name, strategy in pinned.items() if not strategy.served), None)
+    other = next(
+        (name for name, strategy in pinned.items() if not strategy.role.takes_servers), None
+    )
     if other is not None or asked.strategies is not None:
         raise PlanError(
             "with a staleness servers own every layer, so nothing else can be said about layers",
@@ -248,7 +250,7 @@ def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]
     """The exchanges that a plan or pins ask for, as plans write them."""
     asked = [pin.partition(":")[::2] for pin in (pins or {}).values()]
     asked += [(choice.strategy, choice.exchange) for choice in plan.choices] if plan else []
-    texts = [text for name, text in asked if text and named(Strategy, name).bucketed]
+    texts = [text for name, text in asked if text and named(Strategy, name).role.takes_exchange]
     return sorted({str(exchange_named(text)) for text in texts})
 
 

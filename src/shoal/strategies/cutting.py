@@ -36,6 +36,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
+from shoal.core.role import Role
 from shoal.profiling.rowwise import row_dims
 from shoal.strategies.copies import plain
 from shoal.tensors.cut import OverRanks, cut, is_cut, restore
@@ -49,7 +50,7 @@ class CutStrategy(Strategy):
     (rowwise.py).
     """
 
-    cuts = True
+    role = Role.CUT
     dim: ClassVar[int]  # of the weight: 0 has the outputs, 1 the inputs
     takes_parts: ClassVar[bool] = False  # what it is called with is cut already, as its weight is
 

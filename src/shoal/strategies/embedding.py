@@ -34,6 +34,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, total
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
+from shoal.core.role import Role
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
 from shoal.tensors.cut import OverRanks, cut, cut_of, part_of, restore
@@ -48,7 +49,7 @@ class EmbeddingRows(Strategy):
     """Cuts an nn.Embedding by its rows."""
 
     name = "embedding"
-    cuts = True
+    role = Role.CUT
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind != "Embedding":

@@ -31,6 +31,7 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic
 from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.role import Role
 from shoal.strategies.copies import plain
 from shoal.strategies.factors import EmbeddingProduct, FactorTransfer, LinearProduct, Product
 
@@ -46,6 +47,7 @@ class Factor(Strategy):
     """
 
     name = "factor"
+    role = Role.LAYER
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind not in ("Linear", "Embedding"):

@@ -32,6 +32,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
+from shoal.core.role import Role
 from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
 
 
@@ -40,7 +41,7 @@ class Replicate(Strategy):
     """Sums the gradients of any layers over the ranks through an exchange."""
 
     name = "replicate"
-    bucketed = True
+    role = Role.BUCKET
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         return None

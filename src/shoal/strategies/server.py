@@ -30,6 +30,7 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.core.role import Role
 from shoal.strategies.landing import by_kind
 from shoal.strategies.sliced import SlicedTransfer, owned_cost, refused_update
 
@@ -39,9 +40,7 @@ class Server(Strategy):
     """Sums and updates at servers, and gathers the parameters from there."""
 
     name = "server"
-    bucketed = True
-    owns = True
-    served = True
+    role = Role.SERVED
 
     def takes(self, exchange: Exchange) -> bool:
         return isinstance(exchange, SplitExchange) and exchange.serves

@@ -31,6 +31,7 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic, total
 from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.core.role import Role
 from shoal.strategies.cutting import refused
 from shoal.strategies.embedding import run_by, run_by_itself
 from shoal.tensors.cut import cut, restore
@@ -41,7 +42,7 @@ class ServerRows(Strategy):
     """Gives the rows of an nn.Embedding to servers, who update them."""
 
     name = "server_rows"
-    served = True
+    role = Role.TABLE
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind != "Embedding":

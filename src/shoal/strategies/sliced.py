@@ -48,6 +48,7 @@ from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
 from shoal.core.placement import Owner
+from shoal.core.role import Role
 from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
 
 
@@ -56,8 +57,7 @@ class Sliced(Strategy):
     """Sums gradients at their owners, and gathers the parameters that these have updated."""
 
     name = "sliced"
-    bucketed = True
-    owns = True
+    role = Role.OWNED
 
     def takes(self, exchange: Exchange) -> bool:
         return isinstance(exchange, SplitExchange)

@@ -40,6 +40,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile, Tail
+from shoal.core.role import Role
 from shoal.strategies.copies import plain
 from shoal.tensors.cut import cut
 
@@ -52,8 +53,7 @@ class Stage(Strategy):
     """Runs layers, from one of them to the loss, on tail hosts."""
 
     name = "stage"
-    cuts = True
-    staged = True
+    role = Role.STAGE
     stays = "the end of a model does not come back from tail hosts"
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
