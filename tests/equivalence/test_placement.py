@@ -143,7 +143,7 @@ def owned(placement: Any, ranks: int = 3, way: str = "sliced") -> tuple[list[str
                 for choice in attached.plan.choices
                 for name in attached.profile.names[choice.layer]
             ]
-            return names, attached.owned[0].state_bytes() // 8
+            return names, attached.parts[0].state_bytes() // 8
 
     results = on_threads(ranks, work, servers)
     return results[0][0], [elements for _, elements in results]

@@ -54,7 +54,7 @@ def test_workers_own_no_state_where_servers_suffice() -> None:
     ) -> int:
         steps(2)(model, loss_fn, optimizer, batches)
         model.state_dict()
-        (owned,) = current().attached[model].owned
+        (owned,) = current().attached[model].parts
         return owned.state_bytes()
 
     assert trained(2, 2, loop, optimizer=adamw, pins={"*": "server"})[1] == [0, 0]
@@ -77,7 +77,7 @@ def test_late_transfers_come_back_first_and_the_others_as_forward_needs_them(
 
 def test_the_plan_says_which_are_late() -> None:
     def loop(model: nn.Module, *others: object) -> list[str]:
-        (owned,) = current().attached[model].owned
+        (owned,) = current().attached[model].parts
         return [transfer.label for transfer in owned._owners.returning]
 
     _, plans, _ = trained(
@@ -115,7 +115,7 @@ def test_parameters_come_back_while_gradients_of_the_same_lane_go(staleness: int
         optimizer: torch.optim.Optimizer,
         batches: list,
     ) -> bool:
-        (owned,) = current().attached[model].owned
+        (owned,) = current().attached[model].parts
         owners, engine = owned._owners, owned._owners._engine
         first = owners.transfers[0]
         last = [each for each in owners.transfers if engine._lane[each] is engine._lane[first]][-1]
@@ -189,7 +189,7 @@ def test_a_step_takes_two_orders_however_many_buckets_there_are(
             steps(1)(model, *others)
             model.state_dict()  # the orders of the step are sent
             numbers.append(len(sent))
-        (owned,) = current().attached[model].owned
+        (owned,) = current().attached[model].parts
         return len(owned._owners.transfers), numbers
 
     (transfers, numbers), _ = trained(2, 2, loop, pins={"*": "server"})[1]

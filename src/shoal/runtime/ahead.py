@@ -55,7 +55,7 @@ from shoal.remote.orders import (
 from shoal.remote.wire import Data, Reader
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Answering, Errand
-from shoal.runtime.optimizer import Update, put_states
+from shoal.runtime.optim.update import Update, put_states
 from shoal.runtime.owners import put_values
 
 POLL_S = 0.5  # how often who waits looks whether a rank was lost

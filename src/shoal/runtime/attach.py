@@ -28,10 +28,14 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
-from shoal.runtime.checks import check_known
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import streaming
-from shoal.runtime.optimizer import OwnedOptimizer, extend
+from shoal.runtime.optim.cut import CutPart
+from shoal.runtime.optim.extend import add_parts
+from shoal.runtime.optim.owned import OwnedPart
+from shoal.runtime.optim.part import Part
+from shoal.runtime.optim.table import TablePart
+from shoal.runtime.optim.tail import TailPart
 from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.servers import check_sendable
 from shoal.runtime.session import Session, Threads
@@ -45,7 +49,7 @@ class Running:
     """What runs a model that has been rewritten."""
 
     engine: Engine
-    owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
+    parts: tuple[Part, ...]  # of all its optimizers
     loss_fn: Callable[..., Any] | None  # to use from now on
 
 
@@ -96,16 +100,34 @@ def attach(
         engine.entered = [*engine.entered, stage.entered]
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
-    cut = boundary is not None
-    extended = [
-        extend(each, engine, owners, number, tables, stage, cut)
-        for number, each in enumerate(optimizers)
-    ]
-    for each in optimizers:
-        check_known(each, model)
-    owned = tuple(each for each in extended if each is not None)
+    all_parts: list[Part] = []
+    for number, optimizer in enumerate(optimizers):
+        parts = _parts(optimizer, number, owners, boundary, stage, tables)
+        add_parts(optimizer, model, engine, parts)
+        all_parts += parts
     loss_fn, _ = watch(model, loss_fn, count, engine, weigher, owners)
-    return Running(engine, owned, loss_fn)
+    return Running(engine, tuple(all_parts), loss_fn)
+
+
+def _parts(
+    optimizer: Optimizer,
+    number: int,
+    owners: Owners | None,
+    boundary: Comm | None,
+    stage: Stage | None,
+    tables: Tables | None,
+) -> list[Part]:
+    """What others have of an optimizer's parameters, in the order in which a step opens it."""
+    parts: list[Part] = []
+    if owners is not None:
+        parts.append(OwnedPart(optimizer, number, owners))
+    if boundary is not None:
+        parts.append(CutPart(optimizer, boundary))
+    if stage is not None:
+        parts.append(TailPart(optimizer, number, stage))
+    if tables is not None:
+        parts.append(TablePart(optimizer, number, tables))
+    return parts
 
 
 def _started(

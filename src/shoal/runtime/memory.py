@@ -83,8 +83,8 @@ def memory(model: nn.Module) -> Memory:
             do="call shoal.parallelize first",
         )
     attached = session.attached.get(model)
-    owned = attached.owned if attached else ()
-    owned_bytes = sum(each.state_bytes() for each in owned)  # waits
+    parts = attached.parts if attached else ()
+    elsewhere_bytes = sum(part.state_bytes() for part in parts)  # waits
     parameters = list(model.parameters())
     states = (each.state.get(p, {}) for each in session.optimizers[model] for p in parameters)
     kept = (
@@ -99,7 +99,7 @@ def memory(model: nn.Module) -> Memory:
     return Memory(
         parameters=_nbytes(parameters),
         gradients=_nbytes([*kept, *gradients]),
-        optimizer_state=owned_bytes
+        optimizer_state=elsewhere_bytes
         + _nbytes(v for state in states for v in state.values() if isinstance(v, Tensor)),
         buckets_peak=attached.engine.buckets.peak_bytes if attached else 0,
         process_peak=_process_peak(parameters[0].device),

@@ -49,7 +49,7 @@ from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
 from shoal.runtime.attach import attach
 from shoal.runtime.memory import give_back_freed, keep_freed
-from shoal.runtime.optimizer import extend
+from shoal.runtime.optim.extend import extend
 from shoal.runtime.request import Request, checked, exchanges_of, listed, require_same
 from shoal.runtime.session import Attached, Session, current, leave, ranks
 from shoal.runtime.stage import Opening, serve_tail
@@ -178,7 +178,7 @@ def parallelize(
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = replace(cluster, ahead=chosen.staleness != 0)
-    session.attached[model] = Attached(attached.engine, chosen, placed, cluster, attached.owned)
+    session.attached[model] = Attached(attached.engine, chosen, placed, cluster, attached.parts)
     return model, attached.loss_fn, optimizer
 
 

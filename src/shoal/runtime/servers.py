@@ -64,7 +64,7 @@ from shoal.remote.wire import Data, Reader
 from shoal.runtime.ahead import AheadModel, RunningAhead
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
-from shoal.runtime.optimizer import Update, put_states
+from shoal.runtime.optim.update import Update, put_states
 from shoal.runtime.owners import Owners, put_values, values_of
 from shoal.runtime.tables import ServedTables
 from shoal.strategies.server import shares

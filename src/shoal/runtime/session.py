@@ -31,7 +31,7 @@ from shoal.core.plan import Plan
 from shoal.report import text
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
-from shoal.runtime.optimizer import OwnedOptimizer
+from shoal.runtime.optim.part import Part
 from shoal.runtime.servers import Servers, serve
 from shoal.runtime.weights import Weigher
 
@@ -53,7 +53,7 @@ class Attached:
     plan: Plan
     profile: ModelProfile
     cluster: Cluster
-    owned: tuple[OwnedOptimizer, ...]  # of the optimizers, those with parameters that owners update
+    parts: tuple[Part, ...]  # of all its optimizers
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from shoal.core.trace import MAIN, Recorder
 from shoal.profiling.identity import model_digest
 from shoal.runtime.attach import attach
 from shoal.runtime.inbox import Letter, Letters
-from shoal.runtime.optimizer import extend
+from shoal.runtime.optim.extend import extend
 from shoal.runtime.passes import Block, Forward, Pass
 from shoal.runtime.session import Session
 

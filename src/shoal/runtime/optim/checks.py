@@ -1,0 +1,54 @@
+"""What is looked at before an optimizer's step: that all it updates was exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from inspect import Signature
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.core.errors import UsageError
+from shoal.core.pieces import local_gradient
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def check_known(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:
+    """Refuse steps of parameters that are in none of these sets: those of parallelised models."""
+    known = list(known)
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if local_gradient(parameter) is None or any(parameter in model for model in known):
+                continue
+            raise UsageError(
+                "the optimizer has a parameter that is no parallelised model's: each rank "
+                "would train its own",
+                where=f"param_groups[{number}], a parameter of shape {tuple(parameter.shape)}",
+                do="before parallelize make it one of the model's (self.scale = "
+                "nn.Parameter(…)); or parallelise "
+                "the model that has it, too",
+            )
+
+
+def checked_step(
+    declared: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
+) -> Arguments | None:
+    """Check before a step, or within it behind a closure's backward; the step's arguments then.
+
+    `declared` is the signature of the step.
+    """
+    step = declared.bind_partial(*args, **kwargs)
+    closure = step.arguments.get("closure")
+    if closure is None:
+        check()
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        check()
+        return loss
+
+    step.arguments["closure"] = checked
+    return step.args, step.kwargs
