@@ -1,17 +1,30 @@
-# make demo   train the digits on two local ranks        make test   the whole test suite
-# make lint   ruff and mypy                               make lab    the demo on four hosts at 200 Mbit/s (root, Linux)
+# make demo       train the digits on two local ranks
+# make lab        the demo on four hosts at 200 Mbit/s (root, Linux)
+# make test       the quick set of the tests: every kind of case, not every combination
+# make test-all   all tests
+# make test-rest  those that `make test` leaves out
+# make lint       ruff and mypy
+#
 # Each sets up what it needs in .venv first. PYTHON picks the interpreter (3.11 or newer).
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint lab clean
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+.PHONY: demo test test-all test-rest lint lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --workers 2
 
 test: .venv/ready
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/ready
+	$(PYTEST)
+
+test-rest: .venv/ready
+	$(PYTEST) -m slow
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests examples benchmarks

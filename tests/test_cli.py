@@ -73,6 +73,7 @@ def test_servers_serve_until_the_workers_have_ended(monkeypatch: pytest.MonkeyPa
     assert "2 ranks against one process" in squeezed(done.stdout)
 
 
+@pytest.mark.slow
 def test_workers_may_run_ahead_of_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SERVERS", "1")
     command = [
@@ -253,6 +254,7 @@ def test_probe(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"link rate, each direction │ [\d,]+ Mbit/s", printed)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
@@ -426,7 +428,10 @@ def test_lab_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[
 @needs_lab
 @pytest.mark.parametrize(
     ("options", "pin"),
-    [(("--ranks-per-host", "2"), "*=sliced:hierarchical"), (("--servers", "1"), "*=server")],
+    [
+        (("--ranks-per-host", "2"), "*=sliced:hierarchical"),
+        pytest.param(("--servers", "1"), "*=server", marks=pytest.mark.slow),
+    ],
     ids=["two ranks a host", "a server"],
 )
 def test_ranks_of_a_lab_train_as_one_process(

@@ -27,6 +27,8 @@ from shoal.core.registry import of
 from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
 
+pytestmark = pytest.mark.quick
+
 SIZES = [0, 1, 7, 1000]
 EVERY = [kind() for kind in of(Exchange).values()]
 # the default chunk is larger than what is sent here

@@ -36,6 +36,7 @@ from shoal.strategies.server import shares
 pytestmark = pytest.mark.usefixtures("cut_layers")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("workers", "servers", "mine"),
     [(4, 4, 0.0), (4, 2, 0.1), (4, 1, 1 / 6), (2, 1, 0.25), (3, 5, 0), (1, 1, 0), (1, 2, 0)],

@@ -113,6 +113,7 @@ def test_equals_one_process_in_float32_with_sgd(ranks, way):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_strays_in_float32_with_adamw_no_further_than_another_cut_of_the_batch(ranks, way):

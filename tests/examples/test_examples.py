@@ -49,7 +49,10 @@ def test_size_of_gpt():
     assert 5e6 < num_parameters(load(EXAMPLES / "gpt.py")) < 6e6
 
 
-@pytest.mark.parametrize(("name", "num_steps"), [("digits", 20), ("gpt", 6), ("arcface", 10)])
+@pytest.mark.parametrize(
+    ("name", "num_steps"),
+    [("digits", 20), pytest.param("gpt", 6, marks=pytest.mark.slow), ("arcface", 10)],
+)
 def test_learning_starts(name, num_steps):
     seen = losses(load(EXAMPLES / f"{name}.py"), num_steps)
     assert seen[-1] < seen[0] - 0.5

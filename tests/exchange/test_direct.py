@@ -16,6 +16,8 @@ from performed import (
 from shoal.comm.threads import ThreadComm, run
 from shoal.exchange.direct import Direct
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_direct_adds_in_the_order_of_the_ranks(ranks: int) -> None:

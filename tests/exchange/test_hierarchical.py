@@ -17,6 +17,8 @@ from shoal.core.facts import Topology
 from shoal.exchange.direct import Direct
 from shoal.exchange.hierarchical import Hierarchical
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("numel", [1, 1000])
 @pytest.mark.parametrize(("ranks", "rounds"), [(1, 0), (4, 2), (5, 2)])

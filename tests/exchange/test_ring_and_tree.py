@@ -16,6 +16,8 @@ from shoal.core.errors import UsageError
 from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     ("ranks", "busiest"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (6, 3), (7, 3), (8, 3)]

@@ -227,7 +227,10 @@ def left_running() -> list[str]:
         pytest.param(
             case,
             id=f"{case.fault}, {case.launcher}",
-            marks=[pytest.mark.lab, needs_lab] if case.launcher == "lab" else [],
+            marks=[
+                *([pytest.mark.lab, needs_lab] if case.launcher == "lab" else []),
+                *([pytest.mark.slow] if case.launcher != "local" else []),
+            ],
         )
         for case in CASES
     ],
@@ -354,10 +357,10 @@ for step in range(1000):
 @pytest.mark.parametrize(
     ("kind", "ahead", "dies"),
     [
-        ("servers", "0", 2),
+        pytest.param("servers", "0", 2, marks=pytest.mark.slow),
         ("servers", "2", 2),
-        ("servers", "none", 2),
-        ("servers", "2", 1),
+        pytest.param("servers", "none", 2, marks=pytest.mark.slow),
+        pytest.param("servers", "2", 1, marks=pytest.mark.slow),
         ("tail", "0", 2),
     ],
 )

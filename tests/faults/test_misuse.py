@@ -92,7 +92,15 @@ def test_time_outs_are_checked(options: dict[str, float]) -> None:
         shoal.init(**options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", ["replicate", "sliced", "factor", "column"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "sliced",
+        "column",
+        pytest.param("replicate", marks=pytest.mark.slow),
+        pytest.param("factor", marks=pytest.mark.slow),
+    ],
+)
 def test_a_module_of_a_model_that_was_parallelised_is_refused_and_its_copy_is_not(way: str) -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm, Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)):

@@ -12,6 +12,8 @@ from shoal.contracts.launcher import Job, Launcher
 from shoal.core.errors import UsageError
 from shoal.core.registry import named, of
 
+pytestmark = pytest.mark.quick
+
 # Each rank says where it stands, and leaves a process behind that has moved to a session of its
 # own.
 PLACE = """

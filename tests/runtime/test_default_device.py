@@ -13,7 +13,15 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.runtime.session import using
 
 
-@pytest.mark.parametrize("strategy", ["replicate", "sliced", "factor", "column"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "sliced",
+        "column",
+        pytest.param("replicate", marks=pytest.mark.slow),
+        pytest.param("factor", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_on_the_host_trains_whatever_device_is_the_default(strategy: str) -> None:
     def work(comm: ThreadComm) -> list[float]:
         torch.manual_seed(0)

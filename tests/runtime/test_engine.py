@@ -391,7 +391,7 @@ def many_buckets(model: Deep, sample: Tensor, ranks: int) -> Plan:
     return replace(made, bucket_bytes=1, lanes=1)
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_low_memory_has_backward_wait_for_room_on_a_slow_network(slow: int) -> None:
     torch.manual_seed(0)
     model, rows = Deep(), torch.randn(2, 5, 5, 40)  # ranks, steps, rows a rank, width
@@ -410,7 +410,7 @@ def test_low_memory_has_backward_wait_for_room_on_a_slow_network(slow: int) -> N
 
 
 # operations of rank 1: in its first and in its second backward
-@pytest.mark.parametrize("at", [12, 60, 66])
+@pytest.mark.parametrize("at", [12, pytest.param(60, marks=pytest.mark.slow), 66])
 def test_a_rank_that_is_lost_while_another_waits_for_room_is_named(at: int) -> None:
     torch.manual_seed(0)
     model, rows = Deep(), torch.randn(3, 5, 5, 40)

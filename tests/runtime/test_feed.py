@@ -23,6 +23,8 @@ from torch.utils.data import (
 from shoal.core.errors import UsageError
 from shoal.runtime.feed import global_batches, proposed_seed, shard
 
+pytestmark = pytest.mark.quick
+
 
 def rows_of(loader):
     return [batch.tolist() for batch in loader]

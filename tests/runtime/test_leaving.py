@@ -60,6 +60,7 @@ main()
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_forked_child_waits_for_nothing_that_only_its_parent_brings(
     capfd: pytest.CaptureFixture[str],

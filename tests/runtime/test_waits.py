@@ -22,6 +22,8 @@ from shoal.exchange.direct import Direct
 from shoal.strategies.replicate import Replicate
 from shoal.strategies.sliced import Sliced
 
+pytestmark = pytest.mark.quick
+
 
 class NothingFromTheHost(TorchDispatchMode):
     """Refuses a copy to the device, which waits for it."""

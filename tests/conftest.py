@@ -1,0 +1,36 @@
+"""The quick set: of a test's cases as few as show every value of every parameter once.
+
+All other cases of a test are marked `slow`. `make test` runs the quick set, `make test-all`
+everything. A module or test marked `quick` keeps all of its cases: those are cheap. What takes long
+by itself is marked `slow` where it stands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+import pytest
+
+from quick_set import showing_all
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is not in the quick set."""
+    tests = defaultdict[str, dict[pytest.Item, list[Hashable]]](dict)
+    for item in items:
+        told = any(item.get_closest_marker(name) for name in ("quick", "slow"))
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not told:
+            tests[item.nodeid.partition("[")[0]][item] = values_of(item)
+    for cases in tests.values():
+        for case in cases.keys() - set(showing_all(cases)):
+            case.add_marker(pytest.mark.slow)
+
+
+def values_of(case: pytest.Function) -> list[Hashable]:
+    """A case's parameters: each name with a value that can be compared."""
+    return [
+        (name, value if isinstance(value, str | int | float) else id(value))
+        for name, value in case.callspec.params.items()
+    ]
