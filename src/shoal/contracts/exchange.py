@@ -1,11 +1,22 @@
-"""Exchange: how the sum of one bucket gets to every rank, and the bytes that takes."""
+"""Exchange: how the sum of one bucket gets to every rank, and the bytes that takes.
+
+A bucket is one flat tensor, cut into a slice a rank. In a slice, values stand first and control
+behind them:
+
+    slice of rank r   │ values: gradients or parameters │ control: flags, row counts, turn │
+
+An exchange moves slices as they are. With a codec (codecs/coded.py), values travel as its code, and
+control in its own bytes behind that.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import ClassVar, NamedTuple, final
 
 from torch import Tensor
 
@@ -16,14 +27,19 @@ from shoal.core.pieces import cut, cut_sizes
 from shoal.core.registry import Contract
 from shoal.core.written import written
 
+StateDict = dict[str, dict[str, Tensor]]  # by parameter name, then by what it is
+
 
 @dataclass(frozen=True)
 class Bucket:
-    """A flat tensor on its way: `numel` elements of `itemsize` bytes."""
+    """The sizes of a bucket: `numel` elements of `itemsize` bytes."""
 
     numel: int
     itemsize: int
     slices: tuple[int, ...] = ()  # elements that each rank owns, where they are not cut evenly
+    # elements of control at the end of each of these; of an evenly cut bucket one number, at its
+    # own end
+    control: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -33,6 +49,120 @@ class Bucket:
     def slice_bytes(self, ranks: int) -> list[int]:
         """Bytes of each rank's slice."""
         return [size * self.itemsize for size in self.slices or cut_sizes(self.numel, ranks)]
+
+    def slice_values(self, ranks: int) -> list[int]:
+        """How many elements of each rank's slice are values."""
+        if self.slices:
+            control = self.control or (0,) * len(self.slices)
+            return [size - behind for size, behind in zip(self.slices, control, strict=True)]
+        sizes = cut_sizes(self.numel, ranks)
+        num_values = self.numel - sum(self.control)
+        starts = accumulate(sizes, initial=0)
+        return [
+            min(max(num_values - start, 0), size)
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+
+
+class Span(NamedTuple):
+    """Elements `start` to `stop` of a parameter's line."""
+
+    name: str  # dotted, in the model
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class LiveBucket:
+    """A bucket's memory, and what its values are."""
+
+    flat: Tensor
+    slices: tuple[Tensor, ...]  # of each rank, views of `flat`
+    spans: tuple[tuple[Span, ...], ...]  # what the values of each slice are, in order
+    numels: Mapping[str, int]  # of the parameters as a whole
+
+    @classmethod
+    def even(cls, flat: Tensor, numels: Mapping[str, int], ranks: int) -> LiveBucket:
+        """An evenly cut one, in which whole parameters stand one behind the other."""
+        slices, spans = cut(flat, ranks), []
+        ends = list(accumulate(numels.values()))
+        begin = 0
+        for part in slices:
+            stop = begin + part.numel()
+            inside = [
+                Span(name, max(begin, end - numel) - end + numel, min(stop, end) - end + numel)
+                for (name, numel), end in zip(numels.items(), ends, strict=True)
+                if max(begin, end - numel) < min(stop, end)
+            ]
+            spans.append(tuple(inside))
+            begin = stop
+        return cls(flat, tuple(slices), tuple(spans), numels)
+
+    @cached_property
+    def num_values(self) -> tuple[int, ...]:
+        """How many elements of each slice are values; what is behind them is control."""
+        return tuple(sum(span.stop - span.start for span in row) for row in self.spans)
+
+    def values(self, rank: int) -> Tensor:
+        """The values of a rank's slice; a view."""
+        return self.slices[rank][: self.num_values[rank]]
+
+    def control(self, rank: int) -> Tensor:
+        """The control of a rank's slice; a view."""
+        return self.slices[rank][self.num_values[rank] :]
+
+
+class Carrier(ABC):
+    """Carries one live bucket, round after round, and remembers what its codec needs."""
+
+    # False: what `gather` brings may differ from what owners gave
+    exact: bool = True
+
+    @abstractmethod
+    def reduce(self, comm: Comm) -> None:
+        """Sum over ranks, in place; afterwards this rank's own slice is the sum."""
+
+    @abstractmethod
+    def gather(self, comm: Comm) -> None:
+        """Bring every rank's own slice to all ranks, in place."""
+
+    def gather_changes(self, changes: Tensor, comm: Comm) -> None:
+        """As `gather`, of values that all ranks have already and that their owners have changed.
+
+        Args:
+            changes: of the own slice's values, in its memory's order; what is not sent is not kept.
+            comm: the ranks. The bucket holds the values that all have; they come to be those with
+                the changes as sent, the own slice's too.
+        """
+        raise NotImplementedError("an exact carrier gathers the values themselves")
+
+    def kept(self, what: str, rank: int) -> Tensor:
+        """Numbers that are kept from round to round and saved, one for each value of a slice."""
+        raise NotImplementedError("an exact carrier keeps nothing")
+
+    def state_dict(self) -> StateDict:
+        """What is remembered, by parameter name: flat, of the whole parameter's elements, with
+        zeros for those that are not in this bucket.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Remember what `state_dict` gave; parameters of other buckets are skipped."""
+        return
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PlainCarrier(Carrier):
+    """Has nothing to remember."""
+
+    halves: tuple[Callable[[Comm], None], Callable[[Comm], None]]
+
+    def reduce(self, comm: Comm) -> None:
+        self.halves[0](comm)
+
+    def gather(self, comm: Comm) -> None:
+        self.halves[1](comm)
 
 
 class Exchange(Contract, ABC):
@@ -60,6 +190,14 @@ class Exchange(Contract, ABC):
         anyway.
         """
         return True
+
+    def carrier(self, bucket: LiveBucket) -> Carrier:
+        """What carries one bucket from now on."""
+        return PlainCarrier((partial(self.reduce, bucket.flat), partial(self.gather, bucket.flat)))
+
+    def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
+        """Bytes that a rank keeps for a bucket from round to round, beside the bucket itself."""
+        return 0.0
 
     @abstractmethod
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
@@ -90,6 +228,12 @@ class SplitExchange(Exchange):
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Bring rank r's `slices[r]` to every rank, in place."""
 
+    def carrier(self, bucket: LiveBucket) -> Carrier:
+        """What carries one bucket from now on, cut as it is."""
+        slices = bucket.slices
+        halves = partial(self.reduce_scatter, slices), partial(self.all_gather, slices)
+        return PlainCarrier(halves)
+
     def reduce(self, flat: Tensor, comm: Comm) -> None:
         """Sum over ranks, each rank its own slice of an even cut."""
         self.reduce_scatter(cut(flat, comm.size), comm)
@@ -97,3 +241,39 @@ class SplitExchange(Exchange):
     def gather(self, flat: Tensor, comm: Comm) -> None:
         """Bring every slice to every rank."""
         self.all_gather(cut(flat, comm.size), comm)
+
+
+class DeliveringExchange(SplitExchange):
+    """A split exchange that brings every rank's part of a slice to its owner unsummed, who adds.
+
+    So parts may be anything, codes too: these carry codecs.
+    """
+
+    @abstractmethod
+    def deliver(
+        self, outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm
+    ) -> Iterator[int]:
+        """Send each owner its part, and give the workers in the order of their ranks, each when its
+        part is there. Once the iterator has ended, `outgoing` may change.
+
+        Args:
+            outgoing: for each owner, what this rank has for it; of a server, nothing is sent.
+            landing: for each worker, where its part comes to lie. Nothing comes from this rank
+                itself, and nothing where there is no element.
+            comm: the ranks.
+        """
+
+    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
+        """Send foreign slices to their owners; add up one's own, in the order of the ranks."""
+        own = slices[comm.rank]
+        # a server's begins with rank 0's
+        home = comm.rank if comm.rank < comm.workers else 0
+        landing = iter(own.new_empty(comm.workers - 1, own.numel()).unbind())
+        parts = [own if r == home else next(landing) for r in range(comm.workers)]
+        total = parts[0]
+        for r in self.deliver(slices, parts, comm):
+            if r == home and r > 0:
+                # a + b has the bits of b + a, and from here on the sum stands in its place
+                total = own.add_(total)
+            elif r > 0:
+                total.add_(parts[r])

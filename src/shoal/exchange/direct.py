@@ -16,14 +16,14 @@ communication operations in MPICH", 2005.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
-from shoal.contracts.exchange import Bucket, SplitExchange
+from shoal.contracts.exchange import Bucket, DeliveringExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
@@ -33,7 +33,7 @@ _AT_ONCE = 3
 
 @final
 @dataclass(frozen=True)
-class Direct(SplitExchange):
+class Direct(DeliveringExchange):
     """Slices to their owners and back, each in one message."""
 
     name: ClassVar[str] = "direct"
@@ -56,30 +56,23 @@ class Direct(SplitExchange):
         rounds = 2 if topology.size > 1 and bucket.numel else 0
         return Traffic(both_ways, both_ways, rounds, leaving=tuple(leaving))
 
-    def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """Send foreign slices to their owners; add up one's own."""
-        mine = slices[comm.rank]
-        # whose part `mine` holds: a server's begins with rank 0's
-        home = comm.rank if comm.rank < comm.workers else 0
-        landing = iter(mine.new_empty(comm.workers - 1, mine.numel()).unbind())
-        parts = [mine if r == home else next(landing) for r in range(comm.workers)]
-
+    def deliver(
+        self, outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm
+    ) -> Iterator[int]:
+        """Receive one message from each worker, and send one to each owner."""
+        trains = comm.rank < comm.workers
         receives = {
-            r: comm.receive(parts[r], r) for r in comm.others if r < comm.workers and mine.numel()
+            r: comm.receive(landing[r], r)
+            for r in comm.others
+            if r < comm.workers and landing[r].numel()
         }
         sends = _sent(
-            comm,
-            [(slices[r], r) for r in comm.others if comm.rank < comm.workers and slices[r].numel()],
+            comm, [(outgoing[r], r) for r in comm.others if trains and outgoing[r].numel()]
         )
-        total = parts[0]
-        for r, part in enumerate(parts):
+        for r in range(comm.workers):
             if r in receives:
                 receives[r].wait()
-            if r == home and r > 0:
-                # a + b has the bits of b + a, and from here on the sum stands in its place
-                total = mine.add_(total)
-            elif r > 0:
-                total.add_(part)
+            yield r
         for send in sends:
             send.wait()
 

@@ -1,0 +1,65 @@
+"""Codec: how values travel in fewer bytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import MutableMapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.core.registry import Contract
+from shoal.core.written import written
+
+State = MutableMapping[str, Tensor]
+
+
+class Codec(Contract, ABC):
+    """Turns values into bytes and back. A frozen dataclass whose fields are its options.
+
+    It never sees flags, row counts or turns: those travel exactly (codecs/coded.py). Nor does it
+    keep what a code loses: that is added to the values of the next round, unless `feedback` is
+    False. The same code must give the same bits on every rank.
+    """
+
+    package: ClassVar[str] = "shoal.codecs"
+    group: ClassVar[str] = "shoal.codecs"
+    # a sum of codes is the code of the sum
+    linear: ClassVar[bool] = False
+    # `decode` gives back the very values
+    exact: ClassVar[bool] = False
+    # what a code loses is sent with the next
+    feedback: ClassVar[bool] = True
+
+    def __str__(self) -> str:
+        """As plans write it: the name, and the options that are not the default."""
+        return written(self)
+
+    @abstractmethod
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        """Bytes of the code of `numel` values, of `itemsize` bytes each."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, state: State) -> Tensor:
+        """The code of some values.
+
+        Args:
+            values: flat, float32 (float64 where the model is), at least one. Not to be changed.
+            state: what the codec keeps from round to round of these very values, by its own keys;
+                empty at first. Tensors of as many elements as `values`, so that a checkpoint can
+                hold them by parameter.
+
+        Returns:
+            A flat uint8 tensor of `nbytes` bytes.
+        """
+
+    @abstractmethod
+    def decode(self, code: Tensor, into: Tensor) -> None:
+        """Write the values that a code stands for into a tensor like those that were encoded."""
+
+    def decode_add(self, code: Tensor, into: Tensor) -> None:
+        """Add the values that a code stands for. Override it where it saves a pass over memory."""
+        values = torch.empty_like(into)
+        self.decode(code, values)
+        into.add_(values)
