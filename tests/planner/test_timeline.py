@@ -10,7 +10,8 @@ from made_up import cluster, layer, linear, model
 from shoal.core.cost import Pace, Price
 from shoal.core.facts import ModelProfile, Topology
 from shoal.core.plan import Choice, Plan, Site
-from shoal.planner.timeline import Predictor, Timeline
+from shoal.planner.step import Timeline
+from shoal.planner.timeline import Predictor
 
 MB = 250_000  # float32 elements in a megabyte
 NEARLY = {"abs": 1e-3}  # flags and headers add some bytes
@@ -180,7 +181,9 @@ def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradien
         predictor.cost(Site(("cut",), "column", "")),
     )
     x_s, y_s = 4 * 10_000 * 4 / 1e6, 4 * 500 * 4 / 1e6  # both ways, one rank's rows to the other
-    assert cost.beside == pytest.approx((hidden_s, x_s), **NEARLY), (
+    assert cost.in_forward is not None and cost.in_backward is not None
+    beside = cost.in_forward.beside_s, cost.in_backward.beside_s
+    assert beside == pytest.approx((hidden_s, x_s), **NEARLY), (
         "all of it, where the weight's gradient takes longer"
     )
     assert found.waited_s == pytest.approx(x_s + y_s - hidden_s, **NEARLY)

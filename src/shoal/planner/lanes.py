@@ -22,10 +22,9 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple, final
 
-from shoal.core.cost import Pace, Traffic
+from shoal.core.cost import Direction, Phase
 from shoal.core.facts import Cluster
 
-THERE, BACK, BOTH = 1, 2, 3  # directions of the link
 _QUICK = 10.0  # as fast as this passes a burst, if the processor sends it so fast
 _OVER_S = 1e-12  # what is left of a part that is over, for rounding
 
@@ -62,9 +61,9 @@ class Lanes:
         """
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
         self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
-        ways = (BOTH, THERE, BACK) if cluster.servers else (BOTH,)
-        self._lanes: dict[int, list[deque[Job]]] = {
-            way: [deque() for _ in range(number)] for way in ways
+        directions = tuple(Direction) if cluster.servers else (Direction.BOTH,)
+        self._lanes: dict[Direction, list[deque[Job]]] = {
+            direction: [deque() for _ in range(number)] for direction in directions
         }
         self._duplex = cluster.duplex
         self.burst_s, self._most_burst_s = burst_s, cluster.link.burst_s
@@ -75,55 +74,63 @@ class Lanes:
         self.used: list[tuple[float, float]] = []
 
     def add(
-        self, index: int, ready_s: float, *parts: Part, way: int = BOTH, after: Job | None = None
+        self,
+        index: int,
+        ready_s: float,
+        *parts: Part,
+        direction: Direction = Direction.BOTH,
+        after: Job | None = None,
     ) -> Job:
-        """Queue a job on the lane of site `index` of those that go this way."""
-        lanes = self._lanes[way]
+        """Queue a job on the lane of site `index` of those that take this direction."""
+        lanes = self._lanes[direction]
         return self._queue(Job(ready_s, parts, after), lanes[index % len(lanes)])
 
-    def named(self, index: int, way: int) -> tuple[str, str]:
+    def named(self, index: int, direction: Direction) -> tuple[str, str]:
         """What the lanes are called that a site's gradients go over, and that its parameters come
         back over.
         """
-        number = index % len(self._lanes[way])
-        return {BOTH: (f"lane {number}",) * 2}.get(
-            way, (f"server lane {number}", f"lane {number} from servers")
-        )
+        number = index % len(self._lanes[direction])
+        if direction is Direction.BOTH:
+            return (f"lane {number}",) * 2
+        return f"server lane {number}", f"lane {number} from servers"
 
-    def wait(self, clock: float, pace: Pace, traffic: Traffic, beside_s: float = 0.0) -> float:
-        """Have the main thread at its `clock` send traffic, on the link beside lanes, compute for
+    def wait(self, clock: float, phase: Phase, beside_s: float = 0.0) -> float:
+        """Have the main thread at its `clock` send a phase, on the link beside lanes, compute for
         so long, and wait.
 
         Returns:
             The new clock.
         """
-        job = self._queue(Job(clock, self.exchange(pace, traffic)), self._main)
+        job = self._queue(Job(clock, self.parts(phase)), self._main)
         if beside_s:
             self.pay(clock + beside_s)
         self.finish([job])
         return max(job.end_s, self.now_s)
 
-    def exchange(self, pace: Pace, traffic: Traffic, way: int = BOTH) -> tuple[Part, Part, Part]:
-        """Traffic as parts of a job."""
-        busy_byte_s, busy_s = (
-            pace.cpu.byte_s / self.turn,
-            traffic.rounds * pace.cpu.round_s / self.turn,
+    def parts(self, phase: Phase, first_s: float = 0.0) -> list[Part]:
+        """A phase as parts of a job, which computes for so long before all."""
+        pace, rounds = phase.pace, phase.traffic.rounds
+        nbytes = (
+            phase.traffic.worst if phase.shown == 1 else phase.traffic.scaled(phase.shown).worst
         )
+        busy_byte_s, busy_s = pace.cpu.byte_s / self.turn, rounds * pace.cpu.round_s / self.turn
         byte_s = max(pace.wall.byte_s, busy_byte_s)
-        sent = Part(traffic.worst * byte_s, busy_byte_s / byte_s if byte_s else 0.0, link=way)
-        return (
-            sent,
-            self.compute(busy_s),
-            Part(max(0.0, traffic.rounds * pace.wall.round_s - busy_s)),
-        )
+        sent = Part(nbytes * byte_s, busy_byte_s / byte_s if byte_s else 0.0, phase.direction)
+        return [
+            part
+            for part in (
+                self.compute(first_s + phase.before_s),
+                sent,
+                self.compute(busy_s),
+                Part(max(0.0, rounds * pace.wall.round_s - busy_s)),
+                self.compute(phase.after_s),
+            )
+            if part.seconds or part is sent
+        ]
 
     def compute(self, seconds: float) -> Part:
         """Compute as a part of a job."""
         return Part(seconds, processor=1.0)
-
-    def processor_s(self, pace: Pace, traffic: Traffic) -> float:
-        """Processor time of some traffic."""
-        return pace.cpu.of(traffic) / self.turn
 
     def pay(self, clock: float) -> float:
         """Run the lanes while the main thread computes up to its `clock`, were it alone: its clock
@@ -158,7 +165,7 @@ class Lanes:
         ]
         used = max(
             sum(speed for link, speed in zip(links, speeds, strict=True) if link & way)
-            for way in (THERE, BACK)
+            for way in (Direction.OUT, Direction.IN)
         )
         main_speed = min(1.0, level)
         passed_s = min([job.left_s / speed for (job, _), speed in zip(busy, speeds, strict=True)])
@@ -186,9 +193,11 @@ class Lanes:
 
     def _shares(self, links: Sequence[int]) -> tuple[float, ...]:
         """What a job gets of the link, by the directions that it takes, where jobs take these."""
-        there, back = (sum(bool(link & way) for link in links) for way in (THERE, BACK))
+        there, back = (
+            sum(bool(link & way) for link in links) for way in (Direction.OUT, Direction.IN)
+        )
         quick = _QUICK if self.burst_s else 1.0
-        kept = quick * (self._duplex if THERE in links and BACK in links else 1.0)
+        kept = quick * (self._duplex if Direction.OUT in links and Direction.IN in links else 1.0)
         return 1.0, kept / max(there, 1), kept / max(back, 1), quick / max(there, back, 1)
 
     def _level(self, wanted: Sequence[float]) -> float:

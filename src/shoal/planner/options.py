@@ -74,8 +74,8 @@ def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
     under the layer.
     """
     cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
-    alone_s = cost.pace.wall.of(cost.traffic) + cost.lane_s + cost.forward_s + cost.backward_s
-    return alone_s - sum(cost.beside) + predictor.update_s(layer) * (cost.held + cost.elsewhere)
+    added_s = cost.alone_s + cost.forward_s + cost.backward_s - cost.beside_s
+    return added_s + predictor.update_s(layer) * (cost.held + cost.update.host)
 
 
 def pairs_of(

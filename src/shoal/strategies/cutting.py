@@ -33,7 +33,7 @@ from shoal.comm.cut_output import CutOutput
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.core.cost import Cost, Traffic, total
+from shoal.core.cost import Cost, Phase, Traffic, Update, Wait, total
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
@@ -105,16 +105,17 @@ class CutStrategy(Strategy):
         )
         product_s, half_s = (kept + more) * layer.forward_s, kept * products_s / halves
         return Cost(
-            total([forward, backward]),
-            pace,
+            in_forward=Phase(forward, pace, Wait.AT_ONCE, beside_s=later * min(x_s, product_s)),
+            in_backward=Phase(
+                backward, pace, Wait.AT_ONCE, beside_s=min(dx_s, half_s * (1 + later))
+            ),
             forward_s=product_s - layer.forward_s + messages_s,
             backward_s=(kept - 1) * products_s
             - (1 - part) * taken_anew_s
             + (halves - 1) * (more * products_s / 2 + messages_s),
             memory_bytes=part * layer.nbytes,
-            awaited=(forward, backward),
-            beside=(later * min(x_s, product_s), min(dx_s, half_s * (1 + later))),
             held=part,
+            update=Update(main=part),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

@@ -31,7 +31,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.core.cost import Cost, total
+from shoal.core.cost import Cost, Phase, Update, Wait, total
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.role import Role
@@ -68,15 +68,15 @@ class EmbeddingRows(Strategy):
         rows = move(topology, lambda source, to: of_rank[source] * row_bytes)
         slopes = move(topology, lambda source, to: of_rank[to] * row_bytes)
         forward = total([counts(layer, topology), ids, rows])
-        part = sizes[0] / layer.inputs
+        part, pace = sizes[0] / layer.inputs, cluster.move_pace
         return Cost(
-            total([forward, slopes]),
-            cluster.move_pace,
+            in_forward=Phase(forward, pace, Wait.AT_ONCE),
+            in_backward=Phase(slopes, pace, Wait.AT_ONCE),
             backward_s=-min(layer.own_product_s, layer.backward_s)
             + layer.product_s_per_row * layer.rows,
             memory_bytes=part * layer.nbytes,
-            awaited=(forward, slopes),
             held=part,
+            update=Update(main=part),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.core.cost import Cost, Traffic
+from shoal.core.cost import Cost, Phase, Traffic
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
 from shoal.strategies.copies import plain
@@ -70,10 +70,12 @@ class Factor(Strategy):
         )
         itemsize = layer.parameters[0].itemsize
         return Cost(
-            Traffic((sent,) * ranks, (sent,) * ranks, rounds=2, leaving=leaving),
-            cluster.pace("direct"),  # its gathers are `direct`'s second half
+            in_backward=Phase(
+                Traffic((sent,) * ranks, (sent,) * ranks, rounds=2, leaving=leaving),
+                cluster.pace("direct"),  # its gathers are `direct`'s second half
+                after_s=layer.product_s(layer.rows * ranks),
+            ),
             backward_s=-min(layer.own_product_s, layer.backward_s),
-            lane_s=layer.product_s(layer.rows * ranks),
             memory_bytes=layer.nbytes
             + ranks * layer.rows * (layer.inputs + layer.outputs) * itemsize,
         )

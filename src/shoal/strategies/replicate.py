@@ -29,7 +29,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.core.cost import Cost
+from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
 from shoal.core.role import Role
@@ -58,7 +58,9 @@ class Replicate(Strategy):
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         return Cost(
-            traffic, cluster.pace(str(exchange)), backward_s=pack_s, memory_bytes=bucket.nbytes
+            in_backward=Phase(traffic, cluster.pace(str(exchange))),
+            backward_s=pack_s,
+            memory_bytes=bucket.nbytes,
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

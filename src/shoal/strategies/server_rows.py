@@ -29,7 +29,7 @@ from shoal.comm.tables import GRADIENTS, HEADER_BYTES, ID_BYTES, FarTable, Table
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.core.cost import Cost, Traffic, total
+from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
 from shoal.strategies.cutting import refused
@@ -63,13 +63,12 @@ class ServerRows(Strategy):
         forward = _between(cluster, asked, rows, rounds=2)
         backward = _between(cluster, asked + rows + servers * HEADER_BYTES, 0.0, rounds=0)
         return Cost(
-            total([forward, backward]),
-            cluster.move_pace,
+            in_forward=Phase(forward, cluster.move_pace, Wait.AT_ONCE),
+            in_backward=Phase(backward, cluster.move_pace, Wait.AT_ONCE),
             backward_s=-min(layer.own_product_s, layer.backward_s)
             + layer.product_s_per_row * layer.rows,
-            awaited=(forward, backward),
             held=0.0,
-            elsewhere=1 / servers,
+            update=Update(main=0.0, host=1 / servers),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

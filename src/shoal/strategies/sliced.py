@@ -43,7 +43,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer, Slice, Transfer, Turn
-from shoal.core.cost import Cost
+from shoal.core.cost import Cost, Direction, Phase, Update, Wait
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
@@ -128,14 +128,22 @@ def owned_cost(
     bucket = Bucket(sum(widths), itemsize, widths)
     own_bytes = max(widths[: cluster.size]) * itemsize
     pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
+    traffic, pace = exchange.traffic(bucket, topology), cluster.pace(str(exchange))
+    if topology.servers:
+        going, coming = traffic.one_way(topology.workers)
+        out, back = Direction.OUT, Direction.IN
+    else:
+        going = coming = traffic.half
+        out = back = Direction.BOTH
     return Cost(
-        exchange.traffic(bucket, topology),
-        cluster.pace(str(exchange)),
-        backward_s=pack_s,
+        in_backward=Phase(going, pace, Wait.NEVER, out),
         # new parameters are taken out; own sums are kept, own new values put in before
-        lane_s=pack_s + 2 * own_s,
+        after_step=Phase(coming, pace, direction=back, after_s=pack_s + 2 * own_s),
+        backward_s=pack_s,
         memory_bytes=bucket.nbytes + own_bytes,
-        owned=largest / sum(p.numel for p in parameters) if largest else 1.0,
+        update=Update(
+            main=0.0, lane=largest / sum(p.numel for p in parameters) if largest else 1.0
+        ),
     )
 
 

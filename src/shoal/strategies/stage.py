@@ -37,7 +37,7 @@ from shoal.comm.tail_hosts import GRADIENTS, VALUES
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
-from shoal.core.cost import Cost, Traffic
+from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile, Tail
 from shoal.core.role import Role
@@ -97,19 +97,15 @@ class Stage(Strategy):
         )
         shown = 1 / count  # of the bytes: the rest hides while workers compute
         return Cost(
-            _traffic(cluster, tail.sent_bytes, tail.received_bytes),
-            pace,
+            in_forward=Phase(out, pace, Wait.AT_ONCE, shown=shown),
+            in_backward=Phase(back, pace, Wait.AT_ONCE, shown=shown),
             forward_s=forward_s - shown * pace.wall.of(out) - tail.body_forward_s - tail.forward_s,
             backward_s=backward_s
             - shown * pace.wall.of(back)
             - tail.body_backward_s
             - tail.backward_s,
-            awaited=(
-                _traffic(cluster, shown * tail.sent_bytes, 0.0),
-                _traffic(cluster, 0.0, shown * tail.received_bytes),
-            ),
             held=0.0,
-            elsewhere=1.0,
+            update=Update(main=0.0, host=1.0),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:

@@ -1,0 +1,358 @@
+"""One step as the planner sees it: what a plan's sites send, beside the compute they hide under.
+
+One rank's main thread computes. Its lanes send sites in the plan's order and share one link:
+
+    backward   |── layer 9 ──|── layer 8 ──|─────── layer 7 ───────|
+    lane 0                   |▒▒ send 9 ▒▒|== multiply ==|              1
+    lane 1                                 |·waits·|▒▒ send 8, 7 ▒▒▒|   2
+    step = forward + waited + max(backward, last lane) + optimizer      3
+
+1  A job of a lane is its phase's compute and traffic (core/cost.py).
+2  A site is sent when its last layer's gradient is there, and all sites before it have been sent.
+3  The optimizer waits for the sites whose backward phase says so (`Wait.WHEN_NEEDED`).
+
+Of a site with owners the gradients are waited for by nobody. The rest follows after the step:
+
+    forward    |─ 1 ─|─ 2 ─|┄┄ waited ┄┄|── 3 ──|                       5
+    lanes      |= update 1 =|▒▒ back 1 ▒▒|▒▒▒ back 3 ▒▒▒|               4
+
+4  Owners update and send back on the site's lane, last site first. Servers first send back what
+   was late.
+5  The next forward waits layer by layer. It is taken to be this step's own: a steady state.
+
+    forward    |─ 1 ─|┄┄ rows ┄┄|─ 2, cut ─|┄┄                          6
+
+6  The main thread itself sends what is `Wait.AT_ONCE`, as the rows of cut layers. It computes
+   beside some of it, and waits for the rest on the link that it shares with the lanes.
+
+What hides costs nothing until link or processor is full (lanes.py). Equations: docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from math import inf
+from typing import final
+
+from shoal.core.cost import Cost, Direction, Phase, Traffic, Wait, total
+from shoal.core.plan import Site
+from shoal.core.trace import MAIN, Event, Rate
+from shoal.planner.lanes import Job, Lanes
+
+
+@dataclass(frozen=True)
+class Span:
+    """One site on its lane: seconds since backward began."""
+
+    site: Site
+    ready_s: float
+    sent_s: float  # its last byte is through
+    end_s: float  # its gradients are there, or with their owners
+    back_s: float  # its parameters are back from their owners; 0 where it has none
+    lanes: tuple[str, str]  # it goes over, and comes back over
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as the planner sees it, on one rank."""
+
+    forward_s: float  # of the main thread, with what lanes take from it
+    waited_s: float  # in forward, for parameters that their owners send
+    backward_s: float  # of the main thread, with what lanes take from it
+    end_s: float  # since backward began, until every gradient is there that is waited for
+    optimizer_s: float  # of what is not updated by owners
+    spans: tuple[Span, ...]
+    traffics: tuple[Traffic, ...]  # of the sites
+    late: int  # sites that are still on their way to servers when backward ends
+    burst_s: float = 0.0  # of the link that pass for free when it ends
+    used: tuple[tuple[float, float], ...] = ()  # from when on how much of the link
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step."""
+        return self.forward_s + self.waited_s + self.end_s + self.optimizer_s
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes through the busiest direction of the busiest rank's link."""
+        return total(self.traffics).worst
+
+    def events(self) -> list[Event]:
+        """The step as events from the start of its backward: what a trace of it should look
+        like.
+        """
+        optimizer_end_s = self.end_s + self.optimizer_s
+        forward_end_s = optimizer_end_s + self.forward_s + self.waited_s
+        events = [
+            Event("backward", MAIN, 0.0, self.backward_s),
+            Event("wait for gradients", MAIN, self.backward_s, self.end_s),
+            Event("optimizer", MAIN, self.end_s, optimizer_end_s),
+            Event("forward, waits included", MAIN, optimizer_end_s, forward_end_s),
+        ]
+        for number, span in enumerate(self.spans):
+            there, back = span.lanes
+            label = f"site {number} ({span.site.strategy}: {', '.join(span.site.layers[:2])})"
+            events.append(Event(f"exchange {label}", there, span.ready_s, span.end_s))
+            if span.back_s:
+                begin_s = max(span.end_s, self.end_s)
+                events.append(Event(f"update and return {label}", back, begin_s, span.back_s))
+        return events
+
+    def rates(self, bytes_per_s: float) -> list[Rate]:
+        """What the link carries, in the busier direction, as it is taken for one of so many bytes a
+        second.
+        """
+        return [Rate("link", at_s, used * bytes_per_s * 8e-6) for at_s, used in self.used]
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A step in which nothing is sent, as profiled."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    needed_s: tuple[tuple[str, float], ...]  # since forward began, each layer in its order
+    ready_s: tuple[tuple[str, float], ...]  # since backward began, each layer in its order
+    nbytes: Mapping[str, int]  # of each layer's parameters
+
+    def update_s(self, site: Site) -> float:
+        """Seconds of the optimizer for a site."""
+        return self.optimizer_s * self.share(site)
+
+    def share(self, site: Site) -> float:
+        """A site's part of all parameters, by bytes."""
+        nbytes = sum(self.nbytes[layer] for layer in site.layers)
+        return nbytes / site.parts / self.total_nbytes
+
+    @cached_property
+    def total_nbytes(self) -> int:
+        """Bytes of all parameters, at least 1."""
+        return max(sum(self.nbytes.values()), 1)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A site, and what serving it costs."""
+
+    site: Site
+    cost: Cost
+    backward_with: str  # the layer with which its change of the backward comes
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A site's gradients on a lane."""
+
+    priced: Priced
+    lane: int  # its number among the sites that go in this direction
+    direction: Direction
+    sent: Job
+
+
+@final
+class Step:
+    """Runs one step of sites on lanes."""
+
+    def __init__(self, compute: Compute, sites: Sequence[Priced], lanes: Lanes) -> None:
+        self._compute, self._sites, self._lanes = compute, sites, lanes
+        self._cut = {p.site.layers[-1]: p for p in sites if p.cost.on_main_thread}
+        self._on_lanes = [p for p in sites if any(map(_on_lane, p.cost.phases))]
+
+    def run(self, late: int | None = None) -> Timeline:
+        """The timeline; of sites at servers so many come back first, by default those that are
+        late.
+        """
+        lanes = self._lanes
+        flights = self._backward()
+        backward_s = lanes.now_s
+        needed = [flight.sent for flight in flights if _is_needed(flight.priced.cost.in_backward)]
+        lanes.finish(needed)  # 3
+        end_s = max([backward_s, *(job.end_s for job in needed)])
+        at_servers = [flight for flight in flights if _returns(flight) is Direction.IN]
+        if late is None:
+            late = sum(flight.sent.end_s == inf for flight in at_servers)
+        returned = self._returned(flights, at_servers[max(0, len(at_servers) - late) :], end_s)
+        optimizer_s = self._optimizer_s()
+        forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, returned)
+        lanes.finish([*(flight.sent for flight in flights), *returned.values()])
+        return Timeline(
+            forward_s,
+            waited_s,
+            backward_s,
+            end_s,
+            optimizer_s,
+            tuple(self._span(flight, returned.get(flight)) for flight in flights),
+            tuple(priced.cost.traffic for priced in self._sites),
+            late,
+            lanes.burst_s,
+            (*lanes.used, (lanes.now_s, 0.0)),
+        )
+
+    def _backward(self) -> list[_Flight]:
+        """Compute backward, and send each site as its gradients come."""
+        lanes, waiting = self._lanes, deque(self._on_lanes)
+        numbers = {direction: count() for direction in Direction}
+        last_layers = {priced.site.layers[-1] for priced in waiting}
+        flights: list[_Flight] = []
+        come: set[str] = set()
+        clock = 0.0
+        for layer, seconds in self._last_rank():
+            clock += seconds
+            if layer in self._cut:
+                clock = self._waited_in_backward(self._cut[layer].cost, clock)  # 6
+            elif layer in last_layers:
+                clock = lanes.pay(clock)
+            come.add(layer)
+            while waiting and waiting[0].site.layers[-1] in come:  # 2
+                priced = waiting.popleft()
+                phase = _on_lane(priced.cost.in_backward)
+                direction = phase.direction if phase else Direction.BOTH
+                number = next(numbers[direction])
+                parts = lanes.parts(phase) if phase else ()
+                job = lanes.add(number, clock, *parts, direction=direction)  # 1
+                flights.append(_Flight(priced, number, direction, job))
+        lanes.pay(clock)
+        return flights
+
+    def _last_rank(self) -> Iterator[tuple[str, float]]:
+        """The backward of the rank for which all others wait: each layer, and seconds since the one
+        before.
+
+        Where ranks share cores they do not keep step, but take turns: the last has to wait, and is
+        then faster. They meet at each layer that is cut over them.
+        """
+        turn, changes = self._lanes.turn, self._changes()
+        profiled_s, spared_s = 0.0, 0.0
+        run: list[tuple[str, float]] = []  # since they have met
+        for layer, ready_s in (*self._compute.ready_s, ("", self._compute.backward_s)):
+            change_s = changes.get(layer, 0.0) + spared_s
+            own_s = ready_s - profiled_s + change_s
+            spared_s = min(0.0, own_s) if change_s < 0 else 0.0
+            run.append((layer, max(0.0, own_s)))
+            profiled_s = max(profiled_s, ready_s)
+            if layer in self._cut or not layer:
+                waits_s = (1 - turn) * sum(seconds for _, seconds in run)
+                for index, (name, seconds) in enumerate(run):
+                    yield name, turn * seconds + (0.0 if index else waits_s)
+                run = []
+
+    def _changes(self) -> Mapping[str, float]:
+        """What strategies change in the backward of layers."""
+        changes: dict[str, float] = defaultdict(float)
+        for priced in self._sites:
+            changes[priced.backward_with] += priced.cost.backward_s
+        return changes
+
+    def _waited_in_backward(self, cost: Cost, clock: float) -> float:
+        """The main thread's clock when a cut layer's backward is over: it computes the last seconds
+        of that beside what it waits for.
+        """
+        phase, lanes = cost.in_backward, self._lanes
+        if phase is None or phase.wait is not Wait.AT_ONCE:
+            return lanes.pay(clock)
+        # as `_last_rank` has that compute
+        beside_s = min(lanes.turn * phase.beside_s, max(0.0, clock - lanes.now_s))
+        return lanes.wait(lanes.pay(clock - beside_s), phase, beside_s)
+
+    def _returned(
+        self, flights: Sequence[_Flight], first: Sequence[_Flight], end_s: float
+    ) -> dict[_Flight, Job]:
+        """Send parameters back, updated by their owners, from the end of backward on."""  # 4
+        returned: dict[_Flight, Job] = {}
+        for flight in dict.fromkeys((*first, *reversed(flights))):
+            site, cost = flight.priced.site, flight.priced.cost
+            if phase := cost.after_step:
+                update_s = self._compute.update_s(site) * cost.update.lane
+                returned[flight] = self._lanes.add(
+                    flight.lane,
+                    end_s,
+                    *self._lanes.parts(phase, update_s),
+                    direction=phase.direction,
+                    after=flight.sent,
+                )
+        return returned
+
+    def _optimizer_s(self) -> float:
+        """Seconds of the main thread's own updates."""
+        spared = {
+            layer: 1 - priced.cost.update.main
+            for priced in self._sites
+            for layer in priced.site.layers
+        }
+        nbytes = self._compute.nbytes
+        spared_bytes = sum(nbytes[layer] * part for layer, part in spared.items() if part)
+        return self._compute.optimizer_s * (1 - spared_bytes / self._compute.total_nbytes)
+
+    def _forward(
+        self, end_s: float, begin_s: float, returned: Mapping[_Flight, Job]
+    ) -> tuple[float, float]:
+        """Seconds of the forward's compute, and of its waiting for parameters and for what cut
+        layers send.
+
+        It begins after the optimizer; what is updated elsewhere is so from the end of backward on.
+        """
+        lanes, back = self._lanes, _by_layer(returned)
+        clock, passed_s, waited_s, change_s = begin_s, 0.0, 0.0, 0.0
+        for layer, needed_s in self._compute.needed_s:
+            own_s = needed_s - passed_s + change_s
+            clock += max(0.0, own_s)
+            passed_s, change_s = needed_s, min(0.0, own_s)
+            if layer not in back and layer not in self._cut:
+                continue
+            clock = lanes.pay(clock)
+            if layer in self._cut:  # 6
+                cost = self._cut[layer].cost
+                beside_s = cost.in_forward.beside_s if cost.in_forward else 0.0
+                called_s, clock = clock, self._waited_in_forward(self._cut[layer], clock, end_s)
+                waited_s += clock - called_s - beside_s
+                change_s += cost.forward_s - beside_s
+            if layer in back:  # 5
+                lanes.finish(back[layer])
+                missing_s = max(0.0, *(job.end_s - clock for job in back[layer]))
+                clock, waited_s = clock + missing_s, waited_s + missing_s
+        own_s = self._compute.forward_s - passed_s + change_s
+        clock = lanes.pay(clock + max(0.0, own_s))
+        return clock - begin_s - waited_s, waited_s
+
+    def _waited_in_forward(self, priced: Priced, clock: float, end_s: float) -> float:
+        """The main thread's clock when what a cut layer is called with is there, and updated."""
+        updated_s = end_s + self._compute.update_s(priced.site) * priced.cost.update.host
+        clock, phase = max(clock, updated_s), priced.cost.in_forward
+        if phase is None or phase.wait is not Wait.AT_ONCE:
+            return clock
+        return self._lanes.wait(clock, phase, phase.beside_s)
+
+    def _span(self, flight: _Flight, back: Job | None) -> Span:
+        sent, back_s = flight.sent, back.end_s if back else 0.0
+        names = self._lanes.named(flight.lane, flight.direction)
+        return Span(flight.priced.site, sent.ready_s, sent.sent_s, sent.end_s, back_s, names)
+
+
+def _on_lane(phase: Phase | None) -> Phase | None:
+    """The phase, if a lane sends it."""
+    return None if phase is None or phase.wait is Wait.AT_ONCE else phase
+
+
+def _is_needed(phase: Phase | None) -> bool:
+    return phase is not None and phase.wait is Wait.WHEN_NEEDED
+
+
+def _returns(flight: _Flight) -> Direction | None:
+    """In which direction of the link parameters come back, if they do."""
+    phase = flight.priced.cost.after_step
+    return phase.direction if phase else None
+
+
+def _by_layer(returned: Mapping[_Flight, Job]) -> Mapping[str, Iterable[Job]]:
+    """What each layer's forward waits for."""
+    back: dict[str, list[Job]] = defaultdict(list)
+    for flight, job in returned.items():
+        if _is_needed(flight.priced.cost.after_step):
+            for layer in flight.priced.site.layers:
+                back[layer].append(job)
+    return back
