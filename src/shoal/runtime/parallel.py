@@ -329,11 +329,11 @@ def _require_same_batches(comm: Comm, mine: str) -> None:
 def measured_cluster(session: Session, asked: Iterable[str] = ()) -> Cluster:
     """The session's ranks and links, measured at the first call (a collective).
 
-    Exchanges that are `asked` for are measured too, where they were not yet.
+    Exchanges that are `asked` for are measured too, where others were and they were not.
     """
     cluster = _measured(session)
     more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
-    if more and cluster.size > 1:
+    if more and cluster.paces:
         comm = session.comm
         sharing = comm.gather_objects(_machine()).count(_machine())
         lanes = [comm.channel(f"probe{i} of {', '.join(more)}") for i in range(LANES)]
