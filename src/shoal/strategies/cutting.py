@@ -75,48 +75,62 @@ class CutStrategy(Strategy):
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
+        """What a cut layer costs, by these equations (docs/planner.md has them too).
+
+        P ranks, K rows a rank, c chunks, n products in backward: 2, or 1 where x takes no gradient.
+        A product of k rows takes a + b·k seconds on the whole weight.
+
+            part         its width ÷ all widths          of the rank that has most of the weight
+            grown        part·(a + b·P·K) / (a + b·K)    a product's time: its part, rows of all
+            repeated     part·a / (a + b·K)              what each further chunk adds to that
+            memory_s     own product − (a + b·K)         to take memory for the weight's gradient
+            products_s   backward − memory_s             of the layer as profiled
+            later_part   1 − 1/c                         rows that come after the first chunk
+            entering_s   bytes of x · byte_s             that may hide: all but the latency
+            leaving_s    bytes of dx at the move's pace  that may hide
+            messages_s   (c−1) · processor's round_s     of further chunks, each way
+            forward      (grown + (c−1)·repeated) · profiled forward + messages_s
+            backward     grown·products_s + part·memory_s, and with dx
+                         (c−1)·repeated·products_s/2 + messages_s
+            hidden       later_part · min(entering_s, forward's product) in forward,
+                         min(leaving_s, grown·products_s/n · (1 + later)) in backward
+        """
         (layer,) = layers
-        ranks = cluster.size
-        widths = cut_sizes((layer.outputs, layer.inputs)[self.dim], ranks)
-        there, back = self.moved(layer, widths, cluster.topology)
-        forward, backward, pace = total(there), total(back), cluster.move_pace
-        part, own_s, all_s = (
-            widths[0] / sum(widths),
-            layer.product_s(layer.rows),
-            layer.product_s(ranks * layer.rows),
-        )
-        taken_anew_s = max(0.0, layer.own_product_s - own_s)  # the memory of the weight's gradient
-        products_s = max(0.0, layer.backward_s - taken_anew_s)
-        kept = part * all_s / own_s if own_s else 1.0  # of each product,
-        # and what every further chunk adds to it
-        again = part * layer.product_fixed_s / own_s if own_s else 0.0
-        x_s = dx_s = 0.0  # what may hide of their way in, and back
-        # of backward, x's gradient and the weight's
-        chunks, halves = 1, 2 if layer.input_grad else 1
+        pace, widths = cluster.move_pace, self._widths(layer, cluster)
+        entering, returning = self.moved(layer, widths, cluster.topology)
+        part = widths[0] / sum(widths)
+        own_s, all_s = layer.product_s(layer.rows), layer.product_s(cluster.size * layer.rows)
+        grown = part * all_s / own_s if own_s else 1.0
+        repeated = part * layer.product_fixed_s / own_s if own_s else 0.0
+        memory_s = max(0.0, layer.own_product_s - own_s)
+        products_s = max(0.0, layer.backward_s - memory_s)
+        num_products = 2 if layer.input_grad else 1
+        chunks, entering_s, leaving_s = 1, 0.0, 0.0
         if layer.kind == "Linear" and not self.takes_parts:
             chunks = max(1, min(layer.chunks, layer.rows // max(layer.calls, 1)))
-            # the first does not come before its latency is over
-            x_s = there[1].worst * pace.wall.byte_s
-            dx_s = pace.wall.of(back[-1]) if layer.input_grad else 0.0
-        later, more, messages_s = (
-            1 - 1 / chunks,
-            (chunks - 1) * again,
-            (chunks - 1) * pace.cpu.round_s,
-        )
-        product_s, half_s = (kept + more) * layer.forward_s, kept * products_s / halves
+            entering_s = entering[1].worst * pace.wall.byte_s
+            leaving_s = pace.wall.of(returning[-1]) if layer.input_grad else 0.0
+        later_part = 1 - 1 / chunks
+        all_repeated, messages_s = (chunks - 1) * repeated, (chunks - 1) * pace.cpu.round_s
+        forward_product_s = (grown + all_repeated) * layer.forward_s
+        backward_s = (grown - 1) * products_s - (1 - part) * memory_s
+        if layer.input_grad:
+            backward_s += all_repeated * products_s / 2 + messages_s
+        hidden_forward_s = later_part * min(entering_s, forward_product_s)
+        hidden_backward_s = min(leaving_s, grown * products_s / num_products * (1 + later_part))
         return Cost(
-            in_forward=Phase(forward, pace, Wait.AT_ONCE, beside_s=later * min(x_s, product_s)),
-            in_backward=Phase(
-                backward, pace, Wait.AT_ONCE, beside_s=min(dx_s, half_s * (1 + later))
-            ),
-            forward_s=product_s - layer.forward_s + messages_s,
-            backward_s=(kept - 1) * products_s
-            - (1 - part) * taken_anew_s
-            + (halves - 1) * (more * products_s / 2 + messages_s),
+            in_forward=Phase(total(entering), pace, Wait.AT_ONCE, beside_s=hidden_forward_s),
+            in_backward=Phase(total(returning), pace, Wait.AT_ONCE, beside_s=hidden_backward_s),
+            forward_s=forward_product_s - layer.forward_s + messages_s,
+            backward_s=backward_s,
             memory_bytes=part * layer.nbytes,
             held=part,
             update=Update(main=part),
         )
+
+    def _widths(self, layer: LayerProfile, cluster: Cluster) -> list[int]:
+        """Of each rank's part of the weight, the first of which is widest."""
+        return cut_sizes((layer.outputs, layer.inputs)[self.dim], cluster.size)
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         ((name, module),) = place.layers.items()
