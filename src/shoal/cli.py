@@ -7,7 +7,6 @@ under `shoal lab`), or starts `--workers N` of them on this machine, each runnin
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from shoal.core.errors import ShoalError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.placement import BALANCED, POLICIES
 from shoal.core.plan import MICRO_BATCHES
+from shoal.launch import rendezvous
 from shoal.launch.lab import QUEUE, Lab
 from shoal.launch.local import Local
 from shoal.runtime.recipe import Recipe, load
@@ -96,7 +96,7 @@ def main() -> None:
 def _in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
     """Refuse, before any work, a file that cannot be written when the work is done."""
     # who writes it
-    if path is not None and os.environ.get("RANK", "0") == "0" and not path.parent.is_dir():
+    if path is not None and rendezvous.is_first() and not path.parent.is_dir():
         raise UsageError(
             f"there is no folder {path.parent}",
             got=f"{option.opts[0]} {path}",
@@ -182,7 +182,7 @@ def _distributed(workers: int | None) -> None:
     """Become a launcher of this very command where ranks are to be started; return where this
     process is a rank.
     """
-    if "RANK" in os.environ:
+    if rendezvous.is_rank():
         return
     if workers is not None and workers > 1:
         command = (sys.executable, "-m", "shoal", *sys.argv[1:])

@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from shoal.comm.process_group import alone, join
+from shoal.comm.process_group import join
 from shoal.contracts.launcher import Job
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError
 from shoal.launch.local import Local
+from shoal.launch.rendezvous import seat
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -23,8 +25,10 @@ import os
 import torch
 from shoal.comm.process_group import join
 from shoal.core.errors import RanksDiffer
+from shoal.launch.rendezvous import seat
 
-comm = join(timeout_s=60, start_timeout_s=60, host=f"h{int(os.environ['RANK']) // 2}")
+os.environ["SHOAL_HOST"] = f"h{int(os.environ['RANK']) // 2}"
+comm = join(seat(), timeout_s=60, start_timeout_s=60)
 rank, size = comm.rank, comm.size
 lane, other = comm.channel("lane"), comm.channel("other")
 assert lane.topology.hosts == comm.topology.hosts == ("h0", "h0", "h1")
@@ -66,12 +70,15 @@ time.sleep(0.2 if rank == 0 else 1.0)
 GIVEN_GROUP = """
 import torch
 import torch.distributed as dist
-from shoal.comm.process_group import alone, join
+from dataclasses import replace
+from shoal.comm.process_group import has_joined, join
+from shoal.launch.rendezvous import seat
 
 dist.init_process_group("gloo")
 group = dist.group.WORLD
-assert not alone()
-comm = join(timeout_s=60, start_timeout_s=60, host=f"h{dist.get_rank()}")
+assert has_joined()
+place = replace(seat(has_joined=True), host=f"h{dist.get_rank()}")
+comm = join(place, timeout_s=60, start_timeout_s=60)
 assert comm.topology.hosts == ("h0", "h1")
 assert comm.channel("lane").gather_objects(comm.rank) == [0, 1]
 assert dist.group.WORLD is group
@@ -84,8 +91,9 @@ THREADS = """
 import os, threading
 import torch
 from shoal.comm.process_group import join
+from shoal.launch.rendezvous import seat
 
-comm = join(timeout_s=60, start_timeout_s=60, host="here")
+comm = join(seat(), timeout_s=60, start_timeout_s=60)
 comm.channel("lane").gather_objects(1)
 comm.group(range(2)).all_reduce(torch.ones(1))
 comm.leave(None)
@@ -108,40 +116,6 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     yield store
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"RANK": None}, "RANK is not set"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
-        ({"MASTER_PORT": "here"}, "'here'"),
-        ({"RANK": "3"}, "RANK=3, WORLD_SIZE=3"),
-        ({"RANK": "-1"}, "'-1'"),
-    ],
-    ids=str,
-)
-def test_variables_that_do_not_fit_are_named(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], said: str
-) -> None:
-    for name, value in changed.items():
-        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name)
-    assert not alone()
-    with pytest.raises(UsageError, match=said):
-        join(1, 1, "here")
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"), [({}, True), ({"WORLD_SIZE": "1", "RANK": "0"}, True)]
-)
-def test_a_process_without_others_is_alone(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: bool
-) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert alone() is expected
-
-
 def test_missing_ranks_are_named_within_the_time_and_a_late_one_hears_it_at_once(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,13 +123,13 @@ def test_missing_ranks_are_named_within_the_time_and_a_late_one_hears_it_at_once
     with pytest.raises(
         MissingRank, match=r"2 of 3 ranks did not start within 0\.4 s: rank 1, rank 2"
     ) as error:
-        join(60, 0.4, "here")
+        join(seat(), 60, 0.4)
     assert 0.3 < time.monotonic() - began < 2
     assert error.value.rank == 1
     monkeypatch.setenv("RANK", "2")
     began = time.monotonic()
     with pytest.raises(MissingRank, match="2 of 3 ranks"):
-        join(60, 30, "here")
+        join(seat(), 60, 30)
     assert time.monotonic() - began < 2
 
 
@@ -174,7 +148,7 @@ def test_a_missing_rank_0_is_named_within_the_time(
     with pytest.raises(
         MissingRank, match=f"rank 0 .* did not start within 0.5 s: no answer from 127.0.0.1:{free}"
     ):
-        join(60, 0.5, "here")
+        join(seat(), 60, 0.5)
     assert time.monotonic() - began < 2
     assert capfd.readouterr().err == ""
 
@@ -182,14 +156,14 @@ def test_a_missing_rank_0_is_named_within_the_time(
 def test_a_port_that_is_taken_is_said(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # so rank 0 holds the store itself
     with pytest.raises(UsageError, match=f"cannot listen at 127.0.0.1:{store.port}"):
-        join(60, 1, "here")
+        join(seat(), 60, 1)
 
 
 def test_two_processes_with_one_rank_are_told(store: TCPStore) -> None:
     with ThreadPoolExecutor(2) as threads:
         errors = {
             type(each.exception())
-            for each in [threads.submit(join, 60, 0.5, "here") for _ in range(2)]
+            for each in [threads.submit(join, seat(), 60, 0.5) for _ in range(2)]
         }
     # the second one, and the first, which goes on waiting for the others
     assert errors == {UsageError, MissingRank}
@@ -215,13 +189,13 @@ def test_a_rank_started_otherwise_is_told(
     with pytest.raises(
         RanksDiffer, match=rf"rank 2 \(host h2\) was started with another {variable}"
     ):
-        join(60, 5, "here")
+        join(seat(), 60, 5)
 
 
 @pytest.mark.parametrize(("servers", "tail"), [(0, 2), (1, 1)])
 def test_a_tail_that_cannot_be_is_refused(store: TCPStore, servers: int, tail: int) -> None:
     with pytest.raises(UsageError, match="a tail needs two workers"):
-        join(60, 5, "here", servers, tail)
+        join(replace(seat(), servers=servers, tail=tail), 60, 5)
 
 
 @pytest.mark.processes

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, final
 
@@ -26,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.heartbeat import Heartbeat
 from shoal.contracts.comm import Comm
-from shoal.contracts.launcher import scope
+from shoal.contracts.launcher import Meeting, Seat, scope
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Topology
 
@@ -223,64 +221,43 @@ class ProcessGroupComm(Comm):
         del self._group
 
 
-def alone() -> bool:
-    """Whether nothing here speaks of other ranks."""
-    size = "1" if "RANK" not in os.environ else ""
-    return not dist.is_initialized() and os.environ.get("WORLD_SIZE", size) == "1"
+def has_joined() -> bool:
+    """Whether the program has set up a process group itself."""
+    return dist.is_initialized()
 
 
-def join(
-    timeout_s: float, start_timeout_s: float, host: str, servers: int = 0, tail: int = 0
-) -> ProcessGroupComm:
-    """Join the ranks that torchrun's environment variables describe.
-
-    The last `servers` of them are servers, or the last `tail` run the end of the model.
+def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupComm:
+    """Join the ranks.
 
     A process group that the caller has already set up stays the caller's: groups of its own are
     made beside it.
 
+    Args:
+        seat: what the launcher says; without a `meeting` where there is such a process group.
+        timeout_s: seconds after which an exchange that a rank does not take part in is an error.
+        start_timeout_s: seconds to wait for every rank.
+
     Raises:
         MissingRank: not every rank came within `start_timeout_s`; it names them.
-        UsageError: an environment variable is missing or no number that fits, or a rank is there
-            twice.
+        UsageError: a rank is there twice, or the servers and the tail leave too few workers.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    holder = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-    if dist.is_initialized():
+    if seat.meeting is None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        shared = PrefixStore(scope(attempt), dist.distributed_c10d._get_default_store())
+        shared = PrefixStore(scope(seat.attempt), dist.distributed_c10d._get_default_store())
     else:
-        rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
-        if rank >= size:
-            raise UsageError(
-                "RANK counts from 0 to WORLD_SIZE − 1",
-                got=f"RANK={rank}, WORLD_SIZE={size}",
-                do=_START,
-            )
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        store = _connect(
-            address, port, rank == holder, start_timeout_s, f"rank {rank} of {size}, host {host}"
-        )
-        shared = PrefixStore(scope(attempt), store)
+        rank, size = seat.meeting.rank, seat.meeting.size
+        store = _connect(seat.meeting, rank == seat.holder, start_timeout_s, seat.host)
+        shared = PrefixStore(scope(seat.attempt), store)
         if shared.add(f"count/{rank}", 1) > 1:
-            do = "give every process a RANK of its own"
             raise UsageError(
-                f"there is a rank {rank} already", where=f"rank {rank}, host {host}", do=do
+                f"there is a rank {rank} already",
+                where=f"rank {rank}, host {seat.host}",
+                do="give every process a RANK of its own",
             )
-    if servers >= size:
-        got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
-        raise UsageError("not every rank can be a server", got=got, do=do)
-    if tail and (servers or size - tail < max(2, tail)):
-        raise UsageError(
-            "a tail needs two workers, and as many as it has ranks itself; and no servers",
-            got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
-            do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
-        )
-    topology = _call_roll(
-        shared, rank, size, host, {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}, start_timeout_s
-    )
-    heartbeat = Heartbeat(shared, rank, topology.hosts, holder)
-    if dist.is_initialized():
+    _check_workers(seat, size)
+    topology = _call_roll(shared, rank, size, seat, start_timeout_s)
+    heartbeat = Heartbeat(shared, rank, topology.hosts, seat.holder)
+    if seat.meeting is None:
         group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
     else:
         dist.init_process_group(
@@ -291,14 +268,26 @@ def join(
     return ProcessGroupComm(group, timeout_s, heartbeat, topology)
 
 
-_START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"
+def _check_workers(seat: Seat, size: int) -> None:
+    servers, tail = seat.servers, seat.tail
+    if servers >= size:
+        got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
+        raise UsageError("not every rank can be a server", got=got, do=do)
+    if tail and (servers or size - tail < max(2, tail)):
+        raise UsageError(
+            "a tail needs two workers, and as many as it has ranks itself; and no servers",
+            got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
+            do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
+        )
 
 
 def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _connect(address: str, port: int, hold: bool, timeout_s: float, where: str) -> TCPStore:
+def _connect(meeting: Meeting, hold: bool, timeout_s: float, host: str) -> TCPStore:
+    address, port = meeting.address, meeting.port
+    where = f"rank {meeting.rank} of {meeting.size}, host {host}"
     deadline = time.monotonic() + timeout_s
     try:
         # Knock first: PyTorch's store prints its own stack where nobody listens, and takes twice
@@ -336,13 +325,11 @@ def _refusal(address: str, port: int) -> str | None:
     return None
 
 
-def _call_roll(
-    store: Store, rank: int, size: int, host: str, others: Mapping[str, int], timeout_s: float
-) -> Topology:
+def _call_roll(store: Store, rank: int, size: int, seat: Seat, timeout_s: float) -> Topology:
     """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
-    where = f"rank {rank}, host {host}"
-    mine = {"WORLD_SIZE": size, **others}
-    store.set(f"here/{rank}", json.dumps({"host": host, **mine}))
+    where = f"rank {rank}, host {seat.host}"
+    own_values = {"WORLD_SIZE": size, "SHOAL_SERVERS": seat.servers, "SHOAL_TAIL": seat.tail}
+    store.set(f"here/{rank}", json.dumps({"host": seat.host, **own_values}))
     deadline = time.monotonic() + timeout_s
     while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
         if time.monotonic() > deadline:
@@ -353,7 +340,7 @@ def _call_roll(
         time.sleep(0.05)
     everyone = [json.loads(store.get(f"here/{other}")) for other in range(size)]
     for other, there in enumerate(everyone):
-        for variable, own in mine.items():
+        for variable, own in own_values.items():
             if there[variable] != own:
                 raise RanksDiffer(
                     f"rank {other} (host {there['host']}) was started with another {variable}",
@@ -363,7 +350,8 @@ def _call_roll(
                     do=f"give the same {variable} on every rank",
                     rank=other,
                 )
-    return Topology(tuple(there["host"] for there in everyone), *others.values())
+    hosts = tuple(there["host"] for there in everyone)
+    return Topology(hosts, seat.servers, seat.tail)
 
 
 def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> MissingRank:
@@ -378,12 +366,3 @@ def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> Mis
 
 def _seconds(seconds: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds)
-
-
-def _number(name: str) -> int:
-    text = os.environ.get(name, "")
-    if not text.isdigit():
-        raise UsageError(
-            f"the environment variable {name} is not set to a number", got=repr(text), do=_START
-        )
-    return int(text)

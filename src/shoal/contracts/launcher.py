@@ -21,6 +21,28 @@ def scope(attempt: str = "0") -> str:
 
 
 @dataclass(frozen=True)
+class Meeting:
+    """Where a rank meets the others: the address of their store."""
+
+    rank: int
+    size: int  # of all ranks
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A process's place in its job, as its launcher says."""
+
+    host: str
+    servers: int = 0  # ranks, the last ones, that own parameters and do not train
+    tail: int = 0  # ranks, the last ones, that run the end of the model
+    attempt: str = "0"  # the launcher's
+    holder: int | None = 0  # the rank that holds the store; None where the launcher does
+    meeting: Meeting | None = None  # None where the program has joined the ranks itself
+
+
+@dataclass(frozen=True)
 class Job:
     """One command to run once a rank, with torchrun's environment variables set for each.
 

@@ -1,14 +1,13 @@
 """The session: this process's place among the ranks, and what it measured of the links.
 
 It is the process's; ranks that are threads each have their own, in a context variable. The
-environment is read here only.
+environment is read in launch/rendezvous.py.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,13 +20,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shoal.comm.process_group import alone, join
+from shoal.comm.process_group import has_joined, join
 from shoal.comm.tail_hosts import TailHosts
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
+from shoal.launch import rendezvous
 from shoal.report import text
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
@@ -192,14 +192,8 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
                 got=f"{timeout_s}, {start_timeout_s}",
                 do="give seconds",
             )
-        host = os.environ.get("SHOAL_HOST") or socket.gethostname()
-        servers, tail = _number_of("SHOAL_SERVERS"), _number_of("SHOAL_TAIL")
-        comm = (
-            ThreadComm(hub=Hub(hosts=(host,)))
-            if alone()
-            else join(timeout_s, start_timeout_s, host, servers, tail)
-        )
-        if servers and comm.rank >= comm.workers:
+        comm = _joined_ranks(timeout_s, start_timeout_s)
+        if comm.rank >= comm.workers and not comm.topology.tail:
             for observed in filter(None, serve(comm)):
                 text.console().print(text.staleness(comm.rank, observed))
             comm.leave(None)
@@ -217,15 +211,11 @@ def _found() -> Session | None:
     return _session.get() or next(iter(_joined), None)
 
 
-def _number_of(variable: str) -> int:
-    text = os.environ.get(variable, "0")
-    if not text.isdigit():
-        raise UsageError(
-            f"{variable} is not a number",
-            got=repr(text),
-            do="set it to how many of the ranks are that",
-        )
-    return int(text)
+def _joined_ranks(timeout_s: float, start_timeout_s: float) -> Comm:
+    """All ranks, as the environment or the program's own process group say."""
+    if rendezvous.is_alone() and not has_joined():
+        return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
+    return join(rendezvous.seat(has_joined=has_joined()), timeout_s, start_timeout_s)
 
 
 def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:

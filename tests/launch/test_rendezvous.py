@@ -1,0 +1,76 @@
+"""What a rank reads in the environment that its launcher has set."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.contracts.launcher import Meeting, Seat
+from shoal.core.errors import UsageError
+from shoal.launch.rendezvous import host_name, is_alone, seat, variables
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The variables of a rank 1 of 3, as Shoal's launchers set them."""
+    for name, value in variables("10.0.0.1", 29500, 1, 3, 0, 1).items():
+        monkeypatch.setenv(name, value)
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SHOAL_SERVERS", "SHOAL_TAIL"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_seat_is_what_the_launcher_has_said(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("SHOAL_HOST", "h7")
+    environment.setenv("SHOAL_SERVERS", "2")
+    environment.setenv("TORCHELASTIC_RESTART_COUNT", "4")
+    meeting = Meeting(1, 3, "10.0.0.1", 29500)
+    assert seat() == Seat("h7", servers=2, attempt="4", holder=None, meeting=meeting)
+    assert seat(has_joined=True) == Seat("h7", servers=2, attempt="4", holder=None)
+
+
+def test_without_a_launcher_that_holds_the_store_rank_0_does(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert seat().holder == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"RANK": None}, "RANK is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"MASTER_PORT": "here"}, "'here'"),
+        ({"RANK": "3"}, "RANK=3, WORLD_SIZE=3"),
+        ({"RANK": "-1"}, "'-1'"),
+        ({"SHOAL_SERVERS": "two"}, "SHOAL_SERVERS is not set to a number"),
+    ],
+    ids=str,
+)
+def test_variables_that_do_not_fit_are_named(
+    environment: pytest.MonkeyPatch, changed: dict[str, str | None], said: str
+) -> None:
+    for name, value in changed.items():
+        environment.setenv(name, value) if value is not None else environment.delenv(name)
+    assert not is_alone()
+    with pytest.raises(UsageError, match=said):
+        seat()
+
+
+@pytest.mark.parametrize(
+    "there", [{}, {"WORLD_SIZE": "1", "RANK": "0"}], ids=["no launcher", "one rank"]
+)
+def test_a_process_without_others_is_alone(
+    environment: pytest.MonkeyPatch, there: dict[str, str]
+) -> None:
+    assert not is_alone()
+    for name in ("RANK", "WORLD_SIZE"):
+        environment.delenv(name)
+    for name, value in there.items():
+        environment.setenv(name, value)
+    assert is_alone()
+
+
+def test_a_host_has_a_name_where_nobody_has_given_it_one(environment: pytest.MonkeyPatch) -> None:
+    environment.delenv("SHOAL_HOST", raising=False)
+    assert host_name()
