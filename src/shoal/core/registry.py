@@ -109,7 +109,15 @@ def register(cls: type[C]) -> type[C]:
 
 
 def unregister(cls: Any) -> None:
-    """Forget a class that was registered (UsageError where it is not)."""
+    """Forget a class that was registered (UsageError where it is not).
+
+    Example:
+        >>> import shoal
+        >>> from shoal.exchange.direct import Direct
+        >>> class Mine(Direct):
+        ...     name = "mine"
+        >>> shoal.unregister(shoal.register(Mine))
+    """
     with _lock:
         classes = _registered.get(_contract_of(cls), {})
         names = [name for name, kind in classes.items() if kind is cls]

@@ -76,7 +76,7 @@ class Lab(Launcher):
     Raises: LabError for options that no lab can have.
 
     Example (root):
-        >>> Lab(hosts=2, rate="200mbit").launch(Job(("python", "-c", "pass"), ranks=2)).exit_code
+        >>> Lab(hosts=2, rate="200mbit").launch(Job(("true",), ranks=2)).exit_code
         0
     """
 

@@ -22,7 +22,7 @@ class Local(Launcher):
     """Runs a job's ranks as processes of this machine.
 
     Example:
-        >>> Local().launch(Job(("python", "-c", "pass"), ranks=2)).exit_code
+        >>> Local().launch(Job(("true",), ranks=2)).exit_code
         0
     """
 

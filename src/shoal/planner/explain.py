@@ -29,6 +29,20 @@ def explain(
 
     Returns:
         One row a layer, and the predicted step by its parts.
+
+    Example:
+        >>> import shoal, torch
+        >>> from shoal.comm.threads import ThreadComm
+        >>> from shoal.profiling.layers import profile_model
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+        >>> sample = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> hosts = shoal.Topology(("one", "other"))
+        >>> cluster = shoal.Cluster(hosts, shoal.Link(latency_s=1e-4, bytes_per_s=125e6))
+        >>> plan = shoal.plan(model, loss_fn, optimizers, sample=sample, cluster=cluster)
+        >>> profile = profile_model(model, loss_fn, optimizers, sample, ThreadComm())
+        >>> [row.layer for row in shoal.explain(plan, profile, cluster).layers]
+        ['(model)']
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.as_is(plan)

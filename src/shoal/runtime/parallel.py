@@ -122,6 +122,16 @@ def parallelize(
         UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled
             model, or ranks that differ.
         WorldError: a rank was lost while they prepared.
+
+    Example:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> model, loss_fn, optimizer = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y))
+        >>> loss_fn(model(x), y).backward()
+        >>> optimizer.step()
     """
     session = current()
     comm = session.comm
@@ -238,6 +248,18 @@ def plan(
 
     Raises:
         UsageError: as for `parallelize`; or no cluster and no session.
+
+    Example:
+        >>> import shoal, torch
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sample = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> hosts = shoal.Topology(("one", "other"))
+        >>> link = shoal.Link(latency_s=1e-4, bytes_per_s=125e6)
+        >>> cluster = shoal.Cluster(hosts, link)
+        >>> plan = shoal.plan(model, loss_fn, optimizer, sample=sample, cluster=cluster)
+        >>> plan.ranks, len(plan.choices)
+        (2, 1)
     """
     comm = ranks() if cluster else current().comm
     tail = cluster.tail if cluster else current().tail
@@ -267,6 +289,17 @@ def plan_of(model: nn.Module) -> Plan | None:
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.
+
+    Example:
+        >>> import shoal, torch
+        >>> alone = shoal.init().size == 1
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> _ = shoal.parallelize(
+        ...     model, loss_fn, optimizer, sample=(torch.ones(8, 4), torch.zeros(8, 2))
+        ... )
+        >>> (shoal.plan_of(model) is None) == alone
+        True
     """
     session = current()
     if model not in (session.attached if session.comm.size > 1 else session.optimizers):
@@ -296,6 +329,13 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
     Raises:
         UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or
             (RanksDiffer) loaders of other lengths or batch sizes on other ranks.
+
+    Example:
+        >>> import shoal
+        >>> from torch.utils.data import DataLoader
+        >>> _ = shoal.init()
+        >>> [batch.tolist() for batch in shoal.shard(DataLoader(range(5), batch_size=2))]
+        [[0, 1], [2, 3], [4]]
     """
     session = current()
     if session.tail is not None and session.tail.is_one:

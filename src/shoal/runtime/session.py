@@ -231,7 +231,14 @@ def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
 
 
 def world() -> World:
-    """This process's rank, the number of ranks, and its host's name (UsageError before `init`)."""
+    """This process's rank, the number of ranks, and its host's name (UsageError before `init`).
+
+    Example:
+        >>> import shoal
+        >>> _ = shoal.init()
+        >>> shoal.world().rank
+        0
+    """
     return current().world
 
 

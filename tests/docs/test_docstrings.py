@@ -1,0 +1,51 @@
+"""The examples of docstrings give what they show."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.launch.lab import Lab
+from shoal.runtime.session import using
+
+FUNCTIONS = [name for name in shoal.__all__ if inspect.isfunction(getattr(shoal, name))]
+
+
+def examples() -> Iterator[doctest.DocTest]:
+    """Every docstring with an example. `Example (root):` says that it needs a lab."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for module in pkgutil.walk_packages(shoal.__path__, "shoal."):
+        if not module.name.endswith("__main__"):
+            yield from finder.find(importlib.import_module(module.name))
+    yield from finder.find(shoal)
+
+
+EXAMPLES = {example.name: example for example in examples() if example.examples}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_gives_what_it_shows(name: str) -> None:
+    example = EXAMPLES[name]
+    if "Example (root)" in (example.docstring or "") and (os.geteuid() or Lab().missing()):
+        pytest.skip("needs root and what a lab is made of")
+
+    def work(comm: ThreadComm) -> doctest.TestResults:
+        with using(comm):
+            return doctest.DocTestRunner().run(example)
+
+    (results,) = run(1, work)
+    assert results.failed == 0 and results.attempted
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_have_an_example(name: str) -> None:
+    public = getattr(shoal, name)
+    assert f"{public.__module__}.{public.__name__}" in EXAMPLES
