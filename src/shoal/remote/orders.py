@@ -4,6 +4,7 @@
     Duplex                          measure the links, with all workers
     OpenModel, OpenTables           take part in a model, or have its tables
     ToModel(Exchange, …)            do a server's part of what the workers of a model do
+    CloseModel, CloseTables         take no part any more, and forget it
 
 What workers and servers both know crosses by number: a model, its transfers that servers take part
 in, the parameters of a transfer, and a server's own pieces of it. An order of an ordinary step fits
@@ -232,6 +233,8 @@ class ServerRole(Protocol):
     def open_model(self, order: OpenModel) -> None: ...
     def open_tables(self, order: OpenTables) -> None: ...
     def do_for_model(self, order: ToModel) -> None: ...
+    def close_model(self, number: int) -> None: ...
+    def close_tables(self, number: int) -> None: ...
 
 
 class Order(Message, frozen=True):
@@ -291,7 +294,25 @@ class ToModel(Order, frozen=True):
         server.do_for_model(self)
 
 
-AnyOrder = End | Duplex | OpenModel | OpenTables | ToModel
+class CloseModel(Order, frozen=True):
+    """Forget a model: its workers go on without servers."""
+
+    number: int  # of those that were opened
+
+    def do(self, server: ServerRole) -> None:
+        server.close_model(self.number)
+
+
+class CloseTables(Order, frozen=True):
+    """Forget the tables of a model: workers have them themselves."""
+
+    number: int  # of those that were opened
+
+    def do(self, server: ServerRole) -> None:
+        server.close_tables(self.number)
+
+
+AnyOrder = End | Duplex | OpenModel | OpenTables | ToModel | CloseModel | CloseTables
 StepOrder = End | UpdatePieces  # of a worker that runs ahead
 
 

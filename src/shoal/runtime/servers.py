@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import final
 
@@ -40,6 +41,8 @@ from shoal.profiling.updates import form_of, made_of, settings
 from shoal.remote.orders import (
     AnyModelOrder,
     AnyOrder,
+    CloseModel,
+    CloseTables,
     Duplex,
     End,
     Numbers,
@@ -86,9 +89,10 @@ class Servers:
         orders = comm.channel(_CHANNEL, idle=True)
         self._lane = Lane(orders, "orders") if comm.rank == 0 else None
         self._ended = False
-        self._models: list[tuple[OwnedTransfer, ...]] = []
+        self._model_numbers, self._table_numbers = count(), count()
+        self._models: dict[int, tuple[OwnedTransfer, ...]] = {}
         self._running_ahead: list[RunningAhead] = []
-        self._tables: list[Tables] = []
+        self._tables: dict[Tables, int] = {}
 
     def duplex(self, lanes: int, nbytes: int) -> float:
         """What each direction of the links keeps of its rate while both are in use (a collective of
@@ -119,8 +123,8 @@ class Servers:
             lanes: how many exchanges are in flight at once.
             staleness: how many steps a worker may run ahead; None: any number.
         """
-        model = len(self._models)
-        self._models.append(tuple(transfers))
+        model = next(self._model_numbers)
+        self._models[model] = tuple(transfers)
         order = OpenModel(tuple(sites), tuple(map(form_of, optimizers)), lanes, staleness)
         self._send(lambda server: order)
         return model, *ways(self._comm, model, lanes, staleness)
@@ -133,9 +137,11 @@ class Servers:
         """
         order = OpenTables(tuple(forms), tuple(map(form_of, optimizers)), staleness)
         self._send(lambda server: order)
-        channel = self._comm.channel(f"tables{len(self._tables)}", idle=staleness != 0)
-        self._tables.append(Tables(channel, in_step=staleness == 0))
-        return self._tables[-1]
+        number = next(self._table_numbers)
+        channel = self._comm.channel(f"tables{number}", idle=staleness != 0)
+        tables = Tables(channel, in_step=staleness == 0)
+        self._tables[tables] = number
+        return tables
 
     def tell(self, model: int, engine: Engine, staleness: int | None) -> Tell:
         """How to tell the servers of a model what its workers do; they are given the parameters as
@@ -151,6 +157,18 @@ class Servers:
         ahead = RunningAhead(engine, self._models[model], servers, lanes, tell)
         self._running_ahead.append(ahead)
         return ahead
+
+    def close_model(self, model: int) -> None:
+        """Have the servers forget a model whose workers keep step and go on without them."""
+        del self._models[model]
+        self._send(lambda server: CloseModel(model))
+
+    def close_tables(self, tables: Tables) -> None:
+        """Have the servers forget a model's tables, which workers have themselves now."""
+        number = self._tables.pop(tables)
+        tables.end()
+        tables.comm.close()
+        self._send(lambda server: CloseTables(number))
 
     def end(self) -> None:
         """Let the servers finish, and end. Nothing more can be told them."""
@@ -232,8 +250,9 @@ def serve(comm: Comm) -> list[Counter[int]]:
         comm: all ranks, of which this is one of the last.
 
     Returns:
-        For each model, and all tables of one, how often a worker was given parameters when it was
-        ahead of the slowest by how many steps; nothing where workers keep step.
+        For each model that was not closed, and all tables of one, how often a worker was given
+        parameters when it was ahead of the slowest by how many steps; nothing where workers keep
+        step.
 
     Raises:
         WorldError: a rank was lost.
@@ -265,8 +284,9 @@ class _Server:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._models: list[_InStep | AheadModel] = []
-        self._tables: list[ServedTables] = []
+        self._model_numbers, self._table_numbers = count(), count()
+        self._models: dict[int, _InStep | AheadModel] = {}
+        self._tables: dict[int, ServedTables] = {}
 
     def measure_duplex(self, lanes: int, nbytes: int) -> None:
         """Measure the links, with all ranks."""
@@ -274,7 +294,7 @@ class _Server:
 
     def open_model(self, order: OpenModel) -> None:
         """Take part in a model."""
-        comm, number = self._comm, len(self._models)
+        comm, number = self._comm, next(self._model_numbers)
         transfers = tuple(_transfers(order.sites, comm, stale=order.staleness != 0))
         updates = [
             {transfer: Update(made_of(form), transfer) for transfer in transfers}
@@ -282,14 +302,25 @@ class _Server:
         ]
         there, back = ways(comm, number, order.lanes, order.staleness)
         if order.staleness == 0:
-            self._models.append(_InStep(transfers, updates, there, back))
+            self._models[number] = _InStep(transfers, updates, there, back)
         else:
-            self._models.append(AheadModel(transfers, updates, there, back, order.staleness))
+            self._models[number] = AheadModel(transfers, updates, there, back, order.staleness)
 
     def open_tables(self, order: OpenTables) -> None:
         """Make tables."""
-        channel = self._comm.channel(f"tables{len(self._tables)}", idle=True)
-        self._tables.append(ServedTables(channel, order.tables, order.optimizers, order.staleness))
+        number = next(self._table_numbers)
+        channel = self._comm.channel(f"tables{number}", idle=True)
+        self._tables[number] = ServedTables(
+            channel, order.tables, order.optimizers, order.staleness
+        )
+
+    def close_model(self, number: int) -> None:
+        """Forget a model."""
+        self._end(self._models.pop(number))
+
+    def close_tables(self, number: int) -> None:
+        """Forget the tables of a model."""
+        self._end(self._tables.pop(number))
 
     def do_for_model(self, order: ToModel) -> None:
         """Do something for a model."""
@@ -302,18 +333,25 @@ class _Server:
 
     def check(self) -> None:
         """Raise the error of a thread that has ended with one."""
-        for part in (*self._models, *self._tables):
+        for part in self._parts:
             part.check()
 
     def finish(self) -> None:
         """Finish what workers wait for, and end."""
-        for part in (*self._models, *self._tables):
-            part.finish(self.check)
-            part.close()
+        for part in self._parts:
+            self._end(part)
 
     def observed(self) -> list[Counter[int]]:
         """Of each model, and all tables of one, by how many steps workers were ahead."""
-        return [part.observed() for part in (*self._models, *self._tables)]
+        return [part.observed() for part in self._parts]
+
+    @property
+    def _parts(self) -> list[_InStep | AheadModel | ServedTables]:
+        return [*self._models.values(), *self._tables.values()]
+
+    def _end(self, part: _InStep | AheadModel | ServedTables) -> None:
+        part.finish(self.check)
+        part.close()
 
 
 def _transfers(sites: Sequence[ServedSite], comm: Comm, *, stale: bool) -> Iterator[OwnedTransfer]:
