@@ -66,9 +66,9 @@ def peer(way: str, plain: bool, rows: int) -> tuple[Peer, tuple[torch.Tensor, to
     chosen = {name: Choice(name, its) for name, its in ways.items() if its and not plain}
     choices = tuple((direct | chosen)[name] for name in reversed(list(ways)))
     plan = Plan(RANKS, model_digest(made.model), choices, bucket_bytes=4 << 20, lanes=3)
-    running, session = attach(current(), made.model, made.loss, [made.optimizer], plan), current()
-    made.loss = running.loss_fn
-    session.attached[made.model] = Attached(running.engine, plan, None, None, running.owned)  # type: ignore[arg-type]
+    session = current()
+    made.loss, running = attach(session, made.model, made.loss, [made.optimizer], plan)
+    session.attached[made.model] = Attached(running, plan, None, None)  # type: ignore[arg-type]
     return made, batch
 
 

@@ -14,6 +14,7 @@ from shoal.core.registry import register, unregister
 from shoal.planner.explain import explain
 from shoal.runtime.memory import Memory, memory
 from shoal.runtime.parallel import parallelize, plan, plan_of, shard
+from shoal.runtime.release import unparallelize
 from shoal.runtime.session import World, init, world
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "plan_of",
     "register",
     "shard",
+    "unparallelize",
     "unregister",
     "world",
 ]

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -26,7 +26,7 @@ from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
-from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm
+from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, Tell
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import streaming
@@ -37,20 +37,12 @@ from shoal.runtime.optim.part import Part
 from shoal.runtime.optim.table import TablePart
 from shoal.runtime.optim.tail import TailPart
 from shoal.runtime.owners import Owners, tell_nobody
+from shoal.runtime.running import Running
 from shoal.runtime.servers import check_sendable
 from shoal.runtime.session import Session, Threads
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
 from shoal.strategies.stage import loss_at_tail
-
-
-@dataclass(frozen=True)
-class Running:
-    """What runs a model that has been rewritten."""
-
-    engine: Engine
-    parts: tuple[Part, ...]  # of all its optimizers
-    loss_fn: Callable[..., Any] | None  # to use from now on
 
 
 def attach(
@@ -65,8 +57,8 @@ def attach(
     stage: Stage | None = None,
     weighs: bool = True,
     inputs_alike: bool = False,
-) -> Running:
-    """Rewrite a model for a plan, on every rank of the session alike.
+) -> tuple[Callable[..., Any] | None, Running]:
+    """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
     `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
     inputs on purpose.
@@ -90,8 +82,9 @@ def attach(
         comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
     )
     weigher = Weigher(counts, inputs_alike)
-    engine, owners = _started(session, model, plan, rewritten, optimizers, buckets)
-    session.threads[session.models] = Threads(ref(model), engine.lanes, weigher, boundary)
+    engine, owners, at_servers = _started(session, model, plan, rewritten, optimizers, buckets)
+    model_number = session.models
+    session.threads[model_number] = Threads(ref(model), engine.lanes, weigher, boundary)
     session.models += 1
     others = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     engine.others = [each for each in others if each is not None]
@@ -105,8 +98,10 @@ def attach(
         parts = _parts(optimizer, number, owners, boundary, stage, tables)
         add_parts(optimizer, model, engine, parts)
         all_parts += parts
-    loss_fn, _ = watch(model, loss_fn, count, engine, weigher, owners)
-    return Running(engine, tuple(all_parts), loss_fn)
+    loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners)
+    return loss_fn, Running(
+        model_number, rewritten, engine, owners, tuple(all_parts), watched, tables, at_servers
+    )
 
 
 def _parts(
@@ -137,7 +132,7 @@ def _started(
     rewritten: Rewritten,
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
-) -> tuple[Engine, Owners | None]:
+) -> tuple[Engine, Owners | None, int | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
     comm, prefix, transfers = session.comm, f"model{session.models}", rewritten.transfers
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
@@ -149,13 +144,12 @@ def _started(
     number, there, back = _open_servers(session, rewritten, plan, served, optimizers)
     device = streaming(parameter.device for parameter in model.parameters())
     engine = Engine(transfers, lanes, there, back, buckets, device)
-    tell = (
-        session.servers.tell(number, engine, plan.staleness)
-        if session.servers and served
-        else tell_nobody
-    )
+    tell: Tell = tell_nobody
+    if session.servers is not None and number is not None:
+        tell = session.servers.tell(number, engine, plan.staleness)
     engine.began = partial(tell, Exchange())
-    return engine, Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
+    owners = Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
+    return engine, owners, number
 
 
 def _open_servers(
@@ -164,12 +158,12 @@ def _open_servers(
     plan: Plan,
     served: Sequence[OwnedTransfer],
     optimizers: Sequence[Optimizer],
-) -> tuple[int, Sequence[Comm], Sequence[Comm]]:
+) -> tuple[int | None, Sequence[Comm], Sequence[Comm]]:
     """Let the servers, if the plan has any use for them, take their part; the channels there and
     back.
     """
     if session.servers is None or not served:
-        return 0, (), ()
+        return None, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
     sites = [
         _served_site(each) for each, _ in rewritten.sites if each.strategy.role.owns_at_servers

@@ -285,6 +285,16 @@ class Engine:
                 errand.wait(f"step {self.steps}, {sent.label}")
                 self._note("wait for room", begin_s)
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients are kept on this rank, or are going to be."""
+        return bool(self._accumulating) or self._unsent
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is open: a backward runs, or has ended with an error."""
+        return self._task is not None
+
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""
         for lane in self.lanes:

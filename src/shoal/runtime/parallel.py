@@ -154,6 +154,7 @@ def parallelize(
     optimizers = listed(optimizer)
     require_same(comm, asked, given, model, optimizers)
     session.optimizers[model] = tuple(optimizers)
+    session.released.discard(model)
     if comm.size == 1:
         if sample is not None:
             Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
@@ -174,7 +175,7 @@ def parallelize(
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
     stage = _open_tail(session, model, loss_fn, chosen, profile)
-    attached = attach(
+    loss_fn, running = attach(
         session,
         model,
         loss_fn,
@@ -188,8 +189,8 @@ def parallelize(
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = replace(cluster, ahead=chosen.staleness != 0)
-    session.attached[model] = Attached(attached.engine, chosen, placed, cluster, attached.parts)
-    return model, attached.loss_fn, optimizer
+    session.attached[model] = Attached(running, chosen, placed, cluster)
+    return model, loss_fn, optimizer
 
 
 def _open_tail(
@@ -282,8 +283,9 @@ def plan(
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a parallelised model follows; None where one process trains alone, which needs
-    none.
+    """The plan that a parallelised model follows; None where a process trains it by itself.
+
+    That is where there is one process only, and after `unparallelize`.
 
     Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`.
 
@@ -302,6 +304,8 @@ def plan_of(model: nn.Module) -> Plan | None:
         True
     """
     session = current()
+    if model in session.released:
+        return None
     if model not in (session.attached if session.comm.size > 1 else session.optimizers):
         raise UsageError(
             "the model is not parallelised",

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -32,6 +32,7 @@ from shoal.report import text
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import Lane
 from shoal.runtime.optim.part import Part
+from shoal.runtime.running import Running
 from shoal.runtime.servers import Servers, serve
 from shoal.runtime.weights import Weigher
 
@@ -49,11 +50,20 @@ class World:
 class Attached:
     """What runs a parallelised model, and the plan it follows."""
 
-    engine: Engine
+    running: Running
     plan: Plan
     profile: ModelProfile
     cluster: Cluster
-    parts: tuple[Part, ...]  # of all its optimizers
+
+    @property
+    def engine(self) -> Engine:
+        """What sends for it."""
+        return self.running.engine
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is not whole here of its optimizers' parameters."""
+        return self.running.parts
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,12 @@ class Threads:
     lanes: Sequence[Lane]
     weigher: Weigher
     boundary: Comm | None  # of cut layers: weights are read over it as long as there is the model
+
+    def drain(self) -> None:
+        """Wait until they have done what they have to do."""
+        for lane in self.lanes:
+            lane.drain()
+        self.weigher.drain()
 
     def abandon(self) -> None:
         """End them behind what they are doing, whatever they have still to do."""
@@ -77,6 +93,11 @@ class Threads:
             lane.close()
         self.weigher.close()
 
+    def close_boundary(self) -> None:
+        """Give back the channel of cut layers."""
+        if self.boundary is not None:
+            self.boundary.close()
+
 
 @dataclass
 class Session:
@@ -89,6 +110,7 @@ class Session:
         default_factory=WeakKeyDictionary
     )
     threads: dict[int, Threads] = field(default_factory=dict)  # by the number of the model
+    released: WeakSet[nn.Module] = field(default_factory=WeakSet)  # ordinary again
     # parameters, also of models gone
     served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     models: int = 0  # that were parallelised, whether they are gone or not
@@ -114,11 +136,9 @@ class Session:
         gone = {number for number, each in self.threads.items() if each.model() is None}
         for number in set.intersection(*self.comm.gather_objects(gone)):
             ended = self.threads.pop(number)
-            for lane in ended.lanes:
-                lane.drain()
+            ended.drain()
             ended.close()
-            if ended.boundary is not None:
-                ended.boundary.close()
+            ended.close_boundary()
 
     def drain(self) -> None:
         """Finish what other ranks wait for: parameters that this one has updated and is sending;

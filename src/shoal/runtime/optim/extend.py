@@ -56,11 +56,11 @@ def add_parts(
     _extension(optimizer).add(_Trained(engine, set(model.parameters()), tuple(parts)))
 
 
-def release(optimizer: Optimizer, engine: Engine) -> None:
+def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
     """Take away the parts of an engine's model, whose state goes back into `optimizer.state`.
 
     A collective, to be called while parameters are still owned and cut. The optimizer has its own
-    methods again when no model is left.
+    methods again when no model is left. Without an engine it is one that has no parts.
     """
     extension = _extension(optimizer)
     extension.remove(engine)
@@ -115,14 +115,14 @@ class _Extension:
             if any(self._optimizer.state.get(parameter) for parameter in part.parameters()):
                 part.take_state()
 
-    def remove(self, engine: Engine) -> None:
+    def remove(self, engine: Engine | None) -> None:
         """Give the optimizer back what a model's parts have, and its methods if none are left."""
-        (removed,) = (trained for trained in self.trained if trained.engine is engine)
-        states = [part.whole_state() for part in removed.parts]
-        self.trained.remove(removed)
-        for part, state in zip(removed.parts, states, strict=True):
-            self._parts.remove(part)
-            put(self._optimizer, state)
+        for removed in [trained for trained in self.trained if trained.engine is engine]:
+            states = [part.whole_state() for part in removed.parts]
+            self.trained.remove(removed)
+            for part, state in zip(removed.parts, states, strict=True):
+                self._parts.remove(part)
+                put(self._optimizer, state)
         if not self._parts:
             self._replaced.restore()
         if not self.trained:
