@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    BUCKETED,
     HERE,
     Batch,
     Training,
@@ -25,6 +26,7 @@ from one_process import (
     on_threads,
     plain,
     rows_of,
+    served_by,
     servers_of,
     sgd,
     state,
@@ -36,6 +38,7 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.core.facts import Cluster
 from shoal.runtime.session import using
 
 WORDS, CLASSES, STEPS = 19, 5, 3
@@ -95,6 +98,14 @@ def in_one_process(script: Training) -> dict[str, Tensor]:
     return whole_state(model, optimizer)
 
 
+def pins_of(way: str, script: Training, cluster: Cluster) -> dict[str, str]:
+    """Every layer that a way serves gets it."""
+    if way in BUCKETED:
+        return {"*": way}
+    served = served_by(way, script.model, F.cross_entropy, script.batches[0], cluster)
+    return {"*": BUCKETED[0]} | served
+
+
 def on_ranks(
     script: Training,
     ranks: int,
@@ -107,8 +118,9 @@ def on_ranks(
     Checks between the ways that model and optimizer are what they were.
     """
     copies = [copy.deepcopy(script.model) for _ in range(ranks)]
-    pins = [script.pins_of(way, ranks) for way in ways]
     servers = max(servers_of(way, ranks) for way in ways)
+    pins = [pins_of(way, script, cluster_of(ranks, servers)) for way in ways]
+    of_orders = lanes() + (1 + servers if servers else 0)
     phases = [script.batches[n : n + STEPS] for n in range(0, len(script.batches), STEPS)]
 
     def work(comm: ThreadComm) -> dict[str, Tensor]:
@@ -119,9 +131,6 @@ def on_ranks(
         with using(counted, cluster_of(ranks, servers)) as session:
             of_session = list(counted.channels)
             for pinned, phase in zip(pins, phases, strict=False):
-                session.comm.gather_objects("all are here")
-                at_first = lanes()
-                session.comm.gather_objects("all have counted")
                 own = [rows_of(batch, comm.rank, ranks) for batch in phase]
                 _, loss_fn, _ = shoal.parallelize(
                     model, F.cross_entropy, optimizer, sample=own[0], pins=pinned, **how
@@ -132,7 +141,8 @@ def on_ranks(
                 assert shoal.plan_of(model) is None
                 assert counted.channels == of_session
                 session.comm.gather_objects("all have released")
-                assert becomes(lanes, at_first)
+                assert becomes(lanes, of_orders)
+                session.comm.gather_objects("all have counted")
             plain(model, F.cross_entropy, optimizer, phases[len(ways)])
         return whole_state(model, optimizer)
 
