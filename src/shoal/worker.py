@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -34,6 +33,7 @@ from shoal.profiling.identity import model_digest
 from shoal.profiling.layers import profile_model
 from shoal.profiling.sample import called, own_loss
 from shoal.report import text
+from shoal.report.progress import Progress
 from shoal.rewrite.apply import cuts
 from shoal.runtime.memory import memory, of_one_process
 from shoal.runtime.parallel import measured_cluster, parallelize, shard
@@ -41,7 +41,6 @@ from shoal.runtime.recipe import Recipe
 from shoal.runtime.session import Session, current, init, leave, world
 from shoal.runtime.stage import serve_tail
 
-_UNMEASURED = 5  # first steps of a run, which warm up and are left out of its median step
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
 _CHECK_S = 3600.0
@@ -73,95 +72,97 @@ def train(
     epochs: int | None = None,
     max_steps: int | None = None,
 ) -> None:
-    """Train the recipe on all ranks; rank 0 prints the plan, progress, step times, memory and the
-    test accuracy.
+    """Train the recipe on all ranks.
 
-    The plan is written to `save`, where that is given.
+    Rank 0 prints the plan, progress, step times, memory and the test accuracy.
+
+    Args:
+        recipe: what to train, on what.
+        options: of the plan.
+        save: where to write the plan.
+        epochs: passes over the data; the recipe's own number by default.
+        max_steps: after which to end, however many passes they take.
     """
+    # 1  join the others, and take a share of the data
     init()
-    console = text.console()
     torch.manual_seed(_SEED)
-    data, test = recipe.data()
-    loader = shard(data)
+    training_data, test_data = recipe.data()
+    loader = shard(training_data)
+    # 2  spread the model over the ranks
     model, loss_fn = recipe.model(), recipe.loss()
     optimizer = recipe.optimizer(model.parameters())
+    sample = pair(next(iter(loader)))
     model, loss_fn, optimizer = parallelize(
-        model,
-        loss_fn,
-        optimizer,
-        sample=pair(next(iter(loader))),
-        **vars(options),
+        model, loss_fn, optimizer, sample=sample, **vars(options)
     )
-    first, attached = world().rank == 0, current().attached.get(model)
-    if save and attached is None:
-        raise UsageError(
-            "one process trains without a plan, so there is none to save", do="add --workers 2"
-        )
-    if first and attached is not None:
-        console.print(
-            text.explained(
-                explain(attached.plan, attached.profile, attached.cluster), refused=False
+    _show_plan(model, save)
+    # 3  the ordinary loop
+    epochs, num_steps = _length(recipe, len(loader), epochs, max_steps)
+    model.train()
+    with Progress(text.console(), num_steps, world().size, speaks=world().rank == 0) as progress:
+        for epoch in range(epochs):
+            for x, y in islice(map(pair, loader), num_steps - progress.num_steps):
+                seconds, loss = timed_step(model, loss_fn, optimizer, x, y)
+                progress.count(epoch, seconds, loss, rows=len(pytree.tree_leaves(x)[0]))
+            progress.end_epoch(epoch)
+    # 4  what came of it
+    progress.end()
+    _show_outcome(model, progress.median_step_s)
+    if test_data is not None:
+        _show_accuracy(recipe, model, test_data)
+
+
+def _length(
+    recipe: Recipe, num_batches: int, epochs: int | None, max_steps: int | None
+) -> tuple[int, int]:
+    """How many epochs training has, and how many steps in all."""
+    if epochs is None:
+        epochs = math.ceil(max_steps / num_batches) if max_steps else recipe.epochs
+    num_steps = epochs * num_batches
+    return epochs, min(num_steps, max_steps or num_steps)
+
+
+def _show_plan(model: nn.Module, save: Path | None) -> None:
+    """Have rank 0 print the plan that a model follows, and write it to `save`, if that is given."""
+    attached = current().attached.get(model)
+    if attached is None:
+        if save:
+            raise UsageError(
+                "one process trains without a plan, so there is none to save", do="add --workers 2"
             )
-        )
+    elif world().rank == 0:
+        explanation = explain(attached.plan, attached.profile, attached.cluster)
+        text.console().print(text.explained(explanation, refused=False))
         if save:
             attached.plan.save(save)
-    steps: list[float] = []
-    model.train()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    epochs = epochs or (math.ceil(max_steps / len(loader)) if max_steps else recipe.epochs)
-    total = min(epochs * len(loader), max_steps or math.inf)
-    began = time.perf_counter()
-    with Progress(
-        *columns, console=console, disable=not (first and console.is_terminal)
-    ) as progress:
-        bar = progress.add_task("train", total=total)
-        for epoch in range(epochs):
-            losses: list[float] = []
-            rows, epoch_began = 0, time.perf_counter()
-            for x, y in map(pair, loader):
-                if len(steps) == max_steps:
-                    break
-                seconds, loss = timed_step(model, loss_fn, optimizer, x, y)
-                steps.append(seconds)
-                losses.append(loss)
-                rows += len(pytree.tree_leaves(x)[0]) * world().size
-                rate = rows / (time.perf_counter() - epoch_began)
-                progress.update(
-                    bar,
-                    advance=1,
-                    description=f"epoch {epoch + 1} loss {loss:.3f} {rate:,.0f} samples/s",
-                )
-            if first and losses:
-                console.print(
-                    f"epoch {epoch + 1}: loss {statistics.fmean(losses):.4f}, {rate:,.0f} samples/s"
-                )
-    if first:
-        measured = statistics.median(steps[_UNMEASURED:] or steps)
+
+
+def _show_outcome(model: nn.Module, median_step_s: float) -> None:
+    """Have rank 0 print the prediction beside the measured step, and what memory it holds."""
+    if world().rank > 0:
+        return
+    console, attached = text.console(), current().attached.get(model)
+    if attached is not None:
+        predicted_s = attached.plan.predicted_s
         console.print(
-            f"{len(steps)} steps in {time.perf_counter() - began:.1f} s, median step "
-            f"{measured * 1e3:.1f} ms"
+            f"predicted step {predicted_s * 1e3:.1f} ms: "
+            f"{abs(predicted_s - median_step_s) / median_step_s:.0%} "
+            f"{'under' if predicted_s < median_step_s else 'over'} the measured one"
         )
-        if attached is not None:
-            predicted = attached.plan.predicted_s
-            console.print(
-                f"predicted step {predicted * 1e3:.1f} ms: "
-                f"{abs(predicted - measured) / measured:.0%} "
-                f"{'under' if predicted < measured else 'over'} the measured one"
-            )
-        console.print(f"memory of this rank: {memory(model)}")
-        if attached is not None:
-            console.print(f"one process would hold: {of_one_process(attached.profile)}")
-    # then no rank can run the model by itself
-    together = attached is not None and cuts(attached.plan)
-    if test is not None and recipe.accuracy is not None and (first or together):
-        accuracy = _accuracy(recipe, model, test)
-        if first:
-            console.print(f"test accuracy {accuracy:.2%}")
+    console.print(f"memory of this rank: {memory(model)}")
+    if attached is not None:
+        console.print(f"one process would hold: {of_one_process(attached.profile)}")
+
+
+def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any]) -> None:
+    """Have rank 0 print the accuracy; of a model that is cut all ranks must find it together."""
+    attached = current().attached.get(model)
+    is_cut = attached is not None and cuts(attached.plan)
+    if recipe.accuracy is None or (world().rank > 0 and not is_cut):
+        return
+    accuracy = _accuracy(recipe, model, test_data)
+    if world().rank == 0:
+        text.console().print(f"test accuracy {accuracy:.2%}")
 
 
 def timed_step(
