@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal.contracts.sample import called, own_loss
 from shoal.core.errors import ShoalError, UsageError
-from shoal.profiling.sample import called, own_loss
 
 DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 

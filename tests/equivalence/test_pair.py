@@ -30,6 +30,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError
 from shoal.profiling.layers import profile_model
 from shoal.runtime.session import using
+from shoal.strategies.pair import PairFacts
 
 WIDTH, CLASSES = 9, 5
 Between = Callable[[Tensor], Tensor]
@@ -74,10 +75,10 @@ OTHERWISE: dict[str, Between] = {
 def paired(model: nn.Module) -> dict[str, str]:
     """Which layer feeds which, as the profile finds it."""
     profile = profile_model(model, F.cross_entropy, [], features(7, CLASSES)[0], ThreadComm())
-    assert {layer.fed_by: layer.name for layer in profile.layers if layer.fed_by} == {
-        layer.name: layer.feeds for layer in profile.layers if layer.feeds
-    }
-    return {layer.name: layer.feeds for layer in profile.layers if layer.feeds}
+    facts = {layer.name: layer.measured(PairFacts) for layer in profile.layers}
+    feeds = {name: pair.feeds for name, pair in facts.items() if pair.feeds}
+    assert {pair.fed_by: name for name, pair in facts.items() if pair.fed_by} == feeds
+    return feeds
 
 
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])

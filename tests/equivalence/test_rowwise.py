@@ -33,6 +33,7 @@ from shoal.core.facts import ModelProfile
 from shoal.profiling.layers import profile_model
 from shoal.runtime.recipe import load
 from shoal.runtime.session import using
+from shoal.strategies.cutting import CutFacts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -194,17 +195,14 @@ def test_what_is_cut_by_outputs_is_found_by_trying():
         model = cosine(kind)
         before = deepcopy(model.state_dict())
         layers = {layer.name: layer for layer in profile(model, features(6, CLASSES)[0]).layers}
-        assert layers["2"].rowwise is found, kind
-        assert layers["0"].rowwise
+        assert layers["2"].measured(CutFacts).rowwise is found, kind
+        assert layers["0"].measured(CutFacts).rowwise
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         assert isinstance(model[2].weight, nn.Parameter)
         assert model[2].weight.requires_grad
     grouped = convolutional(lambda: nn.Conv2d(3, 6, 3, groups=3))
-    assert [layer.rowwise for layer in profile(grouped, pictures()[0]).layers] == [
-        True,
-        False,
-        True,
-    ]
+    found_of = [layer.measured(CutFacts) for layer in profile(grouped, pictures()[0]).layers]
+    assert [facts.rowwise for facts in found_of] == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from shoal.core.plan import Plan
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
+from shoal.profiling.tails import tail_of
 from shoal.report import text
 from shoal.rewrite.apply import sites
 from shoal.runtime.session import current, using
@@ -114,9 +115,7 @@ def test_a_second_model_is_planned_without_tail_hosts() -> None:
         other = built(Net)
         shoal.parallelize(other, loss_fn, sgd(other.parameters()), sample=its[0])
         attached = current().attached
-        return [
-            any(layer.tail for layer in attached[each].profile.layers) for each in (model, other)
-        ]
+        return [tail_of(attached[each].profile.layers) is not None for each in (model, other)]
 
     _, offered = together(built(Net), loop)
     assert offered == [[True, False]] * 3

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from shoal.core.facts import Cluster, LayerProfile, Link, ModelProfile, ParameterProfile, Topology
+from dataclasses import replace
+
+from shoal.core.facts import (
+    Cluster,
+    Facts,
+    LayerProfile,
+    Link,
+    ModelProfile,
+    ParameterProfile,
+    Topology,
+)
+from shoal.profiling.products import ProductFacts
+from shoal.strategies.cutting import CutFacts
 
 
 def layer(
-    name: str, ready_s: float, numel: int, kind: str = "Conv2d", **facts: float
+    name: str, ready_s: float, numel: int, kind: str = "Conv2d", **sizes: float
 ) -> LayerProfile:
     """A layer of one float32 weight whose gradient comes at `ready_s`."""
     weight = ParameterProfile(f"{name}.weight", (numel,), numel, 4, used=True, ready_s=ready_s)
-    return LayerProfile(name, kind, (weight,), **facts)  # type: ignore[arg-type]
+    return LayerProfile(name, kind, (weight,), **sizes)  # type: ignore[arg-type]
 
 
 def linear(
@@ -19,14 +31,7 @@ def linear(
     """An nn.Linear whose weight's product over its own rows takes `product_s`, all of it growing
     with rows.
     """
-    facts = {
-        "taken": rows * inputs,
-        "rowwise": True,
-        "product_s_per_row": product_s / rows,
-        "own_product_s": product_s,
-        "backward_s": 2 * product_s,
-    }
-    return layer(
+    made = layer(
         name,
         ready_s,
         inputs * outputs,
@@ -34,8 +39,19 @@ def linear(
         rows=rows,
         inputs=inputs,
         outputs=outputs,
-        **facts,
+        backward_s=2 * product_s,
     )
+    return measured(
+        made,
+        CutFacts(taken=rows * inputs, rowwise=True),
+        ProductFacts(s_per_row=product_s / rows, own_s=product_s),
+    )
+
+
+def measured(layer: LayerProfile, *facts: Facts) -> LayerProfile:
+    """The layer with these facts in place of its own of their kinds."""
+    kept = [own for own in layer.facts if type(own) not in map(type, facts)]
+    return replace(layer, facts=(*kept, *facts))
 
 
 def model(

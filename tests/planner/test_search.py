@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from made_up import cluster, layer, linear, model
+from made_up import cluster, layer, linear, measured, model
 
 from shoal.core.cost import Pace, Price
 from shoal.core.errors import PlanError
@@ -18,6 +18,8 @@ from shoal.planner.options import LEAST_CUT_BYTES
 from shoal.planner.search import BUCKET_BYTES, CUT_WORTH, LANES, OTHER_WORTH, search
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
+from shoal.profiling.products import ProductFacts
+from shoal.strategies.pair import PairFacts
 
 NET = model(
     linear("head.fc2", 0.1, 4096, 1000, rows=8, product_s=0.001),
@@ -53,8 +55,8 @@ def test_where_traffic_hides_anyway_nothing_is_changed() -> None:
 
 
 def test_a_wide_layer_is_cut_as_a_pair_with_the_small_one_behind_it() -> None:
-    small = replace(linear("small", 0.1, 4096, 10, rows=32), fed_by="wide")
-    wide = replace(linear("wide", 0.2, 1024, 4096, rows=32), feeds="small")
+    small = measured(linear("small", 0.1, 4096, 10, rows=32), PairFacts(fed_by="wide"))
+    wide = measured(linear("wide", 0.2, 1024, 4096, rows=32), PairFacts(feeds="small"))
     assert small.nbytes < LEAST_CUT_BYTES
     net, where = (
         model(small, wide, forward_s=0.01, backward_s=0.2, optimizer_s=0.0),
@@ -73,9 +75,8 @@ def test_rows_come_in_chunks_where_each_has_a_product_to_hide_under(
 ) -> None:
     """A product takes a second: all of it as long however few rows there are, or none of it."""
     cut = linear("cut", 1.0, 8192, 8192, rows=256, product_s=1.0)
-    cut = replace(
-        cut, forward_s=1.0, product_fixed_s=fixed_s, product_s_per_row=(1.0 - fixed_s) / 256
-    )
+    product = ProductFacts(fixed_s, s_per_row=(1.0 - fixed_s) / 256, own_s=1.0)
+    cut = measured(replace(cut, forward_s=1.0), product)
     net = model(cut, layer("conv", 2.0, 1))
     plan = plan_for(net, cluster(4, 1e7), pins={"cut": "column"})
     assert plan.chunks == chunks
@@ -216,10 +217,9 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
     times = sorted(draw.uniform(0, 0.5) for _ in range(4))
     widths, rows = [2 ** draw.randint(9, 13) for _ in range(5)], draw.choice([4, 64, 1024])
     layers = [
-        replace(
+        measured(
             linear(f"fc{i}", t, widths[i + 1], widths[i], rows, 0.01),
-            feeds=f"fc{i - 1}" if i else "",
-            fed_by=f"fc{i + 1}" if i < 3 else "",
+            PairFacts(f"fc{i - 1}" if i else "", f"fc{i + 1}" if i < 3 else ""),
         )
         for i, t in enumerate(times)
     ]

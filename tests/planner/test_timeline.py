@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from made_up import cluster, layer, linear, model
+from made_up import cluster, layer, linear, measured, model
 
 from shoal.core.cost import Pace, Price
-from shoal.core.facts import ModelProfile, Topology
+from shoal.core.facts import ModelProfile, Setting, Topology
 from shoal.core.plan import Choice, Plan, Site
 from shoal.planner.step import Timeline
 from shoal.planner.timeline import Predictor
+from shoal.profiling.products import ProductFacts
 
 MB = 250_000  # float32 elements in a megabyte
 NEARLY = {"abs": 1e-3}  # flags and headers add some bytes
@@ -173,7 +174,7 @@ def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradien
     chunks: int, hidden_s: float
 ) -> None:
     cut = replace(linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5), forward_s=0.5)
-    profile = model(cut, layer("a", 2.0, 1)).in_chunks(chunks)
+    profile = model(cut, layer("a", 2.0, 1)).under(Setting(chunks))
     choices = [Choice("cut", "column"), Choice("a", "replicate", "direct")]
     predictor = Predictor(profile, cluster(2, 1e6))
     found, cost = (
@@ -192,14 +193,14 @@ def test_chunks_hide_under_products_and_what_goes_back_under_the_weights_gradien
 
 
 def test_chunks_pay_what_a_product_takes_however_few_rows_it_has() -> None:
-    cut = replace(
-        linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5), forward_s=0.5, product_fixed_s=0.1
-    )
+    cut = linear("cut", 1.0, 10_000, 1000, rows=4, product_s=0.5)
+    product = replace(cut.measured(ProductFacts), fixed_s=0.1)
+    cut = measured(replace(cut, forward_s=0.5), product)
     kept = [
-        Predictor(model(cut).in_chunks(c), cluster(2, 1e6)).cost(Site(("cut",), "column", ""))
+        Predictor(model(cut).under(Setting(c)), cluster(2, 1e6)).cost(Site(("cut",), "column", ""))
         for c in (1, 3)
     ]
-    again = 0.5 * 0.1 / cut.product_s(4)  # this rank's half of it, as a part of its own products
+    again = 0.5 * 0.1 / product.seconds(4)  # this rank's half of it, as a part of its own products
     assert kept[1].forward_s - kept[0].forward_s == pytest.approx(2 * again * cut.forward_s)
     assert kept[1].backward_s - kept[0].backward_s == pytest.approx(again * cut.backward_s), (
         "of one product of two"

@@ -21,7 +21,8 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, SampleError
 from shoal.core.facts import LayerProfile, ModelProfile
 from shoal.profiling.layers import profile_model
-from shoal.profiling.products import ProductCost
+from shoal.profiling.products import ProductCost, ProductFacts
+from shoal.strategies.embedding import IdFacts
 
 
 def profile(model: nn.Module, loss_fn: Any, sample: Any, **options: Any) -> ModelProfile:
@@ -78,15 +79,15 @@ def test_sizes_of_linear_and_embedding_count_tokens(text: ModelProfile) -> None:
     assert shape(text.layer("head")) == (10, 8, 11)
     assert shape(text.layer("embed")) == (10, 11, 8)
     assert shape(text.layer("norm")) == (0, 0, 0)
-    assert text.layer("head").activation_bytes == 10 * 11 * 4
     for name in ("head", "embed"):
-        assert text.layer(name).product_s(10) > 0
+        assert text.layer(name).measured(ProductFacts).seconds(10) > 0
 
 
 def test_sizes_of_convolutions(image: ModelProfile) -> None:
     assert shape(image.layer("stem")) == (4 * 8 * 8, 9, 4)
     assert shape(image.layer("grouped")) == (4 * 3 * 3, 2 * 9, 6)
-    assert image.layer("grouped").kind == "Conv2d" and image.layer("grouped").product_s(10) == 0
+    assert image.layer("grouped").kind == "Conv2d"
+    assert image.layer("grouped").measured(ProductFacts).seconds(10) == 0
 
 
 def test_parameters_belong_to_the_module_that_holds_them(
@@ -150,7 +151,7 @@ def test_memory_for_a_gradient_takes_no_longer_than_its_backward(
     """
     slow = ProductCost(fixed_s=1e-9, s_per_row=1e-9, anew_s=100.0)
     monkeypatch.setattr(
-        "shoal.profiling.layers.measure_products",
+        "shoal.profiling.products.measure_products",
         lambda products, ranks: dict.fromkeys(products, slow),
     )
     model, sample = (
@@ -159,8 +160,9 @@ def test_memory_for_a_gradient_takes_no_longer_than_its_backward(
     )
     found = profile(model, F.cross_entropy, sample)
     first, second = found.layer("0"), found.layer("1")
-    assert first.own_product_s == pytest.approx(first.backward_s)
-    assert second.own_product_s == pytest.approx(second.backward_s - second.product_s(5))
+    product = second.measured(ProductFacts)
+    assert first.measured(ProductFacts).own_s == pytest.approx(first.backward_s)
+    assert product.own_s == pytest.approx(second.backward_s - product.seconds(5))
 
 
 def test_activation_checkpointing_counts_a_layer_once() -> None:
@@ -373,7 +375,7 @@ def test_a_layer_that_ranks_call_in_different_numbers_is_found() -> None:
 
 def test_ids_are_counted_though_the_model_works_in_place() -> None:
     found = profile(Sometimes(), F.mse_loss, (torch.ones(3, 4), torch.zeros(3, 4)))
-    assert found.layer("table").distinct == 2
+    assert found.layer("table").measured(IdFacts).distinct == 2
 
 
 def test_no_hook_stays_on_a_parameter_that_is_an_output() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.probe import Probe
 from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
@@ -52,6 +53,7 @@ class Strategy(Contract, ABC):
     package: ClassVar[str] = "shoal.strategies"
     group: ClassVar[str] = "shoal.strategies"
     role: ClassVar[Role]  # who holds the parameters, and who carries the gradients
+    probes: ClassVar[tuple[type[Probe], ...]] = ()  # what it wants to know of every layer
     stays: ClassVar[str] = ""  # why it cannot be undone, where it cannot
 
     def takes(self, exchange: Exchange) -> bool:
@@ -102,3 +104,8 @@ class Strategy(Contract, ABC):
         depend on K.
         """
         return None
+
+
+def probes_of(strategies: Iterable[type[Strategy]]) -> tuple[type[Probe], ...]:
+    """Every probe that these strategies ask for, once."""
+    return tuple(dict.fromkeys(probe for strategy in strategies for probe in strategy.probes))

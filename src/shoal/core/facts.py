@@ -6,10 +6,11 @@ cores shared by several ranks are priced as they will be in training.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any, Self, TypeVar
 
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.placement import Owner
@@ -164,24 +165,66 @@ class ParameterProfile:
 
 
 @dataclass(frozen=True)
-class Tail:
-    """An end of the model: what its modules put out goes to the loss and nowhere else. Bytes and
-    seconds of a rank.
+class Facts:
+    """What a probe has found of one layer (contracts/probe.py).
+
+    A subclass is a frozen dataclass. Each field has a default, which holds where nothing was
+    measured.
     """
 
-    # called one after the other, each with what the one before has put out
-    modules: tuple[str, ...]
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[Self]) -> Self:
+        """The ranks' facts in one: of numbers the most, of flags whether any is set, of texts the
+        first that says something.
+
+        Raises:
+            TypeError: a field is none of these, so that the subclass has to say how.
+        """
+        values = {f.name: [getattr(each, f.name) for each in ranks] for f in fields(cls)}
+        return cls(**{name: _of_ranks(each, cls, name) for name, each in values.items()})
+
+    def in_profile(self, profile: ModelProfile) -> Self:
+        """These facts with what follows from the profile of all ranks."""
+        return self
+
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> Self:
+        """These facts where some layers are a job of their own; `layer` is as it was before."""
+        return self
+
+
+F = TypeVar("F", bound=Facts)
+
+
+def _of_ranks(values: Sequence[Any], kind: type[Facts], name: str) -> Any:
+    if all(isinstance(value, str) for value in values):
+        return first(values)
+    if all(isinstance(value, int | float) for value in values):
+        return max(values)
+    raise TypeError(
+        f"{kind.__name__}.{name} is no number, flag or text: write {kind.__name__}.of_ranks, "
+        "which makes one of the ranks' facts"
+    )
+
+
+def first(texts: Iterable[str]) -> str:
+    """The first text that says something, or ''."""
+    return next(filter(None, texts), "")
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """Layers that make a job of their own: the end of the model, on tail hosts."""
+
     layers: tuple[str, ...]
-    micro_batches: int
-    sent_bytes: float  # to where it runs: activations, targets, and what goes with them
-    received_bytes: float  # from there
-    # all micro-batches go through it at once: their transfer is hidden, its compute is not
-    joined: bool = True
-    body_forward_s: float = 0.0  # of what comes before it
-    body_backward_s: float = 0.0
-    forward_s: float = 0.0  # of itself and the loss
-    backward_s: float = 0.0
-    pass_s: float = 0.0  # of the last two what takes as long however few rows there are
+    rows: float  # how many times those of a worker each rank of that job has
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a plan says of all layers at once."""
+
+    chunks: int = 1  # that rows come in, and go back, to layers that are cut over ranks
+    joined: bool = True  # tail hosts run all micro-batches at once
 
 
 @dataclass(frozen=True)
@@ -189,9 +232,8 @@ class LayerProfile:
     """One module that owns parameters. K, M and N are `rows`, `inputs` and `outputs` of the layer
     as a product.
 
-    `rows` counts samples times tokens on one rank; for an embedding it is the number of ids looked
-    up and `inputs` the number of table rows. `product_s(k)` prices the weight's gradient product
-    over k rows, into memory that is there.
+    `rows` counts samples times tokens on one rank. For an embedding it is the number of ids looked
+    up, and `inputs` the number of table rows. What strategies ask for beyond that is in `facts`.
     """
 
     name: str
@@ -202,35 +244,17 @@ class LayerProfile:
     outputs: int = 0
     calls: int = 1
     calls_vary: bool = False  # from step to step, or from rank to rank
-    chunks: int = 1  # that its rows come in, and go back, where it is cut over ranks
-    input_grad: bool = True  # something it is called with takes a gradient
-    taken: int = 0  # elements of what it is called with, in all calls
-    # each of its outputs follows from one row of its weight: it can be cut by outputs
-    rowwise: bool = False
-    # rows of its output that go into cross entropies and nowhere else; 0 where some go elsewhere
-    loss_rows: int = 0
-    loss_calls: int = 0  # in how many of these, with the softmaxes on the way,
-    softmax_rows: int = 0  # and the rows in those
-    # the linear layer that takes all of its output and nothing else, with element-wise work between
-    feeds: str = ""
-    fed_by: str = ""  # the layer that feeds this one so
-    distinct: int = 0  # different ids that an embedding looks up, each call's by themselves
     needed_s: float = 0.0  # seconds from the start of forward until the layer is first called
     forward_s: float = 0.0
     backward_s: float = 0.0
-    activation_bytes: int = 0
-    product_fixed_s: float = 0.0
-    product_s_per_row: float = 0.0
-    # the product of its own K rows as autograd makes it, in what is new memory in a step
-    own_product_s: float = 0.0
-    whole_update: str = ""  # why its optimizer cannot update parts of its parameters by themselves
-    joint_update: str = ""  # why not even its parameters, each whole and by itself
-    # a parameter gets a gradient, and none of PyTorch's functions was seen to read it: C++ code?
-    unread: bool = False
     # why the weight cannot be served through its layer alone: tied, borrowed, frozen …
     outside_use: str = ""
-    tail: Tail | None = None  # the smallest end of the model that has it,
-    no_tail: str = ""  # or why there is none
+    setting: Setting = Setting()
+    facts: tuple[Facts, ...] = ()  # one of each kind that was measured
+
+    def measured(self, kind: type[F]) -> F:
+        """The facts of one kind; that kind's defaults where they were not measured."""
+        return next((each for each in self.facts if isinstance(each, kind)), kind())
 
     @property
     def nbytes(self) -> int:
@@ -246,14 +270,22 @@ class LayerProfile:
         """The layer with no more than these elements of its parameters: of which, from where to
         where.
         """
-        mine = tuple(
+        parameters = tuple(
             replace(self.parameters[index], numel=stop - start) for index, start, stop in spans
         )
-        return replace(self, parameters=mine)
+        return replace(self, parameters=parameters)
 
-    def product_s(self, rows: float) -> float:
-        """Seconds that the weight's gradient product takes over `rows` rows."""
-        return self.product_fixed_s + self.product_s_per_row * rows
+    def in_excerpt(self, excerpt: Excerpt, starts_s: float) -> LayerProfile:
+        """The layer in an excerpt of its model whose forward starts so late in the whole one."""
+        return replace(
+            self,
+            parameters=tuple(replace(p, ready_s=p.ready_s * excerpt.rows) for p in self.parameters),
+            rows=round(self.rows * excerpt.rows),
+            needed_s=(self.needed_s - starts_s) * excerpt.rows,
+            forward_s=self.forward_s * excerpt.rows,
+            backward_s=self.backward_s * excerpt.rows,
+            facts=tuple(each.in_excerpt(self, excerpt) for each in self.facts),
+        )
 
 
 @dataclass(frozen=True)
@@ -294,20 +326,23 @@ class ModelProfile:
             ),
         )
 
-    def joining(self, joined: bool) -> ModelProfile:
-        """The same profile, in which micro-batches go through the model's end at once, or each by
-        itself.
-        """
-        tails = {
-            layer.name: layer.tail and replace(layer.tail, joined=joined) for layer in self.layers
-        }
-        return replace(
-            self, layers=tuple(replace(layer, tail=tails[layer.name]) for layer in self.layers)
-        )
+    def under(self, setting: Setting) -> ModelProfile:
+        """The same profile under what a plan says of all layers at once."""
+        return replace(self, layers=tuple(replace(each, setting=setting) for each in self.layers))
 
-    def in_chunks(self, chunks: int) -> ModelProfile:
-        """The same profile, in which rows come to layers that are cut in so many chunks."""
-        return replace(self, layers=tuple(replace(layer, chunks=chunks) for layer in self.layers))
+    def excerpt(self, excerpt: Excerpt) -> ModelProfile:
+        """The last layers of forward as a job of their own: those that it names, with its rows."""
+        layers = [layer for layer in self.layers if layer.name in excerpt.layers]
+        starts_s = min(layer.needed_s for layer in layers)
+        share = sum(layer.nbytes for layer in layers) / max(self.nbytes, 1)
+        return ModelProfile(
+            layers=tuple(layer.in_excerpt(excerpt, starts_s) for layer in layers),
+            forward_s=max(0.0, self.forward_s - starts_s) * excerpt.rows,
+            backward_s=max(layer.ready_s for layer in layers) * excerpt.rows,
+            optimizer_s=self.optimizer_s * share,
+            digest=self.digest,
+            state_bytes=self.state_bytes * share,
+        )
 
     @property
     def names(self) -> dict[str, list[str]]:

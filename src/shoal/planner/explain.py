@@ -11,6 +11,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.timeline import Predictor, as_planned
+from shoal.profiling.tails import tail_of
 
 _MOST_COMPARED = 96  # layers; each alternative of each is a prediction of the whole step
 
@@ -82,10 +83,9 @@ def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
     at_tail = [
         choice.layer for choice in plan.choices if predictor.role(choice.strategy).is_at_tail
     ]
-    tails = [tail for name in at_tail if (tail := predictor.layer(name).tail) is not None]
-    if not tails or not cluster.tail:
+    tail = tail_of(map(predictor.layer, at_tail))
+    if tail is None or not cluster.tail:
         return None
-    tail = max(tails, key=lambda each: len(each.layers))
     routes = []
     for worker, host in enumerate(cluster.topology.hosts):
         mine = worker % len(cluster.tail)

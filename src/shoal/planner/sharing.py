@@ -12,10 +12,11 @@ from typing import Any
 
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Topology
+from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.planner.search import repredicted, search
+from shoal.profiling.tails import tail_of
 
 CHUNKS = (1, 2, 4, 8)  # that rows may come in to cut layers
 _CHUNKS_WORTH = 0.01  # of the step: what more than one must gain
@@ -76,15 +77,17 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         return plan
     if not at_tail:
         return plan
-    usable = [name for name, kind in kinds.items() if kind.role.fits_tail_hosts and name != "head"]
+    usable = [name for name, kind in kinds.items() if kind.role.fits_tail_hosts]
     for layer, how in given.items():
         if named(Strategy, how.partition(":")[0]).name not in usable:
             expected = ", ".join(usable)
             raise PlanError(
                 f"tail hosts cannot share layer {layer} so", got=f"stage:{how}", expected=expected
             )
+    tail = tail_of(profile.layer(choice.layer) for choice in at_tail)
+    assert tail is not None, "a layer is at the tail that is in no end of the model"
     inner = search(
-        _of_tail([choice.layer for choice in at_tail], profile, cluster),
+        profile.excerpt(Excerpt(tail.layers, rows=cluster.size / len(cluster.tail))),
         replace(cluster, topology=Topology(cluster.tail), tail=(), servers=()),
         pins=given,
         strategies=usable,
@@ -101,38 +104,3 @@ def _with_chunks_s(plan: Plan) -> float:
 
 def _predicted(plan: Plan) -> float:
     return plan.predicted_s
-
-
-def _of_tail(names: list[str], profile: ModelProfile, cluster: Cluster) -> ModelProfile:
-    """The end of the model as its hosts have it."""
-    tail = max(
-        (tail for n in names if (tail := profile.layer(n).tail)), key=lambda each: len(each.layers)
-    )
-    more = cluster.size / len(cluster.tail)
-    layers = [layer for layer in profile.layers if layer.name in tail.layers]
-
-    def its(layer: LayerProfile) -> LayerProfile:
-        return replace(
-            layer,
-            parameters=tuple(replace(p, ready_s=p.ready_s * more) for p in layer.parameters),
-            rows=round(layer.rows * more),
-            taken=round(layer.taken * more),
-            needed_s=(layer.needed_s - tail.body_forward_s) * more,
-            forward_s=layer.forward_s * more,
-            backward_s=layer.backward_s * more,
-            own_product_s=layer.own_product_s + layer.product_s_per_row * layer.rows * (more - 1),
-            loss_rows=0,
-            feeds=layer.feeds if layer.feeds in tail.layers else "",
-            fed_by=layer.fed_by if layer.fed_by in tail.layers else "",
-            tail=None,
-        )
-
-    share = sum(layer.nbytes for layer in layers) / max(profile.nbytes, 1)
-    return ModelProfile(
-        layers=tuple(map(its, layers)),
-        forward_s=tail.forward_s * more,
-        backward_s=tail.backward_s * more,
-        optimizer_s=profile.optimizer_s * share,
-        digest=profile.digest,
-        state_bytes=profile.state_bytes * share,
-    )

@@ -14,7 +14,7 @@ from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, total
-from shoal.core.facts import Cluster, LayerProfile, ModelProfile
+from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import of
 from shoal.core.role import Role
@@ -26,7 +26,8 @@ _BURST = 0.01  # of the step: what is less does not change it
 
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """The profile with what the plan says of owners, of the end of the model, and of chunks."""
-    return profile.placed(plan.owners(profile.names)).joining(plan.joined).in_chunks(plan.chunks)
+    setting = Setting(chunks=plan.chunks, joined=plan.joined)
+    return profile.placed(plan.owners(profile.names)).under(setting)
 
 
 class Predictor:

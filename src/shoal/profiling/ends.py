@@ -1,5 +1,4 @@
-"""What is done with what: different ids that embeddings look up; outputs that go into a loss, or to
-one other layer.
+"""What is done with a layer's output: it goes into a loss, or to one other layer.
 
 A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed
 cut; one whose output goes to one other linear layer, with element-wise work between, can leave it
@@ -10,8 +9,7 @@ what is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +19,8 @@ from torch import Tensor, nn
 from shoal.comm.boundary import Rows
 from shoal.comm.cut_output import CutOutput, Use
 from shoal.comm.threads import ThreadComm
-from shoal.profiling.identity import Layer
-from shoal.profiling.sample import Sample, tensors_in
+from shoal.contracts.probe import Trial
+from shoal.profiling.rowwise import rowwise
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,9 @@ class Ends:
     feeds: dict[str, str]
 
     @classmethod
-    def of(cls, sample: Sample, layers: Sequence[Layer], rowwise: Mapping[str, bool]) -> Ends:
-        """Run the sample forward; `rowwise` says which layers can be cut by outputs."""
+    def of(cls, trial: Trial) -> Ends:
+        """Run the sample forward."""
+        by_outputs = trial.once(rowwise)
         uses: dict[str, list[Use]] = {}
         taken: dict[str, list[str]] = {}  # by linear layer, whose output it was called with
 
@@ -67,13 +66,13 @@ class Ends:
             return leave
 
         with ExitStack() as hooks:
-            for layer in layers:
+            for layer in trial.layers:
                 if type(layer.module) is nn.Linear:
                     hooks.callback(layer.module.register_forward_pre_hook(take(layer.name)).remove)
-                if isinstance(layer.module, nn.Linear) and rowwise[layer.name]:
+                if isinstance(layer.module, nn.Linear) and by_outputs[layer.name]:
                     hooks.callback(layer.module.register_forward_hook(cut(layer.name)).remove)
             try:
-                sample.loss()
+                trial.sample.loss()
             except Exception:  # the model or the loss looks deeper into tensors than these go
                 uses.clear()
         losses = {
@@ -86,23 +85,3 @@ class Ends:
         return cls(
             losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}}
         )
-
-
-@contextmanager
-def ids_counted(layers: Sequence[Layer]) -> Iterator[dict[str, int]]:
-    """Of each call of an embedding inside, the different ids, added up by layer."""
-    distinct: dict[str, int] = {}
-
-    def count(name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            ids = next(tensors_in((args, kwargs)))
-            distinct[name] = distinct.get(name, 0) + len(ids.unique())
-
-        return enter
-
-    with ExitStack() as hooks:
-        for layer in layers:
-            if type(layer.module) is nn.Embedding:
-                hook = layer.module.register_forward_pre_hook(count(layer.name), with_kwargs=True)
-                hooks.callback(hook.remove)
-        yield distinct

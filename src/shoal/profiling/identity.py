@@ -10,26 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.probe import Layer
 from shoal.core.errors import RanksDiffer
 
 ROOT = "(model)"  # the name of the layer that the root module's own parameters make
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A module and the trainable parameters it owns, by their dotted names in the model."""
-
-    name: str
-    module: nn.Module
-    parameters: Mapping[str, nn.Parameter]
 
 
 def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:

@@ -1,39 +1,44 @@
-"""Measures a model on a sample: for each layer its size as a product, its times, and when its
-gradients come.
+"""Measures a model on a sample: for each layer its size as a product, its times, when its gradients
+come, and what strategies ask for.
+
+    1  watch     one forward, in which probes see every call                  (contracts/probe.py)
+    2  measure   some training steps: each rank's times are medians
+    3  probe     each probe measures each layer
+    4  agree     the profile is the maximum over ranks, the same on every rank
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training
-will find them; the profile is the maximum over ranks, the same on every rank. Costs some training
-steps (of a slow model two, of a quick one half a second's) and leaves no trace: see untraced.py.
+will find them. Costs some training steps (of a slow model two, of a quick one half a second's), and
+what the probes do. It leaves no trace: see untraced.py.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
+from shoal.contracts.probe import Layer, Probe, Step, Trial
+from shoal.contracts.sample import LossFn, Sample
+from shoal.contracts.strategy import Strategy, probes_of
 from shoal.core.errors import SampleError
-from shoal.core.facts import LayerProfile, ModelProfile, ParameterProfile
-from shoal.profiling.ends import Ends, ids_counted
-from shoal.profiling.identity import Layer, model_digest, require_same_model, trainable_layers
+from shoal.core.facts import Facts, LayerProfile, ModelProfile, ParameterProfile, first
+from shoal.core.registry import of
+from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
 from shoal.profiling.optimizer import OptimizerCost
-from shoal.profiling.products import Product, ProductCost, measure_products
+from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
-from shoal.profiling.sample import LossFn, Sample
-from shoal.profiling.tails import Tails, timed
-from shoal.profiling.timeline import Clock, Step, Watched, usual, watch_step
+from shoal.profiling.timeline import Clock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
-from shoal.profiling.updates import whole_updates
 from shoal.profiling.usage import Readers, kind_of, outside_use
 
 _FEWEST, _MOST = 5, 200  # measured steps, after one to warm up
@@ -48,6 +53,7 @@ def profile_model(
     sample: Any,
     comm: Comm,
     micro_batches: int | None = None,
+    probes: Iterable[type[Probe]] | None = None,
 ) -> ModelProfile:
     """Measure a training step of the model on one batch, on all ranks at once.
 
@@ -60,6 +66,8 @@ def profile_model(
         comm: the ranks that measure together; with one rank nothing is exchanged.
         micro_batches: that a batch is cut into, where the end of the model may run on hosts of its
             own.
+        probes: what measures for strategies, the same on every rank. By default all that any known
+            strategy asks for.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -73,53 +81,29 @@ def profile_model(
     require_same_model(model, comm)
     layers = trainable_layers(model)
     clock = Clock(_device(layers))
+    asked = probes_of(of(Strategy).values()) if probes is None else probes
+    probing = [kind() for kind in asked]
     with untraced(checked):
         _meet(comm)  # every rank has noted the random state, which threads share
-        by_rows = agreed(comm, lambda: rowwise(checked, layers, comm.size), SampleError)
-        readers, distinct, seen, tails, step = _measured_step(
-            checked, layers, by_rows, clock, comm, micro_batches
+        readers, step = _measured_step(checked, layers, probing, clock, comm)  # 1, 2
+        trial = Trial(
+            checked,
+            layers,
+            tuple(optimizers),
+            comm.size,
+            micro_batches,
+            step,
+            frozenset(readers.read),
         )
-        rows = {layer.name: _rows(layer.module, step.layers[layer.name]) for layer in layers}
-        products = {layer.name: Product.of(layer.module, rows[layer.name]) for layer in layers}
-        _meet(comm)
-        costs = measure_products(
-            {name: product for name, product in products.items() if product}, comm.size
-        )
-        known = sum(cost.page_faults for cost in costs.values())
-        # at most: backward takes other memory too
-        anew = min(1.0, step.page_faults / known) if known else 1.0
-        _meet(comm)
+        facts = [agreed(comm, _measuring(probe, trial), SampleError) for probe in probing]  # 3
+        by_outputs = agreed(comm, lambda: trial.once(rowwise), SampleError)
+        outside = outside_use(model, layers, readers.borrowed, by_outputs)
         update = OptimizerCost.of(optimizers)
-        outside = outside_use(model, layers, readers.borrowed, by_rows)
-        together = whole_updates(model.parameters(), optimizers)
-        fed_by = {taker: feeder for feeder, taker in seen.feeds.items()}
-        mine = ModelProfile(
+        on_this_rank = ModelProfile(
             layers=tuple(
                 replace(
-                    _layer_profile(
-                        layer,
-                        step,
-                        rows[layer.name],
-                        costs.get(layer.name, ProductCost()),
-                        anew,
-                        outside[layer.name],
-                    ),
-                    rowwise=by_rows[layer.name],
-                    loss_rows=sum(use.loss_rows for use in seen.losses.get(layer.name, [])),
-                    loss_calls=len(seen.losses.get(layer.name, [])),
-                    softmax_rows=sum(use.softmax_rows for use in seen.losses.get(layer.name, [])),
-                    feeds=seen.feeds.get(layer.name, ""),
-                    fed_by=fed_by.get(layer.name, ""),
-                    distinct=distinct.get(layer.name, 0),
-                    whole_update=_first(
-                        together[p].whole for p in layer.parameters.values() if p in together
-                    ),
-                    joint_update=_first(
-                        together[p].joint for p in layer.parameters.values() if p in together
-                    ),
-                    unread=bool(layer.parameters.keys() & step.ready_s.keys() - readers.read),
-                    tail=tails.found.get(layer.name),
-                    no_tail=tails.reasons.get(layer.name, ""),
+                    _layer_profile(layer, step, outside[layer.name]),
+                    facts=tuple(found[layer.name] for found in facts),
                 )
                 for layer in layers
             ),
@@ -129,9 +113,9 @@ def profile_model(
             state_bytes=update.state_bytes,
             digest=model_digest(model),
         )
-        profiles = comm.gather_objects(mine)
+        profiles = comm.gather_objects(on_this_rank)
     _meet(comm)  # every rank has put the random state back
-    return timed(_in_backward_order(_maximum(profiles)))
+    return _complete(_in_backward_order(_maximum(profiles)))  # 4
 
 
 def _meet(comm: Comm) -> None:
@@ -139,16 +123,36 @@ def _meet(comm: Comm) -> None:
     comm.gather_objects(None)
 
 
+@contextmanager
+def _seen_by(probes: Sequence[Probe], layers: Sequence[Layer]) -> Iterator[None]:
+    """Let probes see every call of a layer inside."""
+
+    def tell(probe: Probe, layer: Layer) -> Any:
+        @torch.no_grad()
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            with torch._C.DisableTorchFunction():  # what a probe reads is no use of a weight
+                probe.called(layer, args, kwargs, output)
+
+        return hook
+
+    with ExitStack() as hooks:
+        for probe in probes:
+            for layer in layers if type(probe).called is not Probe.called else ():
+                hook = layer.module.register_forward_hook(tell(probe, layer), with_kwargs=True)
+                hooks.callback(hook.remove)
+        yield
+
+
+def _measuring(probe: Probe, trial: Trial) -> Callable[[], dict[str, Facts]]:
+    """What a probe finds of each layer, by name, when it is called."""
+    return lambda: {layer.name: probe.measure(layer, trial) for layer in trial.layers}
+
+
 def _measured_step(
-    sample: Sample,
-    layers: Sequence[Layer],
-    by_rows: Mapping[str, bool],
-    clock: Clock,
-    comm: Comm,
-    pieces: int | None,
-) -> tuple[Readers, dict[str, int], Ends, Tails, Step]:
-    """Warm up, finding borrowed weights, what goes into the loss, and the model's ends; then
-    measure some steps in a row, as in training.
+    sample: Sample, layers: Sequence[Layer], probes: Sequence[Probe], clock: Clock, comm: Comm
+) -> tuple[Readers, Step]:
+    """Warm up, finding borrowed weights while probes look on; then measure some steps in a row, as
+    in training.
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the
     other way round: so each rank's times are medians. In training all wait in every step for
@@ -160,33 +164,27 @@ def _measured_step(
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
 
-    def warm_up() -> tuple[Readers, dict[str, int], Ends, Tails, Step]:
-        with Readers(sample.model, layers).watching() as readers, ids_counted(layers) as distinct:
+    def warm_up() -> tuple[Readers, Step]:
+        with Readers(sample.model, layers).watching() as readers, _seen_by(probes, layers):
             sample.loss()
-        tails = Tails.find(sample, layers, pieces) if pieces else Tails({}, {})
-        return (
-            readers,
-            distinct,
-            Ends.of(sample, layers, by_rows),
-            tails,
-            watch_step(sample, layers, clock),
-        )
+        return readers, watch_step(sample, layers, clock)
 
     def measure() -> Step:
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
-    readers, distinct, seen, tails, first = agreed(comm, warm_up, SampleError)
-    left_s = _BUDGET_S - (time.perf_counter() - start)
+    readers, warm = agreed(comm, warm_up, SampleError)
+    # probes go forward once more
+    left_s = _BUDGET_S - (time.perf_counter() - start) - warm.forward_s
     steps = [measure()]
-    each_s = min(step.total_s for step in (first, *steps))
+    each_s = min(step.total_s for step in (warm, *steps))
     affordable = min(max(_FEWEST, int(_ENOUGH_S / each_s)), int(left_s / each_s), _MOST)
     count = max(1, min(comm.gather_objects(affordable)))
     steps += [measure() for _ in range(1, count)]
     drop_gradients(parameters)
-    mine = usual(steps)
+    typical = usual(steps)
     ranks: list[list[float]] = comm.gather_objects(
-        [mine.total_s, *(step.total_s for step in steps)]
+        [typical.total_s, *(step.total_s for step in steps)]
     )
     usual_s = max(total_s for total_s, *_ in ranks)
     size = min(count, math.ceil(_TURN_S / usual_s))
@@ -194,25 +192,16 @@ def _measured_step(
     slowest_s = median(
         max(sum(each[1 + i] for i in group) for each in ranks) / size for group in groups
     )
-    return readers, distinct, seen, tails, mine.times(max(1.0, slowest_s / usual_s))
+    return readers, typical.times(max(1.0, slowest_s / usual_s))
 
 
-def _layer_profile(
-    layer: Layer, step: Step, rows: int, product: ProductCost, anew: float, outside: str
-) -> LayerProfile:
-    """What was measured of a layer; of the memory of its gradient the part `anew` was new in every
-    step.
-    """
+def _layer_profile(layer: Layer, step: Step, outside: str) -> LayerProfile:
+    """What was measured of every layer alike."""
     watched = step.layers[layer.name]
     used = layer.parameters.keys() & step.ready_s.keys()
     if used and not watched.calls and not outside:
         outside = "its gradient comes without a call of the layer"
-    inputs, outputs = _shape(layer.module)
-    product_s = product.fixed_s + product.s_per_row * rows
-    # as much for x's own
-    others_s = product_s if watched.input_grad and isinstance(layer.module, nn.Linear) else 0.0
-    # page faults take any time, but no more than was taken
-    most_s = max(product_s, watched.backward_s - others_s)
+    inputs, outputs = shape_of(layer.module)
     return LayerProfile(
         name=layer.name,
         kind=kind_of(layer.module),
@@ -227,39 +216,16 @@ def _layer_profile(
             )
             for name, parameter in layer.parameters.items()
         ),
-        rows=rows,
+        rows=rows_of(layer.module, watched),
         inputs=inputs,
         outputs=outputs,
         calls=watched.calls,
         calls_vary=watched.calls_vary,
-        taken=watched.taken,
-        input_grad=watched.input_grad,
         needed_s=watched.needed_s,
         forward_s=watched.forward_s,
         backward_s=watched.backward_s,
-        activation_bytes=watched.activation_bytes,
-        product_fixed_s=product.fixed_s,
-        product_s_per_row=product.s_per_row,
-        own_product_s=min(product_s + anew * product.anew_s, most_s),
         outside_use=outside,
     )
-
-
-def _shape(module: nn.Module) -> tuple[int, int]:
-    """M and N of the layer as a product, (0, 0) where it is none."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    if isinstance(module, nn.Embedding):
-        return module.num_embeddings, module.embedding_dim
-    if isinstance(module, _ConvNd):
-        return module.weight.numel() // module.out_channels, module.out_channels
-    return 0, 0
-
-
-def _rows(module: nn.Module, watched: Watched) -> int:
-    """K: what the layer puts out, counted in rows of N."""
-    outputs = _shape(module)[1]
-    return watched.elements // outputs if outputs else 0
 
 
 def _device(layers: Sequence[Layer]) -> torch.device:
@@ -282,50 +248,37 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
     )
 
 
-def _maximum_layer(layers: Sequence[LayerProfile]) -> LayerProfile:
+def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
+    """One layer's profiles in one: of a kind of facts, as that says."""
     return replace(
-        layers[0],
+        ranks[0],
         parameters=tuple(
             replace(same[0], used=any(p.used for p in same), ready_s=max(p.ready_s for p in same))
-            for same in zip(*(layer.parameters for layer in layers), strict=True)
+            for same in zip(*(layer.parameters for layer in ranks), strict=True)
         ),
-        whole_update=_first(layer.whole_update for layer in layers),
-        joint_update=_first(layer.joint_update for layer in layers),
-        unread=any(layer.unread for layer in layers),
-        outside_use=_first(layer.outside_use for layer in layers),
-        rows=max(layer.rows for layer in layers),
-        calls=max(layer.calls for layer in layers),
-        calls_vary=any(layer.calls_vary or layer.calls != layers[0].calls for layer in layers),
-        input_grad=any(layer.input_grad for layer in layers),
-        taken=max(layer.taken for layer in layers),
-        rowwise=all(layer.rowwise for layer in layers),
-        distinct=max(layer.distinct for layer in layers),
-        loss_rows=max(layer.loss_rows for layer in layers)
-        if all(layer.loss_rows for layer in layers)
-        else 0,
-        loss_calls=max(layer.loss_calls for layer in layers),
-        softmax_rows=max(layer.softmax_rows for layer in layers),
-        feeds=_same(layer.feeds for layer in layers),
-        fed_by=_same(layer.fed_by for layer in layers),
-        needed_s=max(layer.needed_s for layer in layers),
-        forward_s=max(layer.forward_s for layer in layers),
-        backward_s=max(layer.backward_s for layer in layers),
-        activation_bytes=max(layer.activation_bytes for layer in layers),
-        product_fixed_s=max(layer.product_fixed_s for layer in layers),
-        product_s_per_row=max(layer.product_s_per_row for layer in layers),
-        own_product_s=max(layer.own_product_s for layer in layers),
+        rows=max(layer.rows for layer in ranks),
+        calls=max(layer.calls for layer in ranks),
+        calls_vary=any(layer.calls_vary or layer.calls != ranks[0].calls for layer in ranks),
+        needed_s=max(layer.needed_s for layer in ranks),
+        forward_s=max(layer.forward_s for layer in ranks),
+        backward_s=max(layer.backward_s for layer in ranks),
+        outside_use=first(layer.outside_use for layer in ranks),
+        facts=tuple(
+            type(same[0]).of_ranks(same)
+            for same in zip(*(layer.facts for layer in ranks), strict=True)
+        ),
     )
 
 
-def _first(reasons: Iterable[str]) -> str:
-    """The first reason that there is, or ''."""
-    return next(filter(None, reasons), "")
-
-
-def _same(names: Iterable[str]) -> str:
-    """The name that every rank has, or ''."""
-    every = set(names)
-    return every.pop() if len(every) == 1 else ""
+def _complete(profile: ModelProfile) -> ModelProfile:
+    """The profile with facts that follow from all of it."""
+    return replace(
+        profile,
+        layers=tuple(
+            replace(layer, facts=tuple(each.in_profile(profile) for each in layer.facts))
+            for layer in profile.layers
+        ),
+    )
 
 
 def _in_backward_order(profile: ModelProfile) -> ModelProfile:

@@ -11,17 +11,93 @@ allocator decides whether it is, and page faults tell.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
+from shoal.contracts.probe import Layer, Probe, Trial, Watched
+from shoal.core.facts import Excerpt, Facts, LayerProfile
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import page_faults
 from shoal.profiling.timeline import Clock
 
 _MOST_WORK = 2e9  # multiplications in one measurement: larger ones only take longer to say the same
 _MOST_ELEMENTS = 1 << 24  # of an operand with so many rows
+
+
+@dataclass(frozen=True)
+class ProductFacts(Facts):
+    """Seconds of a weight's gradient product over k rows, `fixed_s` + k · `s_per_row`, into memory
+    that is there.
+    """
+
+    fixed_s: float = 0.0
+    s_per_row: float = 0.0
+    # over the layer's own K rows as autograd makes it, in what is new memory in a step
+    own_s: float = 0.0
+
+    def seconds(self, rows: float) -> float:
+        """Seconds of the product over `rows` rows."""
+        return self.fixed_s + self.s_per_row * rows
+
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> ProductFacts:
+        more_rows = layer.rows * (excerpt.rows - 1)
+        return replace(self, own_s=self.own_s + self.s_per_row * more_rows)
+
+
+@final
+class ProductProbe(Probe):
+    """Times the products of all layers' weight gradients."""
+
+    def measure(self, layer: Layer, trial: Trial) -> ProductFacts:
+        costs, anew = trial.once(_costs)
+        if layer.name not in costs:
+            return ProductFacts()
+        cost, watched = costs[layer.name], trial.step.layers[layer.name]
+        product_s = cost.fixed_s + cost.s_per_row * rows_of(layer.module, watched)
+        # as much for x's own
+        others_s = product_s if watched.input_grad and isinstance(layer.module, nn.Linear) else 0.0
+        # page faults take any time, but no more than was taken
+        most_s = max(product_s, watched.backward_s - others_s)
+        return ProductFacts(
+            cost.fixed_s, cost.s_per_row, own_s=min(product_s + anew * cost.anew_s, most_s)
+        )
+
+
+def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
+    """By layer what its product costs, and what part of the memory of gradients was new in every
+    step.
+    """
+    products = {
+        layer.name: Product.of(layer.module, rows_of(layer.module, trial.step.layers[layer.name]))
+        for layer in trial.layers
+    }
+    costs = measure_products(
+        {name: product for name, product in products.items() if product}, trial.ranks
+    )
+    known = sum(cost.page_faults for cost in costs.values())
+    # at most: backward takes other memory too
+    return costs, min(1.0, trial.step.page_faults / known) if known else 1.0
+
+
+def shape_of(module: nn.Module) -> tuple[int, int]:
+    """M and N of the layer as a product, (0, 0) where it is none."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if isinstance(module, _ConvNd):
+        return module.weight.numel() // module.out_channels, module.out_channels
+    return 0, 0
+
+
+def rows_of(module: nn.Module, watched: Watched) -> int:
+    """K: what the layer puts out, counted in rows of N."""
+    outputs = shape_of(module)[1]
+    return watched.elements // outputs if outputs else 0
 
 
 @dataclass(frozen=True)

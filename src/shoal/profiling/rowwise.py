@@ -17,34 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.contracts.probe import Trial
 from shoal.core.pieces import cut_sizes
-from shoal.profiling.identity import Layer
-from shoal.profiling.sample import Sample
 
 _KINDS = (nn.Linear, nn.Conv2d)
 _NEARLY = 1e-9  # of the largest output, in float64
 
 
-def rowwise(sample: Sample, layers: Sequence[Layer], ranks: int) -> dict[str, bool]:
-    """By layer, for that many ranks. Runs the sample forward once if there is any layer to try."""
-    found = {layer.name: _made_of_weight(layer.module) for layer in layers}
-    to_try = [layer for layer in layers if found[layer.name] and type(layer.module) not in _KINDS]
+def rowwise(trial: Trial) -> dict[str, bool]:
+    """By layer, for its ranks. Runs the sample forward once if there is any layer to try."""
+    found = {layer.name: _made_of_weight(layer.module) for layer in trial.layers}
+    able = [layer for layer in trial.layers if found[layer.name]]
+    to_try = [layer for layer in able if type(layer.module) not in _KINDS]
     tried: dict[str, bool] = {}
 
-    def trial(name: str) -> Any:
+    def attempt(name: str) -> Any:
         def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             given = [*args, *kwargs.values()]
             fits = len(given) == 1 and isinstance(given[0], Tensor)
-            tried[name] = tried.get(name, True) and fits and _gives_parts(module, given[0], ranks)
+            fits = fits and tried.get(name, True) and _gives_parts(module, given[0], trial.ranks)
+            tried[name] = fits
 
         return enter
 
     if to_try:
         with ExitStack() as hooks:
             for layer in to_try:
-                hook = layer.module.register_forward_pre_hook(trial(layer.name), with_kwargs=True)
+                hook = layer.module.register_forward_pre_hook(attempt(layer.name), with_kwargs=True)
                 hooks.callback(hook.remove)
-            sample.loss()
+            trial.sample.loss()
     return found | {layer.name: tried.get(layer.name, False) for layer in to_try}
 
 

@@ -8,10 +8,10 @@ which every module is watched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,11 @@ from shoal.comm.tail_hosts import (
     modules_of,
     parameters_of,
 )
-from shoal.core.facts import ModelProfile, Tail
+from shoal.contracts.probe import Layer, Probe, Trial
+from shoal.contracts.sample import Sample, tensors_in
+from shoal.core.facts import Excerpt, Facts, LayerProfile, ModelProfile
 from shoal.core.pieces import cut_sizes
-from shoal.profiling.identity import Layer
-from shoal.profiling.sample import Sample, tensors_in
+from shoal.profiling.products import ProductFacts
 
 # of every module: what with, by position and name; output
 Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]
@@ -44,6 +45,72 @@ _NONE = "no module that has it puts out what the model returns"
 
 
 @dataclass(frozen=True)
+class Tail:
+    """An end of the model: what its modules put out goes to the loss and nowhere else. Bytes and
+    seconds of a rank.
+    """
+
+    # called one after the other, each with what the one before has put out
+    modules: tuple[str, ...]
+    layers: tuple[str, ...]
+    micro_batches: int
+    sent_bytes: float  # to where it runs: activations, targets, and what goes with them
+    received_bytes: float  # from there
+    body_forward_s: float = 0.0  # of what comes before it
+    body_backward_s: float = 0.0
+    forward_s: float = 0.0  # of itself and the loss
+    backward_s: float = 0.0
+    pass_s: float = 0.0  # of the last two what takes as long however few rows there are
+
+
+@dataclass(frozen=True)
+class TailFacts(Facts):
+    """The smallest end of the model that has a layer, or why there is none."""
+
+    tail: Tail | None = None
+    reason: str = ""
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[TailFacts]) -> TailFacts:
+        return ranks[0]  # what is counted is the same on all; times come from the whole profile
+
+    def in_profile(self, profile: ModelProfile) -> TailFacts:
+        if self.tail is None:
+            return self
+        layers = [profile.layer(name) for name in self.tail.layers]
+        before_s = min(layer.needed_s for layer in layers)
+        ready_s = max(layer.ready_s for layer in layers)
+        tail = replace(
+            self.tail,
+            body_forward_s=before_s,
+            body_backward_s=max(0.0, profile.backward_s - ready_s),
+            forward_s=max(0.0, profile.forward_s - before_s),
+            backward_s=ready_s,
+            # output, and the gradients of input and weight
+            pass_s=3 * sum(layer.measured(ProductFacts).fixed_s for layer in layers),
+        )
+        return replace(self, tail=tail)
+
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> TailFacts:
+        return TailFacts()
+
+
+def tail_of(layers: Iterable[LayerProfile]) -> Tail | None:
+    """The end of the model that has these layers: the largest of those that one of them is in."""
+    tails = [tail for layer in layers if (tail := layer.measured(TailFacts).tail)]
+    return max(tails, key=lambda tail: len(tail.layers), default=None)
+
+
+@final
+class TailProbe(Probe):
+    """Finds the end of the model that a layer is in, where there are hosts that may run it."""
+
+    def measure(self, layer: Layer, trial: Trial) -> TailFacts:
+        tails = trial.once(Tails.find)
+        return TailFacts(tails.found.get(layer.name), tails.reasons.get(layer.name, ""))
+
+
+@dataclass(frozen=True)
 class Tails:
     """By layer the smallest end of the model that has it, or why there is none."""
 
@@ -51,8 +118,11 @@ class Tails:
     reasons: Mapping[str, str]
 
     @classmethod
-    def find(cls, sample: Sample, layers: Sequence[Layer], micro_batches: int) -> Tails:
+    def find(cls, trial: Trial) -> Tails:
         """Run the sample forward, watching."""
+        sample, layers, micro_batches = trial.sample, trial.layers, trial.micro_batches
+        if micro_batches is None:
+            return cls({}, {})
         with _noted_calls(sample.model) as calls:
             loss = sample.loss().detach()
         output = calls[""][-1][2]
@@ -80,32 +150,6 @@ class Tails:
         return cls(
             found, {name: "" if name in found else reason for name, reason in reasons.items()}
         )
-
-
-def timed(profile: ModelProfile) -> ModelProfile:
-    """The profile with the seconds of every end of the model, and of what comes before it."""
-
-    def its(tail: Tail | None) -> Tail | None:
-        if tail is None:
-            return None
-        layers = [profile.layer(name) for name in tail.layers]
-        before_s, ready_s = (
-            min(layer.needed_s for layer in layers),
-            max(layer.ready_s for layer in layers),
-        )
-        return replace(
-            tail,
-            body_forward_s=before_s,
-            body_backward_s=max(0.0, profile.backward_s - ready_s),
-            forward_s=max(0.0, profile.forward_s - before_s),
-            backward_s=ready_s,
-            # output, and the gradients of input and weight
-            pass_s=3 * sum(layer.product_fixed_s for layer in layers),
-        )
-
-    return replace(
-        profile, layers=tuple(replace(layer, tail=its(layer.tail)) for layer in profile.layers)
-    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shoal.profiling.identity import Layer
+from shoal.contracts.probe import Layer, Step, Watched
+from shoal.contracts.sample import Sample, tensors_in
 from shoal.profiling.processor import page_faults
-from shoal.profiling.sample import Sample, tensors_in
 
 Mark = Any  # a moment: seconds on a CPU, an event on CUDA
 NOBODY = ""
@@ -72,57 +72,6 @@ class Clock:
         return self.seconds(start, self.mark())
 
 
-@dataclass(frozen=True)
-class Watched:
-    """One layer in one step."""
-
-    calls: int
-    calls_vary: bool  # from step to step
-    taken: int  # elements of its inputs, over all calls,
-    elements: int  # and of its outputs
-    activation_bytes: int
-    input_grad: bool  # something it was called with takes a gradient
-    needed_s: float  # from the start of forward until it is first called
-    forward_s: float
-    backward_s: float
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step: layers by name, and for each parameter that got a gradient the seconds into
-    backward until it did.
-    """
-
-    layers: dict[str, Watched]
-    ready_s: dict[str, float]
-    forward_s: float
-    backward_s: float
-    page_faults: float = 0.0  # in backward
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of forward, loss and backward."""
-        return self.forward_s + self.backward_s
-
-    def times(self, factor: float) -> Step:
-        """The same step, that many times as long."""
-        return Step(
-            layers={
-                name: replace(
-                    watched,
-                    needed_s=factor * watched.needed_s,
-                    forward_s=factor * watched.forward_s,
-                    backward_s=factor * watched.backward_s,
-                )
-                for name, watched in self.layers.items()
-            },
-            ready_s={name: factor * ready_s for name, ready_s in self.ready_s.items()},
-            forward_s=factor * self.forward_s,
-            backward_s=factor * self.backward_s,
-            page_faults=self.page_faults,
-        )
-
-
 def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
     """Run one forward and backward and watch it; gradients are left in `.grad`, every hook is taken
     away.
@@ -146,7 +95,6 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
                 calls_vary=False,
                 taken=watch.taken[layer.name],
                 elements=watch.elements[layer.name],
-                activation_bytes=watch.activation_bytes[layer.name],
                 input_grad=layer.name in watch.input_grad,
                 needed_s=clock.seconds(start, watch.entered[layer.name])
                 if layer.name in watch.entered
@@ -206,7 +154,6 @@ class _Watch:
         self.calls: dict[str, int] = defaultdict(int)
         self.taken: dict[str, int] = defaultdict(int)
         self.elements: dict[str, int] = defaultdict(int)
-        self.activation_bytes: dict[str, int] = defaultdict(int)
         self.input_grad: set[str] = set()
 
     def attach(self, layer: Layer, hooks: ExitStack) -> None:
@@ -231,7 +178,6 @@ class _Watch:
             if not self.in_backward:
                 self.calls[layer.name] += 1
                 self.elements[layer.name] += sum(tensor.numel() for tensor in outputs)
-                self.activation_bytes[layer.name] += sum(tensor.nbytes for tensor in outputs)
                 self.running.pop()
                 self.forward_log.append((self.clock.mark(), self.running[-1]))
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.contracts.sample import Sample
 from shoal.profiling.identity import content
-from shoal.profiling.sample import Sample
 
 # The process has one random state, and ranks may be its threads. Two threads that read torch's at
 # once can lock each other out for good, since torch takes the generator's lock while it holds

@@ -15,13 +15,15 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.probe import Layer, Probe, Trial
+from shoal.core.facts import Facts, first
 from shoal.core.pieces import has_line
 from shoal.remote.optimizers import OptimizerForm, kind_of, name_of
 from shoal.remote.wire import Data
@@ -117,6 +119,34 @@ def part_of(
         else copy.deepcopy(value)
         for name, value in state.items()
     }
+
+
+@dataclass(frozen=True)
+class UpdateFacts(Facts):
+    """Why a layer's parameters cannot be updated elsewhere, or in parts."""
+
+    whole: str = ""  # why its optimizer cannot update parts of its parameters by themselves
+    joint: str = ""  # why not even its parameters, each whole and by itself
+    # a parameter gets a gradient, and none of PyTorch's functions was seen to read it: C++ code?
+    unread: bool = False
+
+
+@final
+class UpdateProbe(Probe):
+    """Tries the optimizers on parts of parameters."""
+
+    def measure(self, layer: Layer, trial: Trial) -> UpdateFacts:
+        together = trial.once(_together)
+        found = [together[p] for p in layer.parameters.values() if p in together]
+        return UpdateFacts(
+            whole=first(each.whole for each in found),
+            joint=first(each.joint for each in found),
+            unread=bool(layer.parameters.keys() & trial.step.ready_s.keys() - trial.read),
+        )
+
+
+def _together(trial: Trial) -> dict[Tensor, Together]:
+    return whole_updates(trial.sample.model.parameters(), trial.optimizers)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from shoal.profiling.identity import ROOT, Layer
-from shoal.profiling.sample import tensors_in
+from shoal.contracts.probe import Layer
+from shoal.contracts.sample import tensors_in
+from shoal.profiling.identity import ROOT
 
 _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: F.linear,

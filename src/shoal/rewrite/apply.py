@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.probe import Layer
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
@@ -32,7 +33,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named, of
-from shoal.profiling.identity import Layer, content, model_digest, trainable_layers
+from shoal.profiling.identity import content, model_digest, trainable_layers
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from shoal.comm.stage import Stage
 from shoal.comm.tail_hosts import Ask
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.cores import bound_cores, container, quota_cores
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
@@ -44,7 +45,7 @@ from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
-from shoal.profiling.sample import Sample
+from shoal.profiling.tails import tail_of
 from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
 from shoal.runtime.attach import attach
@@ -209,8 +210,8 @@ def _open_tail(
             "tail hosts run the end of the model that is parallelised first",
             do='parallelise this one first, or leave "stage" out of its plan',
         )
-    tails = [tail for name in at_tail if (tail := profile.layer(name).tail) is not None]
-    tail = max(tails, key=lambda each: len(each.layers))
+    tail = tail_of(map(profile.layer, at_tail))
+    assert tail is not None, "a layer is at the tail that is in no end of the model"
     if set(tail.layers) != set(at_tail):
         raise PlanError(
             "the layers that the plan gives to tail hosts are no end of the model",

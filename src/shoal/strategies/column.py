@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.comm.boundary import Rows
 from shoal.core.cost import Traffic
 from shoal.core.facts import LayerProfile, Topology
-from shoal.strategies.cutting import ByOutputs, counts, move
+from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move
 
 
 @final
@@ -40,9 +40,10 @@ class Column(ByOutputs):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        itemsize = layer.parameters[0].itemsize
+        itemsize, facts = layer.parameters[0].itemsize, layer.measured(CutFacts)
         row_bytes = layer.rows * itemsize
-        x = move(topology, lambda source, to: layer.taken * itemsize)
+        x = move(topology, lambda source, to: facts.taken * itemsize)
         y = move(topology, lambda source, to: row_bytes * widths[source])
         dy = move(topology, lambda source, to: row_bytes * widths[to])
-        return [counts(layer, topology), x, y], [dy, x] if layer.input_grad else [dy]
+        back = [dy, x] if facts.input_grad else [dy]
+        return [counts(layer, topology), x, y], back

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, permutations
 from typing import Any, ClassVar, final
 
@@ -31,18 +32,46 @@ from torch.nn import functional as F
 from shoal.comm.boundary import Move, Rows, call_of, linear, rows_of_all
 from shoal.comm.cut_output import CutOutput
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait, total
-from shoal.core.facts import Cluster, LayerProfile, Topology
+from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
-from shoal.profiling.rowwise import row_dims
+from shoal.profiling.products import ProductFacts, ProductProbe
+from shoal.profiling.rowwise import row_dims, rowwise
+from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.tensors.cut import OverRanks, cut, is_cut, restore
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
 _SLOT = "_cut_layer"  # where a served layer keeps what runs it
+
+
+@dataclass(frozen=True)
+class CutFacts(Facts):
+    """What a layer is called with, and whether it can be cut by outputs."""
+
+    taken: int = 0  # elements of what it is called with, in all calls
+    input_grad: bool = True  # something it is called with takes a gradient
+    rowwise: bool = False  # each of its outputs follows from one row of its weight
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[CutFacts]) -> CutFacts:
+        return replace(super().of_ranks(ranks), rowwise=all(each.rowwise for each in ranks))
+
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> CutFacts:
+        return replace(self, taken=round(self.taken * excerpt.rows))
+
+
+@final
+class CutProbe(Probe):
+    """Counts what layers are called with, and tries their forward on parts of the weight."""
+
+    def measure(self, layer: Layer, trial: Trial) -> CutFacts:
+        watched = trial.step.layers[layer.name]
+        return CutFacts(watched.taken, watched.input_grad, trial.once(rowwise)[layer.name])
 
 
 class CutStrategy(Strategy):
@@ -51,6 +80,7 @@ class CutStrategy(Strategy):
     """
 
     role = Role.CUT
+    probes: ClassVar[tuple[type[Probe], ...]] = (CutProbe, ProductProbe, UpdateProbe)
     dim: ClassVar[int]  # of the weight: 0 has the outputs, 1 the inputs
     takes_parts: ClassVar[bool] = False  # what it is called with is cut already, as its weight is
 
@@ -96,25 +126,26 @@ class CutStrategy(Strategy):
                          min(leaving_s, grown·products_s/n · (1 + later)) in backward
         """
         (layer,) = layers
+        product, facts = layer.measured(ProductFacts), layer.measured(CutFacts)
         pace, widths = cluster.move_pace, self._widths(layer, cluster)
         entering, returning = self.moved(layer, widths, cluster.topology)
         part = widths[0] / sum(widths)
-        own_s, all_s = layer.product_s(layer.rows), layer.product_s(cluster.size * layer.rows)
+        own_s, all_s = product.seconds(layer.rows), product.seconds(cluster.size * layer.rows)
         grown = part * all_s / own_s if own_s else 1.0
-        repeated = part * layer.product_fixed_s / own_s if own_s else 0.0
-        memory_s = max(0.0, layer.own_product_s - own_s)
+        repeated = part * product.fixed_s / own_s if own_s else 0.0
+        memory_s = max(0.0, product.own_s - own_s)
         products_s = max(0.0, layer.backward_s - memory_s)
-        num_products = 2 if layer.input_grad else 1
+        num_products = 2 if facts.input_grad else 1
         chunks, entering_s, leaving_s = 1, 0.0, 0.0
         if layer.kind == "Linear" and not self.takes_parts:
-            chunks = max(1, min(layer.chunks, layer.rows // max(layer.calls, 1)))
+            chunks = max(1, min(layer.setting.chunks, layer.rows // max(layer.calls, 1)))
             entering_s = entering[1].worst * pace.wall.byte_s
-            leaving_s = pace.wall.of(returning[-1]) if layer.input_grad else 0.0
+            leaving_s = pace.wall.of(returning[-1]) if facts.input_grad else 0.0
         later_part = 1 - 1 / chunks
         all_repeated, messages_s = (chunks - 1) * repeated, (chunks - 1) * pace.cpu.round_s
         forward_product_s = (grown + all_repeated) * layer.forward_s
         backward_s = (grown - 1) * products_s - (1 - part) * memory_s
-        if layer.input_grad:
+        if facts.input_grad:
             backward_s += all_repeated * products_s / 2 + messages_s
         hidden_forward_s = later_part * min(entering_s, forward_product_s)
         hidden_backward_s = min(leaving_s, grown * products_s / num_products * (1 + later_part))
@@ -171,7 +202,7 @@ class ByOutputs(CutStrategy):
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = uncut(layer, layer.outputs, "outputs", cluster)
-        if reason is None and not layer.rowwise:
+        if reason is None and not layer.measured(CutFacts).rowwise:
             return (
                 "it serves layers each of whose outputs is made of one row of the weight, "
                 f"and this {layer.kind} was not found to be one"
@@ -204,8 +235,8 @@ def refused(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str
         return layer.outside_use
     if not layer.calls:
         return "the sample does not call it"
-    if layer.whole_update:
-        return layer.whole_update
+    if why := layer.measured(UpdateFacts).whole:
+        return why
     if width < cluster.size:
         return f"{width} {what} cannot be cut over {cluster.size} ranks"
     return None

@@ -18,7 +18,9 @@ all-to-all).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol, final
 
@@ -29,12 +31,16 @@ from torch.nn import functional as F
 from shoal.comm.boundary import call_of, dealt, refuse_second_derivative
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.probe import Layer, Probe, Trial
+from shoal.contracts.sample import tensors_in
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Update, Wait, total
-from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.facts import Cluster, Facts, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.role import Role
+from shoal.profiling.products import ProductFacts, ProductProbe
+from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
 from shoal.tensors.cut import OverRanks, cut, cut_of, part_of, restore
@@ -44,12 +50,36 @@ _ID_BYTES = 8
 _SLOT = "_cut_embedding"  # where a served layer keeps what runs it
 
 
+@dataclass(frozen=True)
+class IdFacts(Facts):
+    """What an embedding is asked for."""
+
+    distinct: int = 0  # different ids, each call's by themselves
+
+
+@final
+class IdProbe(Probe):
+    """Counts the different ids that embeddings look up."""
+
+    def __init__(self) -> None:
+        self._distinct: Counter[str] = Counter()
+
+    def called(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
+        if type(layer.module) is nn.Embedding:
+            ids = next(tensors_in((args, kwargs)))
+            self._distinct[layer.name] += len(ids.unique())
+
+    def measure(self, layer: Layer, trial: Trial) -> IdFacts:
+        return IdFacts(self._distinct[layer.name])
+
+
 @final
 class EmbeddingRows(Strategy):
     """Cuts an nn.Embedding by its rows."""
 
     name = "embedding"
     role = Role.CUT
+    probes = (ProductProbe, IdProbe, UpdateProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind != "Embedding":
@@ -60,10 +90,11 @@ class EmbeddingRows(Strategy):
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
         (layer,) = layers
+        product = layer.measured(ProductFacts)
         sizes, topology = cut_sizes(layer.inputs, cluster.size), cluster.topology
         row_bytes = layer.outputs * layer.parameters[0].itemsize
         # ids, taken to be anywhere in the table
-        of_rank = [layer.distinct * size / layer.inputs for size in sizes]
+        of_rank = [layer.measured(IdFacts).distinct * size / layer.inputs for size in sizes]
         ids = move(topology, lambda source, to: of_rank[to] * _ID_BYTES)
         rows = move(topology, lambda source, to: of_rank[source] * row_bytes)
         slopes = move(topology, lambda source, to: of_rank[to] * row_bytes)
@@ -72,8 +103,7 @@ class EmbeddingRows(Strategy):
         return Cost(
             in_forward=Phase(forward, pace, Wait.AT_ONCE),
             in_backward=Phase(slopes, pace, Wait.AT_ONCE),
-            backward_s=-min(layer.own_product_s, layer.backward_s)
-            + layer.product_s_per_row * layer.rows,
+            backward_s=-min(product.own_s, layer.backward_s) + product.s_per_row * layer.rows,
             memory_bytes=part * layer.nbytes,
             held=part,
             update=Update(main=part),

@@ -32,6 +32,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
+from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.factors import EmbeddingProduct, FactorTransfer, LinearProduct, Product
 
@@ -48,6 +49,7 @@ class Factor(Strategy):
 
     name = "factor"
     role = Role.LAYER
+    probes = (ProductProbe,)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind not in ("Linear", "Embedding"):
@@ -62,6 +64,7 @@ class Factor(Strategy):
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
         (layer,) = layers
+        product = layer.measured(ProductFacts)
         ranks, topology = cluster.size, cluster.topology
         message_bytes = layer.rows * self._row_bytes(layer) + _HEADER_BYTES
         sent = message_bytes * (ranks - 1)
@@ -73,9 +76,9 @@ class Factor(Strategy):
             in_backward=Phase(
                 Traffic((sent,) * ranks, (sent,) * ranks, rounds=2, leaving=leaving),
                 cluster.pace("direct"),  # its gathers are `direct`'s second half
-                after_s=layer.product_s(layer.rows * ranks),
+                after_s=product.seconds(layer.rows * ranks),
             ),
-            backward_s=-min(layer.own_product_s, layer.backward_s),
+            backward_s=-min(product.own_s, layer.backward_s),
             memory_bytes=layer.nbytes
             + ranks * layer.rows * (layer.inputs + layer.outputs) * itemsize,
         )

@@ -19,14 +19,46 @@ Reference: Shoeybi et al., "Megatron-LM", 2019, section 3; An et al., "Partial F
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
+from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.cost import Traffic
-from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.strategies.cutting import COUNT_BYTES, ByOutputs, counts, move
+from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
+from shoal.profiling.ends import Ends
+from shoal.strategies.cutting import COUNT_BYTES, ByOutputs, CutFacts, counts, move
 
 _TARGET_BYTES = 16  # a row's number and class
 _TERMS = 4  # of a row, each way
+
+
+@dataclass(frozen=True)
+class LossFacts(Facts):
+    """The losses that a layer's output goes into, if it goes nowhere else."""
+
+    rows: int = 0  # of its output in cross entropies; 0 where some go elsewhere
+    calls: int = 0  # of these, with the softmaxes on the way,
+    softmax_rows: int = 0  # and the rows in those
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[LossFacts]) -> LossFacts:
+        if not all(each.rows for each in ranks):
+            return cls()
+        return super().of_ranks(ranks)
+
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> LossFacts:
+        return LossFacts()  # its loss is that of its workers
+
+
+@final
+class LossProbe(Probe):
+    """Follows the outputs of linear layers to the loss."""
+
+    def measure(self, layer: Layer, trial: Trial) -> LossFacts:
+        uses = trial.once(Ends.of).losses.get(layer.name, [])
+        return LossFacts(
+            sum(use.loss_rows for use in uses), len(uses), sum(use.softmax_rows for use in uses)
+        )
 
 
 @final
@@ -34,23 +66,24 @@ class Head(ByOutputs):
     """Cuts the last linear layer by its outputs, and the loss with it."""
 
     name = "head"
+    probes = (*ByOutputs.probes, LossProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = super().refuses(layer, cluster)
-        if reason is None and not layer.loss_rows:
+        if reason is None and not layer.measured(LossFacts).rows:
             return "its output does not go into a cross entropy, or not only"
         return reason
 
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        itemsize = layer.parameters[0].itemsize
+        itemsize, loss = layer.parameters[0].itemsize, layer.measured(LossFacts)
         x = move(topology, lambda source, to: layer.rows * layer.inputs * itemsize)
-        count = move(topology, lambda source, to: COUNT_BYTES * layer.loss_calls)
-        targets = move(topology, lambda source, to: layer.loss_rows * _TARGET_BYTES)
-        terms = move(topology, lambda source, to: layer.loss_rows * _TERMS * itemsize)
-        of_all = topology.size * layer.softmax_rows * itemsize
+        count = move(topology, lambda source, to: COUNT_BYTES * loss.calls)
+        targets = move(topology, lambda source, to: loss.rows * _TARGET_BYTES)
+        terms = move(topology, lambda source, to: loss.rows * _TERMS * itemsize)
+        of_all = topology.size * loss.softmax_rows * itemsize
         sums = [move(topology, lambda source, to: 2 * of_all)] if of_all else []
         slopes = [move(topology, lambda source, to: of_all)] if of_all else []
-        dx = [x] if layer.input_grad else []
+        dx = [x] if layer.measured(CutFacts).input_grad else []
         return [counts(layer, topology), x, count, targets, terms, *sums], [terms, *slopes, *dx]

@@ -16,13 +16,51 @@ Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import final
 
+from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.cost import Traffic
-from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.strategies.cutting import ByOutputs, counts, move
+from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
+from shoal.profiling.ends import Ends
+from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move
 from shoal.strategies.row import Row
+
+
+@dataclass(frozen=True)
+class PairFacts(Facts):
+    """Which linear layers feed one another, and nothing else, with element-wise work between."""
+
+    feeds: str = ""  # the layer that takes all of its output
+    fed_by: str = ""  # the layer whose output is all that it takes
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[PairFacts]) -> PairFacts:
+        return cls(_same(each.feeds for each in ranks), _same(each.fed_by for each in ranks))
+
+    def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> PairFacts:
+        inside = excerpt.layers
+        return PairFacts(
+            self.feeds if self.feeds in inside else "",
+            self.fed_by if self.fed_by in inside else "",
+        )
+
+
+def _same(names: Iterable[str]) -> str:
+    """The name that every rank has, or ''."""
+    different = set(names)
+    return different.pop() if len(different) == 1 else ""
+
+
+@final
+class PairProbe(Probe):
+    """Follows the outputs of linear layers to the next ones."""
+
+    def measure(self, layer: Layer, trial: Trial) -> PairFacts:
+        feeds = trial.once(Ends.of).feeds
+        fed_by = {taker: feeder for feeder, taker in feeds.items()}
+        return PairFacts(feeds.get(layer.name, ""), fed_by.get(layer.name, ""))
 
 
 @final
@@ -32,17 +70,18 @@ class ColumnPair(ByOutputs):
     """
 
     name = "column_pair"
+    probes = (*ByOutputs.probes, PairProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = super().refuses(layer, cluster)
-        if reason is None and not layer.feeds:
+        if reason is None and not layer.measured(PairFacts).feeds:
             return (
                 "its output does not go to one linear layer alone, with element-wise work between"
             )
         return reason
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
-        return {layer.feeds: RowPair.name}
+        return {layer.measured(PairFacts).feeds: RowPair.name}
 
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
@@ -50,7 +89,7 @@ class ColumnPair(ByOutputs):
         x = move(
             topology, lambda source, to: layer.rows * layer.inputs * layer.parameters[0].itemsize
         )
-        return [counts(layer, topology), x], [x] if layer.input_grad else []
+        return [counts(layer, topology), x], [x] if layer.measured(CutFacts).input_grad else []
 
 
 @final
@@ -60,17 +99,18 @@ class RowPair(Row):
     """
 
     name = "row_pair"
+    probes = (*Row.probes, PairProbe)
     takes_parts = True
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         reason = super().refuses(layer, cluster)
-        if reason is None and not layer.fed_by:
+        if reason is None and not layer.measured(PairFacts).fed_by:
             alone = "one linear layer alone, with element-wise work between"
             return f"what it is called with does not come from {alone}"
         return reason
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
-        return {layer.fed_by: ColumnPair.name}
+        return {layer.measured(PairFacts).fed_by: ColumnPair.name}
 
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology

@@ -21,7 +21,7 @@ from torch import Tensor
 from shoal.comm.boundary import Move, Rows
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.strategies.cutting import CutStrategy, counts, move, uncut
+from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut
 
 
 class Row(CutStrategy):
@@ -50,4 +50,5 @@ class Row(CutStrategy):
         x = move(topology, lambda source, to: row_bytes * widths[to])
         y = move(topology, lambda source, to: row_bytes * layer.outputs)
         dx = move(topology, lambda source, to: row_bytes * widths[source])
-        return [counts(layer, topology), x, y], [y, dx] if layer.input_grad else [y]
+        back = [y, dx] if layer.measured(CutFacts).input_grad else [y]
+        return [counts(layer, topology), x, y], back

@@ -31,6 +31,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
+from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.landing import by_kind
 from shoal.strategies.sliced import SlicedTransfer, owned_cost, refused_update
 
@@ -41,6 +42,7 @@ class Server(Strategy):
 
     name = "server"
     role = Role.SERVED
+    probes = (UpdateProbe,)
 
     def takes(self, exchange: Exchange) -> bool:
         return isinstance(exchange, SplitExchange) and exchange.serves

@@ -32,8 +32,10 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
+from shoal.profiling.products import ProductFacts, ProductProbe
+from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.cutting import refused
-from shoal.strategies.embedding import run_by, run_by_itself
+from shoal.strategies.embedding import IdFacts, IdProbe, run_by, run_by_itself
 from shoal.tensors.cut import cut, restore
 
 
@@ -43,6 +45,7 @@ class ServerRows(Strategy):
 
     name = "server_rows"
     role = Role.TABLE
+    probes = (ProductProbe, IdProbe, UpdateProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if layer.kind != "Embedding":
@@ -57,16 +60,16 @@ class ServerRows(Strategy):
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
         (layer,) = layers
+        product = layer.measured(ProductFacts)
         servers, row_bytes = len(cluster.servers), layer.outputs * layer.parameters[0].itemsize
-        asked = servers * HEADER_BYTES * layer.calls + layer.distinct * ID_BYTES
-        rows = float(layer.distinct * row_bytes)
+        asked = servers * HEADER_BYTES * layer.calls + layer.measured(IdFacts).distinct * ID_BYTES
+        rows = float(layer.measured(IdFacts).distinct * row_bytes)
         forward = _between(cluster, asked, rows, rounds=2)
         backward = _between(cluster, asked + rows + servers * HEADER_BYTES, 0.0, rounds=0)
         return Cost(
             in_forward=Phase(forward, cluster.move_pace, Wait.AT_ONCE),
             in_backward=Phase(backward, cluster.move_pace, Wait.AT_ONCE),
-            backward_s=-min(layer.own_product_s, layer.backward_s)
-            + layer.product_s_per_row * layer.rows,
+            backward_s=-min(product.own_s, layer.backward_s) + product.s_per_row * layer.rows,
             held=0.0,
             update=Update(main=0.0, host=1 / servers),
         )

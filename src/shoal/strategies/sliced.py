@@ -49,6 +49,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
 from shoal.core.placement import Owner
 from shoal.core.role import Role
+from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
 
 
@@ -58,6 +59,7 @@ class Sliced(Strategy):
 
     name = "sliced"
     role = Role.OWNED
+    probes = (UpdateProbe,)
 
     def takes(self, exchange: Exchange) -> bool:
         return isinstance(exchange, SplitExchange)
@@ -93,14 +95,15 @@ def refused_update(layer: LayerProfile) -> str | None:
     """Why owners cannot update the layer, or None: an optimizer may need whole tensors, and a
     placement give them.
     """
-    if layer.unread:
+    update = layer.measured(UpdateFacts)
+    if update.unread:
         would_not_wait = "would not wait for those that owners have updated"
         return f"its parameters are read by C++ code, it seems, which {would_not_wait}"
     if all(parameter.owner is not None for parameter in layer.parameters):
-        return layer.joint_update or None
-    if layer.whole_update and not layer.joint_update:
-        return f'{layer.whole_update}; placement="round-robin" gives owners whole parameters'
-    return layer.whole_update or None
+        return update.joint or None
+    if update.whole and not update.joint:
+        return f'{update.whole}; placement="round-robin" gives owners whole parameters'
+    return update.whole or None
 
 
 def even(ranks: int) -> tuple[float, ...]:

@@ -39,8 +39,11 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.errors import UsageError
-from shoal.core.facts import Cluster, LayerProfile, Tail
+from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
+from shoal.profiling.products import ProductProbe
+from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
+from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.tensors.cut import cut
 
@@ -54,32 +57,31 @@ class Stage(Strategy):
 
     name = "stage"
     role = Role.STAGE
+    probes = (TailProbe, ProductProbe, UpdateProbe)
     stays = "the end of a model does not come back from tail hosts"
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if not cluster.tail:
             return "there are no tail hosts (shoal lab --tail, or SHOAL_TAIL beside torchrun)"
-        if layer.tail is None:
+        facts = layer.measured(TailFacts)
+        if facts.tail is None:
             return (
-                layer.no_tail
+                facts.reason
                 or "it was profiled for no tail hosts, "
                 "or is not of the model that is parallelised first"
             )
-        return layer.joint_update or None
+        return layer.measured(UpdateFacts).joint or None
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
-        return (
-            {}
-            if layer.tail is None
-            else {other: self.name for other in layer.tail.layers if other != layer.name}
-        )
+        tail = layer.measured(TailFacts).tail
+        others = tail.layers if tail else ()
+        return {other: self.name for other in others if other != layer.name}
 
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
-        tail = max(
-            (layer.tail for layer in layers if layer.tail), key=lambda each: len(each.layers)
-        )
+        tail, joined = tail_of(layers), layers[0].setting.joined
+        assert tail is not None
         workers, hosts, count = cluster.size, len(cluster.tail), tail.micro_batches
         served = -(-workers // hosts)  # by a tail host, at most
         out, back = (
@@ -90,10 +92,10 @@ class Stage(Strategy):
         # where ranks share cores, workers that wait leave theirs to the tail
         turn = min(1.0, cluster.cores_per_rank)
         forward_s = _piped(
-            tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served
+            tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served, joined
         )
         backward_s = _piped(
-            tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served
+            tail, tail.body_backward_s, pace.wall.of(back), tail.backward_s * turn, served, joined
         )
         shown = 1 / count  # of the bytes: the rest hides while workers compute
         return Cost(
@@ -249,16 +251,18 @@ def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _piped(tail: Tail, body_s: float, link_s: float, own_s: float, workers: int) -> float:
+def _piped(
+    tail: Tail, body_s: float, link_s: float, own_s: float, workers: int, joined: bool
+) -> float:
     """Seconds until the last micro-batch has gone through body, link and tail; `own_s` is the
     tail's of one worker.
     """
     share = own_s / max(tail.forward_s + tail.backward_s, _LEAST_S)
     pass_s = min(own_s, tail.pass_s * share)
     rows_s, count = workers * (own_s - pass_s), tail.micro_batches
-    stations = [body_s, link_s] if tail.joined else [body_s, link_s, rows_s + count * pass_s]
+    stations = [body_s, link_s] if joined else [body_s, link_s, rows_s + count * pass_s]
     return (sum(stations) + (count - 1) * max(stations)) / count + (
-        rows_s + pass_s if tail.joined else 0.0
+        rows_s + pass_s if joined else 0.0
     )
 
 
