@@ -42,7 +42,7 @@ class Place:
     # among the ranks that train, for the main thread: where any layer is cut over them,
     comm: Comm | None = None
     chunks: int = 1  # whose rows come in so many
-    tables: object = None  # the way to tables at servers (comm/tables.py), where there are any
+    tables: object = None  # the way to tables at servers (remote/tables.py), where there are any
     # the way to the end of the model on hosts of its own (comm/stage.py), where it is
     tail: object = None
 

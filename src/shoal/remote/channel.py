@@ -118,6 +118,15 @@ class Channel(Generic[M]):
             self._under_way.popleft()[0].wait()
         self._under_way.extend(send(written(content), self.peer, self.comm))
 
+    def post_rows(self, tensor: Tensor) -> None:
+        """Start sending a tensor by itself, to a peer that knows its form."""
+        if tensor.numel():
+            self._under_way.append((self.comm.send(tensor, self.peer), tensor))
+
+    def receive(self, tensor: Tensor) -> Pending:
+        """Start receiving a tensor that comes by itself."""
+        return self.comm.receive(tensor, self.peer)
+
     def settle(self) -> None:
         """Wait until all that was posted has gone."""
         while self._under_way:

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed
 from shoal.comm.stage import Stage
-from shoal.comm.tables import Tables
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, Tell
+from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
 from shoal.runtime.engine import Engine
 from shoal.runtime.lanes import streaming

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.comm.tables import Tables
 from shoal.core.errors import UsageError, WorldError
+from shoal.remote.tables import Tables
 from shoal.rewrite.apply import Rewritten, check_release
 from shoal.runtime.engine import Engine
 from shoal.runtime.optim.part import Part

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.codecs.coded import exchange_named
-from shoal.comm.tables import Tables
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer
@@ -63,6 +62,7 @@ from shoal.remote.orders import (
     send_orders,
     written_order,
 )
+from shoal.remote.tables import Tables
 from shoal.remote.wire import Data, Reader
 from shoal.runtime.ahead import AheadModel, RunningAhead
 from shoal.runtime.engine import Engine

@@ -1,14 +1,14 @@
-"""Tables: rows that servers keep whole, and give and change as workers ask (comm/tables.py has what
-these say).
+"""Tables: rows that servers keep whole, and give and change as workers ask
+(remote/table_messages.py).
 
     each worker has a thread here, for all tables of a model:
-      PULL          wait until the worker's steps have been applied, but for as many as it may be
-                    ahead; its rows
-      PUSH          keep ids and gradients, as they come
-      STEP          when all workers have made it: add up what they have kept, in the order of the
-                    ranks; one dense update by a copy of the optimizer, as in one process, where
-                    momentum moves rows nobody looked up
-      READ, WRITE   of gradients, and changes of values: when all workers have asked
+      Pull           wait until the worker's steps have been applied, but for as many as it may be
+                     ahead; its rows
+      Push           keep ids and gradients, as they come
+      Step           when all workers have made it: add up what they have kept, in the order of the
+                     ranks; one dense update by a copy of the optimizer, as in one process, where
+                     momentum moves rows nobody looked up
+      Read…, Write…  of gradients, and changes of values: when all workers have asked
 
 Without a bound on the staleness each step is an update of its own, as it comes. Guarded by
 tests/equivalence/test_tables.py.
@@ -26,19 +26,20 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.tables import GRADIENTS, HEADER, VALUES, Ask, pickled, unpickled
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.updates import made_of, make_step
+from shoal.remote.channel import Channel
 from shoal.remote.optimizers import OptimizerForm
 from shoal.remote.orders import TableForm
+from shoal.remote.table_messages import AnyTableMessage, End, Gradient, TableRole, Work
+from shoal.remote.wire import Data
 from shoal.runtime.ahead import POLL_S, Clocks
 from shoal.runtime.lanes import Answering
 from shoal.runtime.owners import norm
 from shoal.strategies.embedding import is_written
 
-_WHAT = {VALUES: "values", GRADIENTS: "gradients"}
 _ALIKE = (
     "look at and change a table's gradients, and change its values and the optimizer's state, "
     "on every rank alike"
@@ -81,56 +82,67 @@ class ServedTables:
         return sum((table.clocks.observed for table in self._tables), Counter())
 
     def _answer(self, worker: int, comm: Comm) -> None:
-        check, asked = partial(comm.check, "serving"), torch.empty(HEADER, dtype=torch.int64)
+        channel = Channel[AnyTableMessage](comm, worker, AnyTableMessage)
+        desks = [_Desk(table, channel) for table in self._tables]
+        while not isinstance(message := channel.next(), End):
+            desk = desks[message.table]
+            desk.table.mark(worker, used=message.has_gradient)
+            message.do(desk)
+            channel.settle()
+        for table in self._tables:
+            table.leave(worker)
 
-        def receive(*shape: int, dtype: torch.dtype) -> Tensor:
-            landed = torch.empty(shape, dtype=dtype)
-            if landed.numel():
-                comm.receive(landed, worker).wait()
-            return landed
 
-        while True:
-            comm.receive(asked, worker).wait()
-            what, number, used, count, more = asked.tolist()
-            if what == Ask.END:
-                for each in self._tables:
-                    each.leave(worker)
-                return
-            table = self._tables[number]
-            width, dtype = table.weight.shape[1], table.weight.dtype
-            table.mark(worker, used=bool(used))
-            match what:
-                case Ask.PULL:
-                    ids = receive(count, dtype=torch.int64)
-                    comm.send(table.pull(worker, ids, check), worker).wait()
-                case Ask.PUSH:
-                    ids = receive(count, dtype=torch.int64)
-                    table.push(worker, ids, receive(count, width, dtype=dtype))
-                case Ask.STEP:
-                    words = receive(more, dtype=torch.uint8)
-                    table.step(worker, unpickled(words) if more else None)
-                case Ask.READ:
-                    for tensor in table.read(worker, more, check):
-                        comm.send(tensor, worker).wait()
-                case Ask.WRITE:
-                    rows = receive(len(table.weight), width, dtype=dtype) if count else None
-                    table.together(
-                        worker, f"write {_WHAT[more]}", rows, partial(table.write, more), check
-                    )
-                case Ask.CALL:
-                    name, args = unpickled(receive(more, dtype=torch.uint8))
-                    answer = table.call(worker, name, args, check)
-                    if answer is not None:
-                        words = pickled(answer)
-                        comm.send(torch.tensor([words.numel()]), worker).wait()
-                        comm.send(words, worker).wait()
+@final
+class _Desk(TableRole):
+    """Where one worker is served from one table."""
+
+    def __init__(self, table: _Table, channel: Channel[AnyTableMessage]) -> None:
+        self.table, self._channel, self._worker = table, channel, channel.peer
+        self._check = partial(channel.comm.check, "serving")
+
+    def pull(self, ids: Tensor) -> None:
+        self._channel.post_rows(self.table.pull(self._worker, ids, self._check))
+
+    def push(self, ids: Tensor, gradients: Tensor) -> None:
+        self.table.push(self._worker, ids, gradients)
+
+    def step(self, work: Work | None) -> None:
+        self.table.step(self._worker, work)
+
+    def read_values(self) -> None:
+        self._channel.post_rows(self.table.values(self._worker, self._check))
+
+    def read_gradient(self) -> None:
+        rows = self._together("read gradients", None, lambda _: self.table.gradient())
+        self._channel.post(Gradient(rows))
+
+    def read_state(self, optimizer: int) -> None:
+        self._channel.post(Data(self.table.state(self._worker, optimizer, self._check)))
+
+    def write_values(self, rows: Tensor | None) -> None:
+        self._together("write values", rows, self.table.take_values)
+
+    def write_gradient(self, rows: Tensor | None) -> None:
+        self._together("write gradients", rows, self.table.take_gradient)
+
+    def write_state(self, optimizer: int, state: Data) -> None:
+        take = partial(self.table.take_state, optimizer)
+        self._together("load the optimizer's state", state.value, take)
+
+    def norm(self, order: float) -> None:
+        self._channel.post(self._together("norm", order, self.table.norm))
+
+    def scale(self, factor: Tensor) -> None:
+        self._together("scale", factor, self.table.scale)
+
+    def _together(self, what: str, content: Any, do: Callable[[Any], Any]) -> Any:
+        return self.table.together(self._worker, what, content, do, self._check)
 
 
 _Pushed = list[tuple[Tensor, Tensor]]  # ids, which are different, and gradients of their rows
-# which optimizer, the group's settings, its attributes
-_Work = tuple[int, Mapping[str, Any], Mapping[str, Any]]
 # to a step: None where it has no gradient, or lets others speak
-_Brought = tuple[_Pushed | None, _Work | None]
+_Brought = tuple[_Pushed | None, Work | None]
 
 
 @dataclass
@@ -185,7 +197,7 @@ class _Table:
         with self.clocks.moved:
             self._pushed[worker] = (self._pushed[worker] or []) if used else None
 
-    def step(self, worker: int, work: _Work | None) -> None:
+    def step(self, worker: int, work: Work | None) -> None:
         """Count a worker's step, and apply what may be."""
         with self.clocks.moved:
             for brought in self.clocks.step(worker, (self._pushed[worker], work)):
@@ -197,40 +209,52 @@ class _Table:
             for brought in self.clocks.leave(worker):
                 self._apply(brought)
 
-    def read(self, worker: int, what: int, check: Callable[[], None]) -> list[Tensor]:
-        """All values, or whether there are gradients and, where there are, these."""
-        if what == GRADIENTS:
-            found: list[Tensor] = self.together(
-                worker, "read gradients", None, lambda _: self._gradients(), check
-            )
-            return found
+    def values(self, worker: int, check: Callable[[], None]) -> Tensor:
+        """All rows, as soon as this worker may have them."""
         with self.clocks.moved:
             self._wait(worker, check)
-            return [self.weight.detach().clone()]
+            return self.weight.detach().clone()
 
-    def write(self, what: int, rows: Tensor) -> None:
-        """Take these values, or these gradients instead of what workers have brought."""
-        if what == GRADIENTS:
-            first, *others = sorted(self.clocks.workers)
-            self._pushed |= {
-                first: [(torch.arange(len(rows)), rows)],
-                **{worker: [] for worker in others},
-            }
-        else:
-            self.weight.detach().copy_(rows)
+    def state(self, worker: int, optimizer: int, check: Callable[[], None]) -> dict[str, Any]:
+        """An optimizer's state, as soon as this worker may have it."""
+        with self.clocks.moved:
+            self._wait(worker, check)
+            return dict(self._copies[optimizer].state.get(self.weight, {}))
 
-    def call(self, worker: int, what: str, args: Sequence[Any], check: Callable[[], None]) -> Any:
-        """Do one of the rarer things; its answer."""
-        if what == "state":
-            with self.clocks.moved:
-                self._wait(worker, check)
-                return dict(self._copies[args[0]].state.get(self.weight, {}))
-        parts: dict[str, Callable[[Any], Any]] = {
-            "norm": self._norm,
-            "scale": self._scale,
-            "take_state": partial(self._take_state, args[0]),
-        }  # of the last argument
-        return self.together(worker, what, args[-1], parts[what], check)
+    def take_values(self, rows: Tensor) -> None:
+        """Have these values."""
+        self.weight.detach().copy_(rows)
+
+    def take_gradient(self, rows: Tensor) -> None:
+        """Have this gradient in place of what workers have brought."""
+        first, *others = sorted(self.clocks.workers)
+        self._pushed[first] = [(torch.arange(len(rows)), rows)]
+        self._pushed |= {worker: [] for worker in others}
+
+    def gradient(self) -> Tensor | None:
+        """The sum of what workers have brought, if any has."""
+        brought = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
+        if all(pushed is None for pushed in brought):
+            return None
+        with self._summed(brought) as gradient:
+            return gradient.clone()
+
+    def norm(self, order: float) -> Tensor:
+        """The norm of the gradient."""
+        gradient = self.gradient()
+        return norm([] if gradient is None else [gradient], order)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradient."""
+        for pushed in self._pushed.values():
+            for _, rows in pushed or ():
+                rows.mul_(factor.to(rows.dtype))
+
+    def take_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
+        """Have this state."""
+        self._copies[optimizer].state.pop(self.weight, None)
+        if state:
+            self._copies[optimizer].state[self.weight] = dict(state)
 
     def together(
         self,
@@ -310,10 +334,10 @@ class _Table:
                 do="let every rank make the same steps",
                 rank=0,
             )
-        number, group, now = work
         with self._summed([pushed for pushed, _ in brought]) as gradient:
             self.weight.grad = gradient
-            make_step(self._copies[number], [{**group, "params": [self.weight]}], now)
+            group = {**work.settings.value, "params": [self.weight]}
+            make_step(self._copies[work.optimizer], [group], work.attributes.value)
             self.weight.grad = None
 
     @contextmanager
@@ -332,28 +356,6 @@ class _Table:
                 self._dense.index_fill_(0, ids, 0.0)
         if changed or is_written(self._dense):  # by the optimizer
             self._dense.zero_()
-
-    def _gradients(self) -> list[Tensor]:
-        """Whether there is a gradient, and what it is."""
-        brought = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
-        if all(pushed is None for pushed in brought):
-            return [torch.zeros(1, dtype=torch.int64)]
-        with self._summed(brought) as gradient:
-            return [torch.ones(1, dtype=torch.int64), gradient.clone()]
-
-    def _norm(self, order: float) -> Tensor:
-        _, *gradient = self._gradients()
-        return norm(gradient, order)
-
-    def _scale(self, factor: Tensor) -> None:
-        for pushed in self._pushed.values():
-            for _, rows in pushed or ():
-                rows.mul_(factor.to(rows.dtype))
-
-    def _take_state(self, number: int, state: Mapping[str, Any]) -> None:
-        self._copies[number].state.pop(self.weight, None)
-        if state:
-            self._copies[number].state[self.weight] = dict(state)
 
 
 def _folded(brought: _Pushed) -> tuple[Tensor, Tensor]:

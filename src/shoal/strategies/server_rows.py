@@ -1,9 +1,9 @@
 """Server rows: an embedding's table is at servers, V/S rows each; workers pull the rows they look
 up, push gradients.
 
-    forward     each id once: 40 bytes and 8 an id to the row's server; D·s a row come back
-    backward    40 bytes, and 8 + D·s a row, go to the servers; nobody waits for that
-    step        40 bytes to each server, with the optimizer's settings from rank 0; the next forward
+    forward     each id once: 64 bytes and 8 an id to the row's server; D·s a row come back
+    backward    64 bytes, and 8 + D·s a row, go to the servers; nobody waits for that
+    step        64 bytes to each server, with the optimizer's settings from rank 0; the next forward
                 waits for them
 
 With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of 2·V·D·s or so, and holds
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm.boundary import refuse_second_derivative
-from shoal.comm.tables import GRADIENTS, HEADER_BYTES, ID_BYTES, FarTable, Tables
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
@@ -34,6 +33,8 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.updates import UpdateProbe
+from shoal.remote.channel import HEAD_BYTES
+from shoal.remote.tables import ID_BYTES, FarTable, Tables
 from shoal.strategies.cutting import refused
 from shoal.strategies.embedding import IdFacts, IdProbe, run_by, run_by_itself
 from shoal.tensors.cut import cut, restore
@@ -62,10 +63,10 @@ class ServerRows(Strategy):
         (layer,) = layers
         product = layer.measured(ProductFacts)
         servers, row_bytes = len(cluster.servers), layer.outputs * layer.parameters[0].itemsize
-        asked = servers * HEADER_BYTES * layer.calls + layer.measured(IdFacts).distinct * ID_BYTES
+        asked = servers * HEAD_BYTES * layer.calls + layer.measured(IdFacts).distinct * ID_BYTES
         rows = float(layer.measured(IdFacts).distinct * row_bytes)
         forward = _between(cluster, asked, rows, rounds=2)
-        backward = _between(cluster, asked + rows + servers * HEADER_BYTES, 0.0, rounds=0)
+        backward = _between(cluster, asked + rows + servers * HEAD_BYTES, 0.0, rounds=0)
         return Cost(
             in_forward=Phase(forward, cluster.move_pace, Wait.AT_ONCE),
             in_backward=Phase(backward, cluster.move_pace, Wait.AT_ONCE),
@@ -81,9 +82,9 @@ class ServerRows(Strategy):
         assert isinstance(place.tables, Tables) and isinstance(module.weight, nn.Parameter)
         weight = module.weight
         table = FarTable(f"{name}.weight", weight, place.tables)
-        table.write(weight.detach())
+        table.write_values(weight.detach())
         if weight.grad is not None:
-            table.write(weight.grad, GRADIENTS)
+            table.write_gradient(weight.grad)
         cut(weight, table)
         run_by(module, _Table(module, weight, table))
         return []

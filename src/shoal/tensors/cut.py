@@ -10,7 +10,7 @@ whole.
 Shape, strides and size are those of the whole. So state_dict, load_state_dict, copies, averaged
 weights, clipping and penalties are what they are in one process. Where the rest is with the other
 ranks (`OverRanks`), the price is that every one takes part in them; where it is with servers see
-comm/tables.py. Guarded by tests/equivalence/test_cut.py.
+remote/tables.py. Guarded by tests/equivalence/test_cut.py.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.tables import FarTable, Tables
 from shoal.profiling.updates import attributes, settings
+from shoal.remote.tables import FarTable, Tables
 from shoal.runtime.optim.part import Part, States, hidden
 from shoal.tensors.cut import cut_of, is_cut
 
