@@ -23,7 +23,7 @@ from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.profiling.updates import part_of as part_of_state
 from shoal.runtime.optim.part import Part, States
 from shoal.runtime.owners import norm, scale
-from shoal.tensors.cut import Cut, cut_of, is_cut, opened, part_of
+from shoal.tensors.cut import Cut, cut_of, is_cut, laid_as, opened, part_of
 
 
 @final
@@ -86,9 +86,12 @@ class CutPart(Part):
 
 
 def _whole(cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A part's state, with the whole of every tensor of the part's shape."""
+    """A part's state, with the whole of every tensor of the part's shape, laid as the parameter."""
 
     def is_part(value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == part.shape
 
-    return {name: cut.whole(value) if is_part(value) else value for name, value in state.items()}
+    return {
+        name: laid_as(cut.layout, cut.whole(value)) if is_part(value) else value
+        for name, value in state.items()
+    }

@@ -173,7 +173,7 @@ class _Extension:
             self._close()
 
     def _close(self) -> None:
-        for part in self._parts:  # 4
+        for part in reversed(self._parts):  # 4  the first sees the groups as they were
             part.close()
 
     @contextmanager
