@@ -181,8 +181,8 @@ def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_memory(way: str) -> tuple[str, str]:
     """A way without its ", low", and what `parallelize` takes as memory for it."""
-    way, _, memory = way.partition(", ")
-    return way, memory or "fast"
+    pinned = way.removesuffix(", low")
+    return pinned, "fast" if pinned == way else "low"
 
 
 def on_threads(ranks: int, work: Callable[[ThreadComm], T], servers: int = 0) -> list[T]:

@@ -184,6 +184,9 @@ class CodedCarrier(Carrier):
             )
         return memory[what]
 
+    def tensors(self) -> Sequence[Tensor]:
+        return [numbers for memory in self._memory.values() for numbers in memory.values()]
+
     def state_dict(self) -> StateDict:
         bucket = self.bucket
         state: StateDict = {}

@@ -140,6 +140,10 @@ class Carrier(ABC):
         """Numbers that are kept from round to round and saved, one for each value of a slice."""
         raise NotImplementedError("an exact carrier keeps nothing")
 
+    def tensors(self) -> Sequence[Tensor]:
+        """All that is remembered."""
+        return ()
+
     def state_dict(self) -> StateDict:
         """What is remembered, by parameter name: flat, of the whole parameter's elements, with
         zeros for those that are not in this bucket.

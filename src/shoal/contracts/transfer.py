@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Carrier
 from shoal.core.pieces import Piece
 
 
@@ -24,6 +25,7 @@ class Transfer(ABC):
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
     native: bool = False  # its exchange is
+    carrier: Carrier | None = None  # what a bucket crosses by, and what that remembers
     # set by the engine: `pack` multiplies by it, and `run` divides the sum by all ranks' mean
     share: float = 1.0
     accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
@@ -90,6 +92,8 @@ class OwnedTransfer(Transfer):
     # whose gradients are at their owners; of the others `.grad` is the truth
     held: set[nn.Parameter]
     served: bool  # whether servers own some: it goes over lanes that they are on
+    # False: of new values `gather` gives what a codec made of them, which their owners take, too
+    exact: bool = True
     # set by the engine: waits for a lane that works on it, and for room for its bucket
     settle: Callable[[], None]
 
@@ -104,6 +108,10 @@ class OwnedTransfer(Transfer):
         """Of each own piece the global gradient, None where no rank used the parameter. For a lane,
         after `run`.
         """
+
+    def open_update(self, parameters: Collection[Tensor]) -> None:
+        """Before own pieces of these are updated: make them what their owner has made of them."""
+        return
 
     @abstractmethod
     def gather(

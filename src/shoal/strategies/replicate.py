@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Bucket, Exchange
+from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase
@@ -52,15 +52,15 @@ class Replicate(Strategy):
         assert exchange is not None
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
-        bucket = Bucket(
-            sum(p.numel for p in parameters) + len(parameters) + num_shares(itemsize), itemsize
-        )
+        num_control = len(parameters) + num_shares(itemsize)
+        numel = sum(p.numel for p in parameters) + num_control
+        bucket = Bucket(numel, itemsize, control=(num_control,))
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         return Cost(
             in_backward=Phase(traffic, cluster.pace(str(exchange))),
             backward_s=pack_s,
-            memory_bytes=bucket.nbytes,
+            memory_bytes=bucket.nbytes + exchange.memory_bytes(bucket, cluster.size),
         )
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
@@ -77,12 +77,14 @@ class BucketTransfer(Transfer):
         self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str
     ) -> None:
         self.label = label
-        self.exchange, self.native = exchange, exchange.native
+        self.native = exchange.native
         self._ranks = ranks
         first, numels = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
         sizes = [sum(numels), len(numels), num_shares(first.itemsize)]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares = self._flat.split(sizes)
+        by_name = {name: p.numel() for name, p in parameters.items()}
+        self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, by_name, ranks))
         pieces = self._gradients.split(numels)
         self._views = {
             p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)
@@ -106,8 +108,8 @@ class BucketTransfer(Transfer):
         weigh([self._gradients], self._shares, self.share, self._ranks)
 
     def run(self, comm: Comm) -> None:
-        self.exchange.reduce(self._flat, comm)
-        self.exchange.gather(self._flat, comm)
+        self.carrier.reduce(comm)
+        self.carrier.gather(comm)
         divide([self._gradients], self._shares, self._ranks)
 
     def publish(self) -> None:
@@ -118,7 +120,7 @@ class BucketTransfer(Transfer):
         self._landing.open()
 
     def kept(self) -> Sequence[Tensor]:
-        return [self._flat]
+        return [self._flat, *self.carrier.tensors()]
 
     def release(self) -> None:
         self._landing.release()

@@ -33,14 +33,14 @@ one slice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
+from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket, Span, SplitExchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer, Slice, Transfer, Turn
 from shoal.core.cost import Cost, Direction, Phase, Update, Wait
@@ -51,6 +51,7 @@ from shoal.core.placement import Owner
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
+from shoal.strategies.unsent import Unsent
 
 
 @final
@@ -128,7 +129,11 @@ def owned_cost(
     )
     widths = tuple(_width(owned, itemsize) for owned in placed)
     largest = max(sum(stop - start for _, start, stop in owned) for owned in placed)
-    bucket = Bucket(sum(widths), itemsize, widths)
+    control = tuple(
+        width - sum(stop - start for _, start, stop in owned)
+        for width, owned in zip(widths, placed, strict=True)
+    )
+    bucket = Bucket(sum(widths), itemsize, widths, control)
     own_bytes = max(widths[: cluster.size]) * itemsize
     pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
     traffic, pace = exchange.traffic(bucket, topology), cluster.pace(str(exchange))
@@ -143,7 +148,7 @@ def owned_cost(
         # new parameters are taken out; own sums are kept, own new values put in before
         after_step=Phase(coming, pace, direction=back, after_s=pack_s + 2 * own_s),
         backward_s=pack_s,
-        memory_bytes=bucket.nbytes + own_bytes,
+        memory_bytes=bucket.nbytes + own_bytes + exchange.memory_bytes(bucket, topology.size),
         update=Update(
             main=0.0, lane=largest / sum(p.numel for p in parameters) if largest else 1.0
         ),
@@ -190,7 +195,6 @@ class SlicedTransfer(OwnedTransfer):
     ) -> None:
         self.label = label
         self.served = len(shares) > place.ranks
-        self.exchange = exchange
         self.parameters = tuple(parameters.values())
         self._workers, self._rank = place.ranks, place.rank
         self._serves = place.rank >= place.ranks
@@ -230,6 +234,16 @@ class SlicedTransfer(OwnedTransfer):
         # of this rank's own, over backwards
         total = _parted(torch.zeros_like(self._slices[place.rank]), self.pieces)
         self._total, self._total_values, self._total_flags = total.whole, total.values, total.flags
+        names = {p: name for name, p in parameters.items()}
+        spans_of_slices = tuple(
+            tuple(Span(names[piece.parameter], piece.start, piece.stop) for piece in owned)
+            for owned in self.owned
+        )
+        numels = {name: p.numel() for name, p in parameters.items()}
+        live = LiveBucket(self._flat, tuple(self._slices), spans_of_slices, numels)
+        self.carrier: Carrier = exchange.carrier(live)
+        self.exact = self.carrier.exact
+        self._unsent = Unsent(self.carrier, self.pieces, place.rank)
         self._buckets.close(self._flat)
         self.held: set[nn.Parameter] = set()
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
@@ -268,7 +282,7 @@ class SlicedTransfer(OwnedTransfer):
     def run(self, comm: Comm) -> None:
         for turn in self._turns:
             turn.fill_(Turn.SUM)
-        self.exchange.reduce_scatter(self._slices, comm)
+        self.carrier.reduce(comm)
         self._check(self._turns[self._rank].real.tolist(), Turn.SUM)
         if self.pieces:
             divide(self._values[self._rank], self._shares[self._rank], self._workers)
@@ -302,15 +316,33 @@ class SlicedTransfer(OwnedTransfer):
         self, values: Sequence[Tensor], turn: Turn, comm: Comm
     ) -> list[tuple[Piece, Tensor]]:
         self._buckets.open(self._flat)
-        for value, own in zip(values, self._values[self._rank], strict=True):
-            own.copy_(value)
+        in_changes = turn is Turn.VALUES and not self.exact
+        if not in_changes:
+            for value, own in zip(values, self._values[self._rank], strict=True):
+                own.copy_(value)
         self._flags[self._rank].copy_(self._total_flags)
         self._turns[self._rank].fill_(turn)
-        self.exchange.all_gather(self._slices, comm)
+        if in_changes:
+            self._gather_changes(values, comm)
+        else:
+            self.carrier.gather(comm)
         if self._serves:
             return []
         self._check([each for turns in self._turns for each in turns.real.tolist()], turn)
         return self._everything
+
+    def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
+        """Bring to all ranks what a codec makes of the changes of own pieces."""
+        own = self._values[self._rank]
+        for piece, value in self._everything:
+            value.copy_(piece.of(piece.parameter))
+        changes = self._unsent.changes(values, own)
+        self.carrier.gather_changes(changes, comm)
+        self._unsent.keep(values, own)
+
+    def open_update(self, parameters: Collection[Tensor]) -> None:
+        if not self.exact:
+            self._unsent.put_in(parameters)
 
     def slice_of(self, rank: int) -> Slice:
         return _parted(torch.zeros_like(self._slices[rank]), self.owned[rank])
@@ -329,7 +361,7 @@ class SlicedTransfer(OwnedTransfer):
         self._buckets.close(self._flat)
 
     def kept(self) -> Sequence[Tensor]:
-        return [self._total]
+        return [self._total, *self.carrier.tensors()]
 
     def release(self) -> None:
         self._landing.release()

@@ -104,15 +104,17 @@ class Update:
         """
 
         def update(comm: Comm) -> None:
+            self._transfer.open_update(parameters)
             values = self.step(self._transfer.gradients(), steps, groups, attributes)
             gathered = self._transfer.gather(values, Turn.VALUES, comm)
-            others = [
+            taken = [
                 (piece.of(piece.parameter), value)
                 for piece, value in gathered
-                if piece not in self._tensors and piece.parameter in parameters
+                if piece.parameter in parameters
+                and not (self._transfer.exact and piece in self._tensors)
             ]
-            if others:
-                torch._foreach_copy_([old for old, _ in others], [new for _, new in others])
+            if taken:
+                torch._foreach_copy_([old for old, _ in taken], [new for _, new in taken])
             self._transfer.close_bucket()
 
         return update
