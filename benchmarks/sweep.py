@@ -42,7 +42,8 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.launch.lab import Lab
 from shoal.peers import Peer, Workload, slowest_rank, step_times
-from shoal.planner.search import BUCKET_BYTES, repredicted
+from shoal.planner.search import repredicted
+from shoal.planner.search_options import DEFAULT
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.runtime.attach import attach
@@ -208,7 +209,7 @@ def near(attached: Attached) -> list[Plan]:
         8 * NEAR, (predicted(each) for each in changed if each.choices != plan.choices), key=step_s
     )
     best = [
-        min((predicted(replace(each, bucket_bytes=n)) for n in BUCKET_BYTES), key=step_s)
+        min((predicted(replace(each, bucket_bytes=n)) for n in DEFAULT.bucket_bytes), key=step_s)
         for each in first
     ]
     return nsmallest(NEAR, best, key=step_s)

@@ -12,6 +12,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
 from shoal.planner.explain import explain
+from shoal.planner.search_options import SearchOptions
 from shoal.runtime.memory import Memory, memory
 from shoal.runtime.parallel import parallelize, plan, plan_of, shard
 from shoal.runtime.release import unparallelize
@@ -23,6 +24,7 @@ __all__ = [
     "Link",
     "Memory",
     "Plan",
+    "SearchOptions",
     "ShoalError",
     "Topology",
     "UsageError",

@@ -20,7 +20,7 @@ from shoal.core.role import Role
 FORMAT = 1
 MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
-_LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
+LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 T = TypeVar("T")
 
 
@@ -85,6 +85,8 @@ class Plan:
     chunks: int = 1  # that rows come in to layers that are cut over ranks
     # so many of the last sites that go to servers come back first, the others as forward needs them
     late: int = 0
+    # of a layer that has owners and is cut into parts
+    least_part_bytes: int = LEAST_PART_BYTES
 
     def sites(
         self,
@@ -112,7 +114,7 @@ class Plan:
             parts = 1
             if roles[site.strategy].has_owners and len(site.layers) == 1 and not placed:
                 parts = max(
-                    1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, _LEAST_PART_BYTES))
+                    1, round(nbytes[site.layers[0]] / max(self.bucket_bytes, self.least_part_bytes))
                 )
             for part in range(parts):
                 yield replace(site, part=part, parts=parts) if parts > 1 else site

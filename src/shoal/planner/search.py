@@ -32,13 +32,12 @@ from shoal.planner.options import (
     resolve,
     with_needed,
 )
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
 
-BUCKET_BYTES = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
 LANES = 3  # in flight at once: with one, the link idles between buckets
 # of the model: what buckets that have memory at one time may be together, where memory is to be low
 _LOW = 0.2
-_MOST = 96  # layers that are decided about one by one
 _FEWEST = 16  # groups of many
 _LARGEST = 4  # layers, of which two change together
 _WORTH = 0.002  # of the step: a smaller predicted gain is not worth a less plain choice
@@ -47,7 +46,6 @@ OTHER_WORTH = 0.04
 # of the step: what a plan must gain if saving and evaluating are to take every rank
 CUT_WORTH = 0.05
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
-_START_BYTES = 4 << 20
 _Carrier = tuple[dict[str, str], int, int]  # each strategy's exchange, bucket bytes, lanes
 _End = tuple[float, dict[str, Option], _Carrier]  # a plan, with its step
 
@@ -62,6 +60,7 @@ def search(
     stale: bool = False,
     memory: str = MEMORY[0],
     memory_limit: float | None = None,
+    options: SearchOptions = DEFAULT,
 ) -> Plan:
     """The plan with the shortest predicted step that it finds.
 
@@ -78,6 +77,7 @@ def search(
             fifth of the model.
         memory_limit: bytes that a rank may hold between steps: parameters, gradients, buckets and
             optimizer state.
+        options: sizes of buckets and the like that it tries.
 
     Raises:
         PlanError: a pin matches no layer, names nothing there is, or pins a layer to what refuses
@@ -87,15 +87,13 @@ def search(
     check_placement(placement, profile.names, cluster.size, len(cluster.servers), stale=stale)
     predictor = Predictor(profile.placed(owners_of(placement, profile.names)), cluster)
     pinned = with_needed(predictor, resolve(pins or {}, [layer.name for layer in profile.layers]))
-    options = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
-    pairs = pairs_of(predictor, options, allowed, pinned, every=memory_limit is not None)
-    limit = (
-        _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES) if memory == "low" else BUCKET_BYTES[-1]
-    )
-    sizes = [nbytes for nbytes in BUCKET_BYTES if nbytes <= limit] or [BUCKET_BYTES[0]]
-    return replace(
-        _Search(predictor, options, sizes, memory_limit, pairs).best(), placement=placement
-    )
+    choices = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
+    pairs = pairs_of(predictor, choices, allowed, pinned, every=memory_limit is not None)
+    if memory == "low":
+        most_bytes = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES)
+        options = replace(options, bucket_bytes=options.sizes_within(most_bytes))
+    plan = _Search(predictor, choices, options, memory_limit, pairs).best()
+    return replace(plan, placement=placement)
 
 
 class _Search:
@@ -107,17 +105,17 @@ class _Search:
         self,
         predictor: Predictor,
         options: dict[str, list[Option]],
-        bucket_bytes: Sequence[int],
+        tried: SearchOptions,
         memory_limit: float | None = None,
         pairs: Sequence[dict[str, Option]] = (),
     ) -> None:
         self._predictor = predictor
         self._options = options
-        self._bucket_bytes = bucket_bytes
+        self._tried = tried
         self._memory_limit = memory_limit
         self._order = [layer.name for layer in predictor.profile.layers]
-        self._large = len(self._order) > _MOST  # so that trying takes long
-        self._together = _neighbours(predictor.profile.layers, options)
+        self._large = len(self._order) > tried.most_layers  # so that trying takes long
+        self._together = _neighbours(predictor.profile.layers, options, tried.most_layers)
         self._pairs = pairs
         used = {
             strategy
@@ -127,7 +125,7 @@ class _Search:
         }
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: each[0] for name, each in self._exchanges.items()}
-        self._start: _Carrier = (first, min(_START_BYTES, bucket_bytes[-1]), LANES)
+        self._start: _Carrier = (first, tried.start_bytes, LANES)
         # starts meet, and come to the same plans
         self._steps: dict[tuple[tuple[Choice, ...], int, int], float] = {}
 
@@ -144,7 +142,7 @@ class _Search:
         sizes = (
             [self._start[1]]
             if self._large
-            else sorted({self._start[1], self._bucket_bytes[-1]}, reverse=True)
+            else sorted({self._start[1], self._tried.bucket_bytes[-1]}, reverse=True)
         )
         ends = [self._descend(start, nbytes) for start in different for nbytes in sizes]
         best = min(
@@ -166,7 +164,10 @@ class _Search:
                 do="take more ranks or an optimizer with less state; allow strategies that cut "
                 "layers, and pin fewer",
             )
-        step = self._predictor.predict(choices, bucket_bytes, lanes)
+        least_part_bytes = self._tried.least_part_bytes
+        step = self._predictor.predict(
+            choices, bucket_bytes, lanes, least_part_bytes=least_part_bytes
+        )
         plan = Plan(
             cluster.size,
             profile.digest,
@@ -175,7 +176,7 @@ class _Search:
             lanes,
             predicted_s=step.step_s,
         )
-        return replace(plan, late=step.late)
+        return replace(plan, late=step.late, least_part_bytes=least_part_bytes)
 
     def _descend(self, picks: dict[str, Option], bucket_bytes: int) -> _End:
         carrier = self._start[0], bucket_bytes, LANES
@@ -206,7 +207,7 @@ class _Search:
         """
 
         def others() -> Iterator[_Carrier]:
-            for nbytes in self._bucket_bytes:
+            for nbytes in self._tried.bucket_bytes:
                 yield carrier[0], nbytes, LANES
             for strategy, exchanges_of in self._exchanges.items():
                 for exchange in exchanges_of:
@@ -235,7 +236,7 @@ class _Search:
             for its, others in product(common(one, self._options), common(other, self._options))
         ]
         _, picks, (exchange_of, bucket_bytes, _) = end
-        for nbytes in [bucket_bytes] if self._large else self._bucket_bytes:
+        for nbytes in [bucket_bytes] if self._large else self._tried.bucket_bytes:
             carrier = exchange_of, nbytes, LANES
             other_end = self._changed((self._step(picks, carrier), picks, carrier), changes)
             if other_end[0] < end[0] * (1 - _WORTH):
@@ -257,7 +258,8 @@ class _Search:
     def _step(self, picks: Mapping[str, Option], carrier: _Carrier) -> float:
         given = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
         if given not in self._steps:
-            step_s = self._predictor.predict(*given).step_s
+            least_part_bytes = self._tried.least_part_bytes
+            step_s = self._predictor.predict(*given, least_part_bytes=least_part_bytes).step_s
             self._steps[given] = (
                 step_s * self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*given))
             )
@@ -294,12 +296,15 @@ class _Search:
 
 
 def _neighbours(
-    layers: Sequence[LayerProfile], options: Mapping[str, Sequence[Option]]
+    layers: Sequence[LayerProfile], options: Mapping[str, Sequence[Option]], most_layers: int
 ) -> list[tuple[str, ...]]:
-    """The layers by name, largest first; of more than `_MOST` those that follow one another, have
-    options in common and are small together come as one, in so few groups that their number times
-    that of layers stays what it is."""
-    limit, most = 0, min(_MOST, max(_FEWEST, _MOST**2 // max(len(layers), 1)))
+    """The layers by name, largest first.
+
+    Of more than `most_layers`, those that follow one another, have options in common and are small
+    together come as one. There are then so few groups that their number times that of layers stays
+    what it is.
+    """
+    limit, most = 0, min(most_layers, max(_FEWEST, most_layers**2 // max(len(layers), 1)))
     while True:
         groups: list[list[LayerProfile]] = []
         for layer in layers:

@@ -16,9 +16,9 @@ from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.planner.search import repredicted, search
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.tails import tail_of
 
-CHUNKS = (1, 2, 4, 8)  # that rows may come in to cut layers
 _CHUNKS_WORTH = 0.01  # of the step: what more than one must gain
 
 
@@ -28,6 +28,7 @@ def plan_for(
     *,
     micro_batches: int = MICRO_BATCHES,
     staleness: int | None = 0,
+    options: SearchOptions = DEFAULT,
     **how: Any,
 ) -> Plan:
     """The plan that `search` finds, in how many chunks rows come to layers that workers cut, and
@@ -38,26 +39,30 @@ def plan_for(
         cluster: the ranks and their links.
         micro_batches: that a batch is cut into where the end of the model has hosts of its own.
         staleness: steps that a worker may be ahead of the slowest, with servers.
+        options: what is tried.
         how: as for `search`.
     """
     cluster = replace(cluster, ahead=staleness != 0)
     made = replace(
-        search(profile, cluster, stale=cluster.ahead, **how), micro_batches=micro_batches
+        search(profile, cluster, stale=cluster.ahead, options=options, **how),
+        micro_batches=micro_batches,
     )
     if any(of(Strategy)[choice.strategy].role.is_cut for choice in made.choices):
         made = min(
-            (repredicted(replace(made, chunks=c), profile, cluster) for c in CHUNKS),
+            (repredicted(replace(made, chunks=c), profile, cluster) for c in options.chunks),
             key=_with_chunks_s,
         )
     if cluster.tail:
         made = min(
-            (repredicted(replace(made, joined=j), profile, cluster) for j in (True, False)),
+            (repredicted(replace(made, joined=j), profile, cluster) for j in options.joined),
             key=_predicted,
         )
-    return with_sharing(replace(made, staleness=staleness), profile, cluster)
+    return with_sharing(replace(made, staleness=staleness), profile, cluster, options)
 
 
-def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
+def with_sharing(
+    plan: Plan, profile: ModelProfile, cluster: Cluster, options: SearchOptions = DEFAULT
+) -> Plan:
     """The plan with a strategy, in its choices' `exchange`, by which tail hosts share each layer
     that they have.
 
@@ -91,6 +96,7 @@ def with_sharing(plan: Plan, profile: ModelProfile, cluster: Cluster) -> Plan:
         replace(cluster, topology=Topology(cluster.tail), tail=(), servers=()),
         pins=given,
         strategies=usable,
+        options=options,
     )
     for choice in inner.choices:
         how = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy

@@ -8,6 +8,7 @@ What is worked out for a site is kept, so that a search pays for it once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 from shoal.codecs.coded import exchange_named
@@ -15,7 +16,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
-from shoal.core.plan import Choice, Plan, Site
+from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.planner.lanes import Lanes
@@ -159,20 +160,28 @@ class Predictor:
 
     def as_is(self, plan: Plan) -> Timeline:
         """The timeline of a step under a plan."""
-        return self.predict(plan.choices, plan.bucket_bytes, plan.lanes, plan.late)
+        return self._run(plan, plan.late)
 
     def predict(
-        self, choices: Sequence[Choice], bucket_bytes: int, lanes: int, late: int | None = None
+        self,
+        choices: Sequence[Choice],
+        bucket_bytes: int,
+        lanes: int,
+        late: int | None = None,
+        least_part_bytes: int = LEAST_PART_BYTES,
     ) -> Timeline:
         """The timeline of a step under these choices; None: those come back first from servers that
         are late.
         """
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
+        return self._run(replace(plan, least_part_bytes=least_part_bytes), late)
+
+    def _run(self, plan: Plan, late: int | None) -> Timeline:
         sites = [self._priced(site) for site in self._sites(plan)]
-        timeline = Step(self._compute, sites, Lanes(self.cluster, lanes)).run(late)
+        timeline = Step(self._compute, sites, Lanes(self.cluster, plan.lanes)).run(late)
         # what a step leaves of a burst the next one has
         if self.cluster.link.burst_s > _BURST * timeline.step_s:
-            anew = Lanes(self.cluster, lanes, timeline.burst_s)
+            anew = Lanes(self.cluster, plan.lanes, timeline.burst_s)
             timeline = Step(self._compute, sites, anew).run(late)
         return timeline
 

@@ -39,7 +39,8 @@ from shoal.core.facts import Cluster, Link, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.exchange.direct import Direct
-from shoal.planner.search import BUCKET_BYTES, LANES, repredicted
+from shoal.planner.search import LANES, repredicted
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
@@ -76,6 +77,7 @@ def parallelize(
     placement: str | dict[str, int] = "balanced",
     memory_limit: float | None = None,
     micro_batches: int = MICRO_BATCHES,
+    search_options: SearchOptions = DEFAULT,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all
     ranks as one.
@@ -114,6 +116,7 @@ def parallelize(
             kept. `shoal.memory` tells what is held.
         micro_batches: that a batch is cut into where the end of the model runs on hosts of its own
             ("stage").
+        search_options: sizes of buckets and the like that the planner may try.
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function,
@@ -148,7 +151,16 @@ def parallelize(
         else strategies
     )
     asked = Request(
-        plan, pins, names, count, staleness, memory, placement, memory_limit, micro_batches
+        plan,
+        pins,
+        names,
+        count,
+        staleness,
+        memory,
+        placement,
+        memory_limit,
+        micro_batches,
+        search_options,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
@@ -239,13 +251,14 @@ def plan(
     placement: str | dict[str, int] = "balanced",
     memory_limit: float | None = None,
     micro_batches: int = MICRO_BATCHES,
+    search_options: SearchOptions = DEFAULT,
 ) -> Plan:
     """Plan without changing anything. With a `cluster` it needs no network; without, it measures
     the session's.
 
     Args:
-        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit, micro_batches:
-            as for `parallelize`.
+        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit, micro_batches,
+            search_options: as for `parallelize`.
         cluster: the ranks and links to plan for.
 
     Raises:
@@ -279,6 +292,7 @@ def plan(
             placement=placement,
             memory_limit=memory_limit,
             micro_batches=micro_batches,
+            options=search_options,
         ),
     )
 
@@ -418,7 +432,7 @@ def _measured(session: Session) -> Cluster:
                 lane.close()
             servers = session.servers.hosts if session.servers else ()
             tail = session.tail.hosts if session.tail else ()
-            bucket = min(BUCKET_BYTES[0], int(link.bytes_per_s * _BUCKET_S))
+            bucket = min(DEFAULT.least_bytes, int(link.bytes_per_s * _BUCKET_S))
             duplex = session.servers.duplex(LANES, bucket) if session.servers else 1.0
             session.cluster = Cluster(
                 comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves, duplex
@@ -456,6 +470,7 @@ def _chosen(
             memory=asked.memory,
             memory_limit=asked.memory_limit,
             micro_batches=asked.micro_batches,
+            options=asked.search_options,
         )
     check_served(given, profile, cluster)
     cluster = replace(cluster, ahead=given.staleness != 0)

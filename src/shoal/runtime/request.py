@@ -25,6 +25,7 @@ from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan
 from shoal.core.registry import from_outside, named
 from shoal.planner.options import known, resolve
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
 from shoal.rewrite.apply import check
 from shoal.runtime.session import Session
@@ -32,7 +33,16 @@ from shoal.runtime.watch import is_counted
 from shoal.tensors.cut import is_cut
 
 # of a plan, beside its choices and placement
-_COMPARED = ("model", "bucket_bytes", "lanes", "staleness", "micro_batches", "joined", "chunks")
+_COMPARED = (
+    "model",
+    "bucket_bytes",
+    "lanes",
+    "staleness",
+    "micro_batches",
+    "joined",
+    "chunks",
+    "least_part_bytes",
+)
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 
@@ -49,6 +59,7 @@ class Request:
     placement: Placement
     memory_limit: float | None = None
     micro_batches: int = MICRO_BATCHES
+    search_options: SearchOptions = DEFAULT
 
 
 def checked(
@@ -117,6 +128,10 @@ def checked(
     if asked.memory_limit is not None:
         raise PlanError(
             "there are both a plan and a memory_limit", do='let plan="auto" make one that keeps it'
+        )
+    if asked.search_options != DEFAULT:
+        raise PlanError(
+            "there are both a plan and search_options", do='let plan="auto" search for one'
         )
     plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
     if not isinstance(plan, Plan):
@@ -288,6 +303,7 @@ def require_same(
         "order of layers in the plan": list(chosen),
         "pins": sorted((asked.pins or {}).items()),
         "strategies": "all" if asked.strategies is None else sorted(asked.strategies),
+        "search_options": repr(asked.search_options),
         "count": "none" if asked.count is None else "a function",
         "staleness": "unbounded" if asked.staleness is None else asked.staleness,
         "memory": asked.memory,

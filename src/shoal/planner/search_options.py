@@ -1,0 +1,66 @@
+"""What a search tries beside the ways to serve a layer: sizes of buckets, numbers of chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.core.errors import UsageError
+from shoal.core.plan import LEAST_PART_BYTES
+
+_START_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search of plans tries. The defaults suit training; narrow them to try something.
+
+    >>> SearchOptions(bucket_bytes=(1 << 20,), chunks=(1,)).start_bytes
+    1048576
+
+    Args:
+        bucket_bytes: sizes of buckets, ascending.
+        least_part_bytes: the least size of the parts that a layer with owners is cut into.
+        chunks: numbers of chunks that rows come in to layers that are cut over ranks.
+        joined: whether all micro-batches go through tail hosts at once.
+        most_layers: layers that are decided about one by one. Of more, small neighbours change
+            together.
+
+    Raises:
+        UsageError: one of them leaves nothing to try.
+    """
+
+    bucket_bytes: tuple[int, ...] = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))
+    least_part_bytes: int = LEAST_PART_BYTES
+    chunks: tuple[int, ...] = (1, 2, 4, 8)
+    joined: tuple[bool, ...] = (True, False)
+    most_layers: int = 96
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "chunks", "joined"):
+            if not getattr(self, name):
+                raise UsageError(f"a search has no {name} to try", do="give at least one")
+        if min(*self.bucket_bytes, *self.chunks, self.least_part_bytes, self.most_layers) < 1:
+            raise UsageError(
+                "sizes and numbers that a search tries are at least 1",
+                got=repr(self),
+                do="raise it",
+            )
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest bucket."""
+        return min(self.bucket_bytes)
+
+    @property
+    def start_bytes(self) -> int:
+        """The size of buckets that a search begins with."""
+        small = [nbytes for nbytes in self.bucket_bytes if nbytes <= _START_BYTES]
+        return max(small, default=self.least_bytes)
+
+    def sizes_within(self, limit: float) -> tuple[int, ...]:
+        """The sizes of buckets up to a limit, or the least."""
+        within = tuple(nbytes for nbytes in self.bucket_bytes if nbytes <= limit)
+        return within or (self.least_bytes,)
+
+
+DEFAULT = SearchOptions()
