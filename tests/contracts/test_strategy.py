@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from one_process import cut_small, served_by
+from one_process import SMALL, served_by
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +20,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
@@ -78,11 +79,8 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
 @pytest.mark.parametrize("pin", ["column", "row", "column_pair", "head"])
-def test_chunks_send_what_is_stated_without(
-    pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.planner.sharing.CHUNKS", (2,))
-    assert_stated(pin, hosts)
+def test_chunks_send_what_is_stated_without(pin: str, hosts: str) -> None:
+    assert_stated(pin, hosts, search_options=SearchOptions(chunks=(2,)))
 
 
 @pytest.mark.parametrize("placement", ["round-robin", {"table": 1, "head.weight": 2}], ids=str)
@@ -95,11 +93,8 @@ def test_a_step_sends_the_bytes_that_are_stated_wherever_parameters_are_placed(
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
 @pytest.mark.parametrize("pin", [pin for pin in pins() if kind_of(pin).role.has_owners])
-def test_a_step_sends_the_bytes_that_are_stated_where_layers_are_cut(
-    pin: str, hosts: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_small(monkeypatch)
-    assert_stated(pin, hosts)
+def test_a_step_sends_the_bytes_that_are_stated_where_layers_are_cut(pin: str, hosts: str) -> None:
+    assert_stated(pin, hosts, search_options=SMALL)
 
 
 def with_margin(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -137,6 +132,7 @@ def assert_stated(
     loss_fn: Loss = F.cross_entropy,
     model: nn.Module | None = None,
     inputs: torch.Tensor | None = None,
+    search_options: SearchOptions = DEFAULT,
 ) -> None:
     """A step's bytes on every rank are those stated; of `Net` and ids, or of another model and its
     inputs.
@@ -172,7 +168,13 @@ def assert_stated(
             sample = ids[rows], labels[rows]
             pins = {"*": "replicate"} | cut
             _, weighed, _ = shoal.parallelize(
-                mine, loss_fn, optimizer, sample=sample, pins=pins, placement=placement
+                mine,
+                loss_fn,
+                optimizer,
+                sample=sample,
+                pins=pins,
+                placement=placement,
+                search_options=search_options,
             )
             attached = session.attached[mine]
             if session.servers is not None and session.servers._lane is not None:

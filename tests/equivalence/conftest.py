@@ -3,7 +3,9 @@ are known.
 """
 
 import pytest
-from one_process import cut_small
+from one_process import SMALL
+
+from shoal.planner.search_options import DEFAULT, SearchOptions
 
 
 @pytest.fixture(autouse=True)
@@ -13,27 +15,22 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
 
 
-@pytest.fixture(params=["sliced", "sliced, low"])
-def owned_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["sliced", "sliced, low, small"])
+def owned_way(request: pytest.FixtureRequest) -> str:
     """Layers whole and buckets kept; and layers cut into parts whose buckets take memory on their
     way only.
     """
-    return _cut_but_for_sliced(request.param, monkeypatch)
+    return str(request.param)
 
 
-@pytest.fixture(params=["sliced", "sliced, low", "server"])
-def owner_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["sliced", "sliced, low, small", "server, small"])
+def owner_way(request: pytest.FixtureRequest) -> str:
     """As `owned_way`; and layers cut into parts that servers own."""
-    return _cut_but_for_sliced(request.param, monkeypatch)
+    return str(request.param)
 
 
-def _cut_but_for_sliced(way: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    if way != "sliced":
-        cut_small(monkeypatch)
-    return way
-
-
-@pytest.fixture
-def cut_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers in several transfers, as large ones are."""
-    cut_small(monkeypatch)
+@pytest.fixture(params=[DEFAULT, SMALL], ids=["whole", "small"])
+def search_options(request: pytest.FixtureRequest) -> SearchOptions:
+    """Layers whole; and layers that have owners in several transfers, as large ones are."""
+    options: SearchOptions = request.param
+    return options

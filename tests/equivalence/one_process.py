@@ -31,6 +31,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
 from shoal.core.role import Role
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import profile_model
 from shoal.runtime.servers import serve
 from shoal.runtime.session import using
@@ -105,6 +106,7 @@ class Training:
     loop: Loop = plain
     count: Callable[[Any, Any], float | Tensor] | None = None
     placement: str | dict[str, int] = "balanced"
+    search_options: SearchOptions = DEFAULT
 
     def alone(self) -> State:
         """The state after training in one process, without shoal."""
@@ -114,11 +116,12 @@ class Training:
         return state(model)
 
     def on_ranks(self, ranks: int, way: str = BUCKETED[0], *, uneven: bool = False) -> list[State]:
-        """Each rank's state after training together; `way` is as `pins_of` takes it, or with ",
-        low" behind it.
+        """Each rank's state after training together.
+
+        `way` is as `pins_of` takes it, with words behind it or none, as `with_options` takes them.
         """
         copies = [copy.deepcopy(self.model) for _ in range(ranks)]
-        way, memory = with_memory(way)
+        way, options = with_options(way)
         pins, servers = self.pins_of(way, ranks), servers_of(way, ranks)
 
         def work(comm: ThreadComm) -> State:
@@ -132,8 +135,8 @@ class Training:
                     sample=mine[0],
                     pins=pins,
                     count=self.count,
-                    memory=memory,
                     placement=self.placement,
+                    **({"search_options": self.search_options} | options),
                 )
                 self.loop(model, loss_fn, optimizer, mine)
                 return state(model)
@@ -170,19 +173,21 @@ def served_by(
     return served
 
 
-def cut_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have planners take buckets of a hundred bytes, so that every layer that owners update is cut
-    into several.
+# buckets of a hundred bytes, so that every layer that owners update is cut into several
+SMALL = SearchOptions(bucket_bytes=(100,), least_part_bytes=1)
+
+
+def with_options(way: str) -> tuple[str, dict[str, Any]]:
+    """A way without the words behind it, and what `parallelize` takes for them.
+
+    "sliced, low" has low memory, "sliced, small" small buckets, "sliced, low, small" both.
     """
-    monkeypatch.setattr("shoal.core.plan._LEAST_PART_BYTES", 1)
-    monkeypatch.setattr("shoal.planner.search._START_BYTES", 100)
-    monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (100,))
-
-
-def with_memory(way: str) -> tuple[str, str]:
-    """A way without its ", low", and what `parallelize` takes as memory for it."""
-    pinned = way.removesuffix(", low")
-    return pinned, "fast" if pinned == way else "low"
+    options: dict[str, Any] = {}
+    for word, option in (("small", {"search_options": SMALL}), ("low", {"memory": "low"})):
+        without = way.removesuffix(f", {word}")
+        options |= option if without != way else {}
+        way = without
+    return way, options
 
 
 def on_threads(ranks: int, work: Callable[[ThreadComm], T], servers: int = 0) -> list[T]:

@@ -19,10 +19,9 @@ from owned import mlp
 from shoal.core.errors import UsageError
 
 
-@pytest.mark.usefixtures("owned_way")
 @pytest.mark.parametrize("way", EVERY_RANK)
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
-def test_accumulate_sends_once_for_several_backwards(make, way):
+def test_accumulate_sends_once_for_several_backwards(make, way, search_options):
     def loop(model, loss_fn, optimizer, batches):
         quiet = optimizer.accumulate if hasattr(optimizer, "accumulate") else nullcontext
         for step, (x, y) in enumerate(batches):
@@ -37,15 +36,20 @@ def test_accumulate_sends_once_for_several_backwards(make, way):
                 optimizer.zero_grad()
 
     assert_same(
-        Training(model=built(mlp), batches=features(7, 3, steps=6), optimizer=make, loop=loop),
+        Training(
+            model=built(mlp),
+            batches=features(7, 3, steps=6),
+            optimizer=make,
+            loop=loop,
+            search_options=search_options,
+        ),
         3,
         way,
     )
 
 
-@pytest.mark.usefixtures("owned_way")
 @pytest.mark.parametrize("way", EVERY_RANK)
-def test_a_step_before_what_was_accumulated_is_sent_is_refused(way):
+def test_a_step_before_what_was_accumulated_is_sent_is_refused(way, search_options):
     def loop(model, loss_fn, optimizer, batches):
         x, y = batches[0]
         with optimizer.accumulate():
@@ -53,12 +57,13 @@ def test_a_step_before_what_was_accumulated_is_sent_is_refused(way):
         with pytest.raises(UsageError, match="have not been sent"):
             optimizer.step()
 
-    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+    Training(
+        model=built(mlp), batches=features(7, 3), loop=loop, search_options=search_options
+    ).on_ranks(2, way)
 
 
-@pytest.mark.usefixtures("owned_way")
 @pytest.mark.parametrize("way", ["replicate", "sliced"])
-def test_a_closure_that_only_accumulates_is_refused(way):
+def test_a_closure_that_only_accumulates_is_refused(way, search_options):
     def loop(model, loss_fn, optimizer, batches):
         x, y = batches[0]
 
@@ -71,7 +76,9 @@ def test_a_closure_that_only_accumulates_is_refused(way):
         with pytest.raises(UsageError, match="have not been sent"):
             optimizer.step(closure)
 
-    Training(model=built(mlp), batches=features(7, 3), loop=loop).on_ranks(2, way)
+    Training(
+        model=built(mlp), batches=features(7, 3), loop=loop, search_options=search_options
+    ).on_ranks(2, way)
 
 
 def test_what_is_accumulated_is_not_seen_as_global(owned_way):

@@ -19,6 +19,7 @@ import shoal
 from shoal.comm import boundary
 from shoal.comm.boundary import Move, Rows
 from shoal.comm.threads import ThreadComm, run
+from shoal.planner.search_options import SearchOptions
 from shoal.runtime.session import using
 
 ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
@@ -27,7 +28,6 @@ ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
 @pytest.fixture(params=[2, 3, 8], ids="chunks{}".format)
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """So many, whatever is predicted; and where there are ranks, rows do come so."""
-    monkeypatch.setattr("shoal.planner.sharing.CHUNKS", (request.param,))
     asked, chunked = set(), Rows.chunks
     monkeypatch.setattr(
         Rows, "chunks", lambda rows, number: asked.add(number) or chunked(rows, number)
@@ -45,7 +45,12 @@ def pair() -> nn.Module:
 @pytest.mark.parametrize("way", ENTERED)
 def test_the_same_as_one_process(way: str, ranks: int, uneven: bool, chunks: int) -> None:
     assert_same(
-        Training(model=built(pair), batches=features(7, 4), optimizer=adamw),
+        Training(
+            model=built(pair),
+            batches=features(7, 4),
+            optimizer=adamw,
+            search_options=SearchOptions(chunks=(chunks,)),
+        ),
         ranks,
         way,
         uneven=uneven,
@@ -56,7 +61,15 @@ def test_the_same_as_one_process(way: str, ranks: int, uneven: bool, chunks: int
 def test_more_leading_dimensions(way: str, chunks: int) -> None:
     batches = [(numbers(12, 2, 3, 7, seed=s), numbers(12, 2, 3, 4, seed=s + 9)) for s in range(5)]
     assert_same(
-        Training(model=built(pair), batches=batches, loss_fn=F.mse_loss), 3, way, uneven=True
+        Training(
+            model=built(pair),
+            batches=batches,
+            loss_fn=F.mse_loss,
+            search_options=SearchOptions(chunks=(chunks,)),
+        ),
+        3,
+        way,
+        uneven=True,
     )
 
 
@@ -73,7 +86,12 @@ def with_bfloat16(model, loss_fn, optimizer, batches):
 def test_under_autocast(way: str, chunks: int) -> None:
     batches = [(x.float(), y) for x, y in features(7, 4)]
     assert_same(
-        Training(model=built(pair, torch.float32), batches=batches, loop=with_bfloat16),
+        Training(
+            model=built(pair, torch.float32),
+            batches=batches,
+            loop=with_bfloat16,
+            search_options=SearchOptions(chunks=(chunks,)),
+        ),
         3,
         way,
         within=2e-2,

@@ -19,12 +19,12 @@ from one_process import (
     assert_same,
     built,
     cluster_of,
-    cut_small,
     features,
     mlp,
     numbers,
     plain,
     sgd,
+    with_options,
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -110,11 +110,8 @@ def test_closure(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
 
 
-@pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
-def test_a_grad_scaler(way, monkeypatch):
-    if way.endswith("low"):
-        cut_small(monkeypatch)
-
+@pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low, small"])
+def test_a_grad_scaler(way):
     def loop(model, loss_fn, optimizer, batches):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
         for step, (x, y) in enumerate(batches):
@@ -146,14 +143,9 @@ def test_the_optimizers_own_clipping(way):
     assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, way)
 
 
-@pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low"])
+@pytest.mark.parametrize("way", [*EVERY_RANK, "head", "sliced, low, small"])
 @pytest.mark.parametrize("make", [sgd, adamw], ids=["sgd", "adamw"])
-def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(
-    way, make, monkeypatch
-):
-    if way.endswith("low"):
-        cut_small(monkeypatch)
-
+def test_torchs_checkpoint_functions_save_and_load_the_state_and_leave_it_alone(way, make):
     def loop(model, loss_fn, optimizer, batches):
         plain(model, loss_fn, optimizer, batches[:3])
         optimizer.zero_grad()
@@ -409,10 +401,7 @@ class Gated(nn.Module):
         return (self.extra(hidden) if x[0, 0] > 0 else hidden).square().mean()
 
 
-def test_with_low_memory_nobody_waits_for_what_another_rank_does_not_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cut_small(monkeypatch)
+def test_with_low_memory_nobody_waits_for_what_another_rank_does_not_use() -> None:
     rows = numbers(2 * 2 * 4, 7).abs().view(2, 2, 4, 7)  # steps, ranks
     rows[1, 1] *= -1  # rank 1 does not use it in the second
     model = built(Gated)
@@ -421,7 +410,8 @@ def test_with_low_memory_nobody_waits_for_what_another_rank_does_not_use(
         mine = copy.deepcopy(model)
         with using(comm, cluster_of(2)):
             optimizer = sgd(mine.parameters())
-            options = {"pins": {"*": "sliced", "cut": "column"}, "memory": "low"}
+            _, options = with_options("sliced, low, small")
+            options["pins"] = {"*": "sliced", "cut": "column"}
             shoal.parallelize(mine, None, optimizer, sample=(rows[0, comm.rank], None), **options)
             for step in rows:
                 optimizer.zero_grad()

@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from one_process import (
+    SMALL,
     built,
     cluster_of,
-    cut_small,
     features,
     rows_of,
     sgd,
+    with_options,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,12 +31,10 @@ from shoal.runtime.servers import serve
 from shoal.runtime.session import using
 
 
-@pytest.mark.usefixtures("owner_way")
-def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at(monkeypatch):
+def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at():
     """The bias is in a transfer with the last part of a weight, whose other parts are still on
     their way.
     """
-    cut_small(monkeypatch)
     model, batches = (
         built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))),
         features(7, 3, steps=20),
@@ -46,7 +45,12 @@ def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at(monke
         with using(comm, cluster_of(2)):
             optimizer = sgd(mine.parameters())
             shoal.parallelize(
-                mine, F.cross_entropy, optimizer, sample=rows[0], pins={"*": "sliced:direct"}
+                mine,
+                F.cross_entropy,
+                optimizer,
+                sample=rows[0],
+                pins={"*": "sliced:direct"},
+                search_options=SMALL,
             )
             for x, y in rows:
                 optimizer.zero_grad()
@@ -62,8 +66,7 @@ def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at(monke
         assert all(torch.equal(one, other) for one, other in zip(calm, late, strict=True))
 
 
-@pytest.mark.usefixtures("owned_way")
-def test_a_module_waits_for_its_own_parameters_and_for_no_others(monkeypatch):
+def test_a_module_waits_for_its_own_parameters_and_for_no_others(search_options, monkeypatch):
     """`step()` returns, and the first layer runs, while the last one's parameters are held back."""
     model, (x, y) = (
         built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))),
@@ -88,8 +91,11 @@ def test_a_module_waits_for_its_own_parameters_and_for_no_others(monkeypatch):
         mine, (own, its) = copy.deepcopy(model), rows_of((x, y), comm.rank, 2)
         with using(comm, cluster_of(2)):
             optimizer = sgd(mine.parameters())
-            ways = {"0": "sliced:direct", "2": "sliced:ring"}
-            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=(own, its), pins=ways)
+            options = {
+                "pins": {"0": "sliced:direct", "2": "sliced:ring"},
+                "search_options": search_options,
+            }
+            shoal.parallelize(mine, F.cross_entropy, optimizer, sample=(own, its), **options)
             before = mine[0].weight.detach().clone()
             F.cross_entropy(mine(own), its).backward()
             optimizer.step()
@@ -132,20 +138,22 @@ def acted(model: nn.Sequential, optimizer: torch.optim.Optimizer, act: int, firs
 def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit(owned_way, steps):
     """In each step something else happens between, and messages take their time."""
     torch.manual_seed(0)
-    low = owned_way.endswith("low")
+    _, options = with_options(owned_way)
+    low = "memory" in options
     ranks, steps = 2, steps // 4 if low else steps
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(9, 9), nn.Tanh())))
     rows = torch.randn(ranks, 20, 4, 9)
     acts = torch.randint(12, (steps,)).tolist()
 
-    def trained(comm: Comm, memory: str) -> list[Tensor]:
+    def trained(comm: Comm, **how: str) -> list[Tensor]:
         mine = copy.deepcopy(model)
         cluster = Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))
         with using(comm, cluster) as session:
             optimizer = torch.optim.SGD(mine.parameters(), 0.01, momentum=0.9)
             pins = {"*": "sliced:direct", "2": "replicate:direct", "4": "sliced:ring"}
             sample = rows[comm.rank, 0], rows[comm.rank, 0]
-            shoal.parallelize(mine, F.mse_loss, optimizer, sample=sample, pins=pins, memory=memory)
+            how = options | {"pins": pins} | how
+            shoal.parallelize(mine, F.mse_loss, optimizer, sample=sample, **how)
             assert {c.strategy for c in session.attached[mine].plan.choices} == {
                 "sliced",
                 "replicate",
@@ -157,11 +165,9 @@ def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit(
             return [p.detach().clone() for p in mine.parameters()]
 
     def delayed(comm: ThreadComm) -> list[Tensor]:
-        return trained(
-            FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]), "low" if low else "fast"
-        )
+        return trained(FaultyComm(comm, [RandomDelay(1e-4, seed=comm.rank)]))
 
-    quiet = run(ranks, lambda comm: trained(comm, "fast"))
+    quiet = run(ranks, lambda comm: trained(comm, memory="fast"))
     late = run(ranks, delayed, timeout_s=120)
     for a, b in zip(quiet + quiet, quiet[1:] + quiet[:1] + late, strict=True):
         for one, other in zip(a, b, strict=True):
@@ -172,7 +178,8 @@ def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit(
 def test_every_scheme_under_delays_and_random_acts_is_as_one_process(owner_way, steps):
     """Of each exchange and of factors a layer, or of servers; the same bits as without delays."""
     torch.manual_seed(0)
-    served = int(owner_way == "server")
+    way, with_way = with_options(owner_way)
+    served = int(way == "server")
     ranks, hosts = 3, ("a", "a", "b", "c")[: 3 + served]
     model = nn.Sequential(
         *(layer for _ in range(5) for layer in (nn.Linear(9, 9), nn.Tanh()))
@@ -191,10 +198,7 @@ def test_every_scheme_under_delays_and_random_acts_is_as_one_process(owner_way, 
         mine = copy.deepcopy(model)
         own, options = rows.transpose(0, 1).flatten(1, 2), {}
         if comm.size > 1:
-            own, options = (
-                rows[comm.rank],
-                {"pins": pins, "memory": "low" if owner_way.endswith("low") else "fast"},
-            )
+            own, options = rows[comm.rank], {"pins": pins} | with_way
         with using(comm, cluster):
             optimizer = torch.optim.SGD(mine.parameters(), 0.01, momentum=0.9)
             shoal.parallelize(mine, F.mse_loss, optimizer, sample=(own[0], own[0]), **options)

@@ -30,16 +30,14 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.core.errors import PlanError
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.runtime.session import current, using
 
 GIVEN = {"*.weight": 1, "3": 0, "1.*": 1}  # and "0.bias" is cut
 
 
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket for each layer: of one or two parameters, so that some owners have none."""
-    monkeypatch.setattr("shoal.planner.search._START_BYTES", 1)
-    monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (1,))
+# a bucket for each layer: of one or two parameters, so that some owners have none
+A_LAYER_EACH = SearchOptions(bucket_bytes=(1,))
 
 
 def both(parameters: Any) -> list[optim.Optimizer]:
@@ -101,11 +99,15 @@ def assert_same_with_state(training: Training, ranks: int, way: str) -> None:
     ],
     ids=str,
 )
-def test_equals_one_process(placement, ranks, way, request):
-    if ranks != 2:
-        request.getfixturevalue("small_buckets")
+def test_equals_one_process(placement, ranks, way):
     assert_same_with_state(
-        Training(model=built(mlp), batches=features(7, 3), optimizer=both, placement=placement),
+        Training(
+            model=built(mlp),
+            batches=features(7, 3),
+            optimizer=both,
+            placement=placement,
+            search_options=DEFAULT if ranks == 2 else A_LAYER_EACH,
+        ),
         ranks,
         way,
     )
@@ -134,6 +136,7 @@ def owned(placement: Any, ranks: int = 3, way: str = "sliced") -> tuple[list[str
                 sample=(x, y),
                 pins={"*": way},
                 placement=placement,
+                search_options=A_LAYER_EACH,
             )
             stepped(mine, F.cross_entropy, optimizer, [(x, y)])
             mine.state_dict()
@@ -149,7 +152,7 @@ def owned(placement: Any, ranks: int = 3, way: str = "sliced") -> tuple[list[str
     return results[0][0], [elements for _, elements in results]
 
 
-def test_each_parameter_is_where_it_is_placed(small_buckets):
+def test_each_parameter_is_where_it_is_placed():
     sizes = {name: p.numel() for name, p in mlp().named_parameters()}
     names, held = owned("round-robin")
     assert held == [sum(sizes[name] for name in names[rank::3]) for rank in range(3)]
@@ -173,10 +176,14 @@ WHOLE: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("way", ["sliced", "server"])
 @pytest.mark.parametrize("name", WHOLE)
-def test_an_optimizer_that_looks_at_whole_tensors_is_given_whole_tensors(name, way, small_buckets):
+def test_an_optimizer_that_looks_at_whole_tensors_is_given_whole_tensors(name, way):
     assert_same_with_state(
         Training(
-            model=built(mlp), batches=features(7, 3), optimizer=WHOLE[name], placement="round-robin"
+            model=built(mlp),
+            batches=features(7, 3),
+            optimizer=WHOLE[name],
+            placement="round-robin",
+            search_options=A_LAYER_EACH,
         ),
         3,
         way,
@@ -236,8 +243,12 @@ def test_what_whole_tensors_do_not_help_is_refused(optimizer, placement, says):
 
 
 @pytest.mark.parametrize("name", ["fused adamw", "adagrad", "asgd"])
-def test_an_owner_of_nothing_takes_its_steps(name, small_buckets):
+def test_an_owner_of_nothing_takes_its_steps(name):
     training = Training(
-        model=built(mlp), batches=features(7, 3), optimizer=OPTIMIZERS[name], placement={"*": 1}
+        model=built(mlp),
+        batches=features(7, 3),
+        optimizer=OPTIMIZERS[name],
+        placement={"*": 1},
+        search_options=A_LAYER_EACH,
     )
     assert_same(training, 2, "sliced")

@@ -17,7 +17,6 @@ from one_process import (
     assert_same_bits,
     built,
     cluster_of,
-    cut_small,
     features,
     integers,
     mlp,
@@ -174,11 +173,10 @@ def test_only_the_first_forward_exchanges_counts(way, monkeypatch):
 
 @pytest.mark.parametrize("way", ["sliced", "server"])
 @pytest.mark.parametrize("placement", ["balanced", "round-robin", {"2": 0}], ids=str)
-def test_uneven_rows_where_a_rank_owns_nothing_of_a_bucket(way, placement, monkeypatch):
-    cut_small(monkeypatch)
+def test_uneven_rows_where_a_rank_owns_nothing_of_a_bucket(way, placement):
     training = Training(model=built(mlp), batches=features(7, 3), placement=placement)
     for ranks in (2, 4):
-        assert_same(training, ranks, way, uneven=True)
+        assert_same(training, ranks, f"{way}, small", uneven=True)
 
 
 @pytest.mark.parametrize("way", [way for way in AMONG_WORKERS if way != "factor"])
@@ -218,9 +216,8 @@ class OneOfTwo(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["replicate", "sliced"])
-def test_a_penalty_on_a_layer_that_this_rank_does_not_use(way, monkeypatch):
+def test_a_penalty_on_a_layer_that_this_rank_does_not_use(way):
     """Its gradient is there before any comes by way of the model."""
-    cut_small(monkeypatch)
 
     def loop(model, loss_fn, optimizer, batches):
         for x, y in batches:
@@ -231,7 +228,7 @@ def test_a_penalty_on_a_layer_that_this_rank_does_not_use(way, monkeypatch):
             optimizer.step()
 
     states = Training(model=built(OneOfTwo), batches=features(7, 3), loop=loop).on_ranks(
-        2, way, uneven=True
+        2, f"{way}, small", uneven=True
     )
     assert_same_bits(states)
 

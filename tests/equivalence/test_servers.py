@@ -33,8 +33,6 @@ from shoal.runtime.owners import Owners
 from shoal.runtime.session import current
 from shoal.strategies.server import shares
 
-pytestmark = pytest.mark.usefixtures("cut_layers")
-
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_memory_that_somebody_keeps_may_be_written_at_any_time() -> None:
             for each in memory:
                 each.clamp_(-0.1, 0.1)
 
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, "server")
+    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=loop), 3, "server, small")
 
 
 def test_a_step_takes_two_orders_however_many_buckets_there_are(

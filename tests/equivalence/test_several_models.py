@@ -30,7 +30,7 @@ from one_process import (
     servers_of,
     sgd,
     state,
-    with_memory,
+    with_options,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -71,7 +71,7 @@ def versus(make, judge, makes, judges, batches, freeze):
 @WAY
 def test_two_models_side_by_side(way, uneven, freeze):
     gan, ranks = built(Gan), 3
-    pin, memory = with_memory(way)
+    pin, options = with_options(way)
     pins = {"*": BUCKETED[0], "0" if pin in CUTS else "*": pin}
     servers = servers_of(way, ranks)
     batches = [(numbers(12, 4, seed=s), numbers(12, 7, seed=s + 30)) for s in range(5)]
@@ -90,7 +90,7 @@ def test_two_models_side_by_side(way, uneven, freeze):
         mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
         make, judge = copies[comm.rank].make, copies[comm.rank].judge
         with using(comm, cluster_of(ranks, servers)):
-            plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": pins, "memory": memory}
+            plain = {"loss_fn": lambda out, _: out.square().mean(), "pins": pins} | options
             make, _, makes = shoal.parallelize(
                 make, optimizer=adamw(make.parameters()), sample=(mine[0][0], 0), **plain
             )

@@ -30,6 +30,7 @@ from with_tail import (
 
 import shoal
 from shoal.core.errors import UsageError
+from shoal.planner.search_options import SearchOptions
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4, 8])
@@ -137,12 +138,16 @@ def test_tails_of_other_kinds(make: Any, tail: int) -> None:
 
 @pytest.mark.parametrize("joined", [True, False])
 @pytest.mark.parametrize("shared", ["cut", "sliced", "by inputs", "factor"])
-def test_tail_hosts_some_of_which_have_no_rows(
-    shared: str, joined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.planner.sharing._predicted", lambda plan: plan.joined != joined)
-    pins = {"body.*": "replicate"} | SHARED[shared]
-    assert_same(built(Net), workers=2, tail=2, uneven=True, micro_batches=8, pins=pins)
+def test_tail_hosts_some_of_which_have_no_rows(shared: str, joined: bool) -> None:
+    assert_same(
+        built(Net),
+        workers=2,
+        tail=2,
+        uneven=True,
+        micro_batches=8,
+        pins={"body.*": "replicate"} | SHARED[shared],
+        search_options=SearchOptions(joined=(joined,)),
+    )
 
 
 @pytest.mark.parametrize("body", ["column", "row"])
@@ -194,10 +199,7 @@ class Trimmed(nn.Module):
 
 
 @pytest.mark.parametrize("joined", [True, False])
-def test_micro_batches_of_several_lengths_keep_their_order(
-    joined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.planner.sharing._predicted", lambda plan: plan.joined != joined)
+def test_micro_batches_of_several_lengths_keep_their_order(joined: bool) -> None:
     batches = []
     for seed in range(5):
         ids = 1 + integers(10, 12, 6, seed=seed)
@@ -209,4 +211,11 @@ def test_micro_batches_of_several_lengths_keep_their_order(
             )
         )
     pins = {"table": "replicate", "ends.*": "stage"}
-    assert_same(built(Trimmed), workers=2, given=batches, pins=pins, micro_batches=3)
+    assert_same(
+        built(Trimmed),
+        workers=2,
+        given=batches,
+        pins=pins,
+        micro_batches=3,
+        search_options=SearchOptions(joined=(joined,)),
+    )

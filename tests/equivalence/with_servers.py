@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from one_process import (
+    SMALL,
     built,
     cluster_of,
     features,
@@ -37,7 +38,9 @@ def trained(
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     **how: object,
 ) -> tuple[list[dict[str, Tensor]], list[object], list[list[Counter[int]]]]:
-    """States and what loops returned on workers, and what servers observed."""
+    """States and what loops returned on workers, and what servers observed; in small buckets."""
+    if "plan" not in how:
+        how = {"search_options": SMALL} | how
     model, cluster = built(mlp), cluster_of(workers, servers)
     copies = [copy.deepcopy(model) for _ in range(workers)]
     batches = features(7, 3)

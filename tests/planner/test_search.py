@@ -15,7 +15,8 @@ from shoal.core.errors import PlanError
 from shoal.core.plan import Choice
 from shoal.planner.explain import explain
 from shoal.planner.options import LEAST_CUT_BYTES
-from shoal.planner.search import BUCKET_BYTES, CUT_WORTH, LANES, OTHER_WORTH, search
+from shoal.planner.search import CUT_WORTH, LANES, OTHER_WORTH, search
+from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.profiling.products import ProductFacts
@@ -113,10 +114,13 @@ def test_of_many_layers_small_neighbours_change_together_at_hardly_any_loss(
     ]
     tried: list[int] = []
     predict = Predictor.predict
-    monkeypatch.setattr(Predictor, "predict", lambda *given: tried.append(1) or predict(*given))
+    monkeypatch.setattr(
+        Predictor, "predict", lambda *given, **how: tried.append(1) or predict(*given, **how)
+    )
     one_by_one, trials = search(model(*layers), cluster(4, 5e6, cores=0.5)), len(tried)
-    monkeypatch.setattr("shoal.planner.search._MOST", 20)
-    together = search(model(*layers), cluster(4, 5e6, cores=0.5))
+    together = search(
+        model(*layers), cluster(4, 5e6, cores=0.5), options=SearchOptions(most_layers=20)
+    )
     assert len(tried) - trials < trials - 100, "twenty groups are fewer than sixty layers"
     assert together.predicted_s == pytest.approx(one_by_one.predicted_s, rel=0.01)
 
@@ -195,20 +199,16 @@ def test_the_search_is_within_one_percent_of_trying_everything(seed: int) -> Non
         * worth(picks, carriers[0])
         for picks in itertools.product(*ways)
         for carriers in itertools.product(*map(predictor.carriers, bucketed))
-        for bucket_bytes in BUCKET_BYTES
+        for bucket_bytes in DEFAULT.bucket_bytes
     )
     found = search(net, where, strategies=WHOLE)
     assert found.predicted_s * found_worth(found.choices) <= 1.01 * best
 
 
 @SEEDS
-def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(seed: int) -> None:
     """Of plans without cut layers, and of plans with some at what these must be worth."""
     sizes = (1 << 20, 25 << 20)
-    monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", sizes)
-    monkeypatch.setattr("shoal.planner.search._START_BYTES", sizes[0])
     draw, whole, cuts = (
         random.Random(seed),
         ["replicate", "factor"],
@@ -251,7 +251,8 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(
         for carrier in predictor.carriers("replicate")
         for nbytes in sizes
     )
-    found = search(net, where, strategies=[*whole, *cuts])
+    options = SearchOptions(bucket_bytes=sizes)
+    found = search(net, where, strategies=[*whole, *cuts], options=options)
     assert found.predicted_s * found_worth(found.choices) <= 1.01 * best
 
 
@@ -341,20 +342,18 @@ def test_a_layer_that_is_given_to_a_rank_is_served_by_owners() -> None:
 
 
 @pytest.mark.parametrize("carrier", ["direct", "ring"])
-def test_whole_parameters_cost_the_busiest_owners_link(
-    carrier: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.planner.search._START_BYTES", 1)  # a bucket for each layer
-    monkeypatch.setattr("shoal.planner.search.BUCKET_BYTES", (1,))
+def test_whole_parameters_cost_the_busiest_owners_link(carrier: str) -> None:
+    a_layer_each = SearchOptions(bucket_bytes=(1,))
     net, where = (
         model(*(layer(name, 0.1 * i, 1_000_000) for i, name in enumerate("abcd"))),
         cluster(4, 25e6),
     )
     pins = {"*": f"sliced:{carrier}"}
     plans = {
-        each: search(net, where, pins=pins, placement=each) for each in ("balanced", "round-robin")
+        each: search(net, where, pins=pins, placement=each, options=a_layer_each)
+        for each in ("balanced", "round-robin")
     }
-    plans["one rank"] = search(net, where, pins=pins, placement={"*": 3})
+    plans["one rank"] = search(net, where, pins=pins, placement={"*": 3}, options=a_layer_each)
     sent = {name: explain(plan, net, where).sent_bytes for name, plan in plans.items()}
     assert sent["balanced"] == pytest.approx(2 * 16e6 * 3 / 4, rel=1e-4)
     assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-4), (

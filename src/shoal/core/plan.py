@@ -21,6 +21,7 @@ FORMAT = 1
 MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
+_AT_LEAST_1 = ("ranks", "bucket_bytes", "lanes", "micro_batches", "chunks", "least_part_bytes")
 T = TypeVar("T")
 
 
@@ -228,11 +229,11 @@ class Plan:
             raise PlanError(
                 f"{source}: staleness is a number of steps, or null for no bound", do=redo
             )
-        if min(plan.ranks, plan.bucket_bytes, plan.lanes, plan.micro_batches, plan.chunks) < 1:
-            raise PlanError(
-                f"{source}: ranks, bucket_bytes, lanes, micro_batches and chunks are at least 1",
-                do=redo,
-            )
+        for name in _AT_LEAST_1:
+            if getattr(plan, name) < 1:
+                raise PlanError(
+                    f"{source}: {name} is at least 1", got=str(getattr(plan, name)), do=redo
+                )
         if plan.late < 0:
             raise PlanError(f"{source}: late is a number of sites", got=str(plan.late), do=redo)
         return plan
