@@ -14,13 +14,13 @@ import torch
 from one_process import (
     BUCKETED,
     HERE,
+    SMALL,
     Batch,
     Training,
     adamw,
     assert_same_bits,
     built,
     cluster_of,
-    cut_small,
     difference,
     integers,
     on_threads,
@@ -46,9 +46,8 @@ WAYS = list(HERE)
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers in several transfers, and one measured step instead of 25."""
-    cut_small(monkeypatch)
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One measured step instead of 25."""
     monkeypatch.setattr("shoal.profiling.layers._FEWEST", 1)
     monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
 
@@ -115,8 +114,10 @@ def on_ranks(
 ) -> list[dict[str, Tensor]]:
     """Each rank's state after some steps in every way, and some by itself on whole batches.
 
-    Checks between the ways that model and optimizer are what they were.
+    Layers are in several transfers. Checks between the ways that model and optimizer are what they
+    were.
     """
+    how = {"search_options": SMALL} | how
     copies = [copy.deepcopy(script.model) for _ in range(ranks)]
     servers = max(servers_of(way, ranks) for way in ways)
     pins = [pins_of(way, script, cluster_of(ranks, servers)) for way in ways]

@@ -123,7 +123,7 @@ class CutStrategy(Strategy):
             backward     grown·products_s + part·memory_s, and with dx
                          (c−1)·repeated·products_s/2 + messages_s
             hidden       later_part · min(entering_s, forward's product) in forward,
-                         min(leaving_s, grown·products_s/n · (1 + later)) in backward
+                         min(leaving_s, grown·products_s/n · (1 + later_part)) in backward
         """
         (layer,) = layers
         product, facts = layer.measured(ProductFacts), layer.measured(CutFacts)
