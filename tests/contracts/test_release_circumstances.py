@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from one_process import (
     HERE,
+    SMALL,
     Batch,
     adamw,
     built,
     cluster_of,
-    cut_small,
     difference,
     features,
     mlp,
@@ -39,6 +40,8 @@ from shoal.comm.threads import ThreadComm
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.runtime.session import Session, current, using
 
+# layers in several transfers
+in_small_parts = partial(shoal.parallelize, search_options=SMALL)
 RANKS = 2
 BATCHES = features(7, 3, steps=4)
 # of layers of `mlp`; rows of tables have a test of their own
@@ -47,8 +50,7 @@ WAYS = [way for way in HERE if way not in ("embedding", "server_rows", "row_pair
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers in several transfers, and one measured step instead of 25."""
-    cut_small(monkeypatch)
+    """One measured step instead of 25."""
     monkeypatch.setattr("shoal.profiling.layers._FEWEST", 1)
     monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
 
@@ -79,7 +81,7 @@ def test_gradients_that_are_there_are_whole_afterwards(way: str) -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> list[Tensor]:
         optimizer = sgd(model.parameters())
         before = Ordinary.of(model, optimizer)
-        shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
+        in_small_parts(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
         F.cross_entropy(model(own[0][0]), own[0][1]).backward()
         shoal.unparallelize(model)
         before.assert_again()
@@ -94,7 +96,7 @@ def test_gradients_that_are_there_are_whole_afterwards(way: str) -> None:
 def test_a_loss_that_is_still_held_hinders_nothing(way: str) -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> None:
         optimizer = sgd(model.parameters())
-        shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
+        in_small_parts(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
         held = F.cross_entropy(model(own[0][0]), own[0][1])
         held.backward()
         shoal.unparallelize(model)
@@ -115,7 +117,7 @@ def test_a_loss_that_was_counted_weighs_nothing_and_can_be_given_again(kind: str
         loss_fn: Any = counted if kind == "function" else nn.CrossEntropyLoss()
         optimizer = sgd(model.parameters())
         for _ in range(2):
-            _, loss_fn, _ = shoal.parallelize(
+            _, loss_fn, _ = in_small_parts(
                 model, loss_fn, optimizer, sample=own[0], count=lambda output, y: len(y)
             )
             plain(model, loss_fn, optimizer, own[:1])
@@ -131,7 +133,7 @@ def test_a_loss_that_was_counted_weighs_nothing_and_can_be_given_again(kind: str
 def test_a_schedule_made_in_between_stays(way: str) -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> None:
         optimizer = SGD(model.parameters(), lr=0.1)
-        shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
+        in_small_parts(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
         schedule = ExponentialLR(optimizer, 0.5)
         plain(model, F.cross_entropy, optimizer, own[:1])
         schedule.step()
@@ -161,7 +163,7 @@ def test_one_optimizer_of_two_models_keeps_what_it_does_for_the_other(way: str) 
         mine = [model, copy.deepcopy(model)]
         optimizer = adamw([*mine[0].parameters(), *mine[1].parameters()])
         for each in mine:
-            shoal.parallelize(each, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
+            in_small_parts(each, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
         both(mine, optimizer, own[:2])
         shoal.unparallelize(mine[0])
         assert all(optimizer.state[p]["exp_avg"].shape == p.shape for p in mine[0].parameters())
@@ -190,7 +192,7 @@ def test_memory_and_state_lie_as_they_did() -> None:
         x, y = numbers(2, 3, 4, 4, seed=comm.rank), torch.tensor([0, 1])
         with using(comm, cluster_of(RANKS)):
             pins = {"0": "column", "2": "row"}
-            shoal.parallelize(model, F.cross_entropy, optimizer, sample=(x, y), pins=pins)
+            in_small_parts(model, F.cross_entropy, optimizer, sample=(x, y), pins=pins)
             plain(model, F.cross_entropy, optimizer, [(x, y)])
             shoal.unparallelize(model)
         before.assert_again()
@@ -205,7 +207,7 @@ def test_alone_it_takes_the_two_methods_away() -> None:
     optimizer = sgd(model.parameters())
     before = Ordinary.of(model, optimizer)
     with using(ThreadComm()):
-        shoal.parallelize(model, F.cross_entropy, optimizer)
+        in_small_parts(model, F.cross_entropy, optimizer)
         assert shoal.plan_of(model) is None
         shoal.unparallelize(model)
         before.assert_again()
@@ -219,7 +221,7 @@ def test_alone_an_optimizer_of_two_models_keeps_them_for_the_other() -> None:
     optimizer = sgd([*models[0].parameters(), *models[1].parameters()])
     with using(ThreadComm()):
         for each in models:
-            shoal.parallelize(each, F.cross_entropy, optimizer)
+            in_small_parts(each, F.cross_entropy, optimizer)
         shoal.unparallelize(models[0])
         assert hasattr(optimizer, "accumulate")
         shoal.unparallelize(models[1])
@@ -238,7 +240,7 @@ def test_a_model_that_is_not_parallelised_is_refused() -> None:
 def test_accumulated_gradients_are_refused_until_they_are_sent(way: str) -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> None:
         optimizer = sgd(model.parameters())
-        shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
+        in_small_parts(model, F.cross_entropy, optimizer, sample=own[0], pins=pins_of(way))
         with optimizer.accumulate():  # type: ignore[attr-defined]
             F.cross_entropy(model(own[0][0]), own[0][1]).backward()
             with pytest.raises(UsageError, match="have not been sent"):
@@ -256,7 +258,7 @@ def test_ranks_that_release_different_models_hear_of_it() -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> None:
         models = [model, copy.deepcopy(model)]
         for each in models:
-            shoal.parallelize(each, F.cross_entropy, sgd(each.parameters()), sample=own[0])
+            in_small_parts(each, F.cross_entropy, sgd(each.parameters()), sample=own[0])
         with pytest.raises(RanksDiffer, match="release different models"):
             shoal.unparallelize(models[session.comm.rank])
 
@@ -265,7 +267,7 @@ def test_ranks_that_release_different_models_hear_of_it() -> None:
 
 def test_a_layer_that_was_taken_out_is_missed() -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> None:
-        shoal.parallelize(model, F.cross_entropy, sgd(model.parameters()), sample=own[0])
+        in_small_parts(model, F.cross_entropy, sgd(model.parameters()), sample=own[0])
         model[2] = nn.Linear(5, 3, dtype=torch.float64)
         with pytest.raises(UsageError, match="layer 2 is not the model's any more"):
             shoal.unparallelize(model)
@@ -276,7 +278,7 @@ def test_a_layer_that_was_taken_out_is_missed() -> None:
 def test_a_staleness_is_refused() -> None:
     def work(session: Session, model: nn.Module, own: list[Batch]) -> None:
         optimizer = sgd(model.parameters())
-        shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], staleness=1)
+        in_small_parts(model, F.cross_entropy, optimizer, sample=own[0], staleness=1)
         plain(model, F.cross_entropy, optimizer, own)
         with pytest.raises(UsageError, match=r"run ahead[\s\S]*again from it"):
             shoal.unparallelize(model)
