@@ -155,6 +155,7 @@ class ThreadComm(Comm):
         self.size = self.topology.size
         self.name = name
         self.timeout_s = None if idle else self.hub.timeout_s
+        self._seat = rank  # which of the hub's ranks it is, also within a group
         self._channels = 0
 
     def send(self, tensor: Tensor, to: int) -> Pending:
@@ -172,14 +173,17 @@ class ThreadComm(Comm):
     def channel(self, name: str, *, idle: bool = False) -> ThreadComm:
         """A new channel, also where the name was given before."""
         self._channels += 1
-        return ThreadComm(
-            self.rank, self.hub, f"{self.name}/{name}#{self._channels}", self.topology, idle
-        )
+        return self._among(self.rank, f"{self.name}/{name}#{self._channels}", self.topology, idle)
 
     def group(self, ranks: range) -> ThreadComm:
         """A channel of those ranks only."""
         name = f"{self.name}/{ranks.start} to {ranks.stop}"
-        return ThreadComm(ranks.index(self.rank), self.hub, name, self.topology.among(ranks))
+        return self._among(ranks.index(self.rank), name, self.topology.among(ranks))
+
+    def _among(self, rank: int, name: str, topology: Topology, idle: bool = False) -> ThreadComm:
+        comm = ThreadComm(rank, self.hub, name, topology, idle)
+        comm._seat = self._seat
+        return comm
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value; pickled as between processes, so that no two ranks share one
@@ -201,6 +205,11 @@ class ThreadComm(Comm):
     def check(self, where: str) -> None:
         """Raise PeerLost if a rank has failed."""
         self.hub.check(f"{where}, channel {self.name}")
+
+    def leave(self, error: BaseException | None) -> None:
+        """An error is as if this rank's work had raised it."""
+        if error is not None:
+            self.hub.abort(self._seat, error)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         """The same error, told where it struck; an error of this rank's own is not one of the

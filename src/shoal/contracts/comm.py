@@ -77,7 +77,10 @@ class Comm(ABC):
 
     @abstractmethod
     def group(self, ranks: range) -> Comm:
-        """A channel among these ranks only, who alone make it; there they count from 0."""
+        """A channel among these ranks only, who alone make it; there they count from 0.
+
+        Ranks of one group have made as many channels and groups before it as each other.
+        """
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
