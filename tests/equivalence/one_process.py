@@ -56,7 +56,7 @@ WAYS = [*BUCKETED, *OTHERS]  # each strategy once, in the default exchange: for 
 # for circumstances in which every rank calls every layer as often as the others
 EVERY_RANK = [*WAYS, *CUTS]
 # for circumstances that no owner can tell apart
-AMONG_WORKERS = [way for way in WAYS if way != "server"]
+AMONG_WORKERS = [way for way in WAYS if not of(Strategy)[way].role.takes_servers]
 UNEVEN = pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 
 
