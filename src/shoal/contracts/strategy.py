@@ -13,6 +13,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Probe
 from shoal.contracts.transfer import Transfer
+from shoal.contracts.ways import TableWay, TailWay
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
@@ -42,9 +43,8 @@ class Place:
     # among the ranks that train, for the main thread: where any layer is cut over them,
     comm: Comm | None = None
     chunks: int = 1  # whose rows come in so many
-    tables: object = None  # the way to tables at servers (remote/tables.py), where there are any
-    # the way to the end of the model on hosts of its own (comm/stage.py), where it is
-    tail: object = None
+    tables: TableWay | None = None  # where servers have tables
+    tail: TailWay | None = None  # where hosts of its own run the end of the model
 
 
 class Strategy(Contract, ABC):

@@ -51,7 +51,7 @@ from shoal.remote.table_messages import (
     WriteValues,
 )
 from shoal.remote.wire import Data
-from shoal.tensors.cut import Cut, CutParameter, cut_of, part_of
+from shoal.tensors.cut import Cut, CutParameter, cut, cut_of, part_of
 
 ID_BYTES = 8
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
@@ -72,6 +72,18 @@ class Tables:
         self.servers = [Channel[Any](comm, server) for server in range(comm.workers, comm.size)]
         self.started = self._ended = False
         self.all: list[FarTable] = []
+
+    def give(self, name: str, weight: nn.Parameter) -> FarTable:
+        """Give servers a table and its gradient, and leave this rank none of it, in place.
+
+        A collective: those of rank 0 are taken.
+        """
+        table = FarTable(name, weight, self)
+        table.write_values(weight.detach())
+        if weight.grad is not None:
+            table.write_gradient(weight.grad)
+        cut(weight, table)
+        return table
 
     def post(self, server: Channel[Any], message: TableMessage) -> None:
         """Send a server a message; `settle` waits until all have gone."""

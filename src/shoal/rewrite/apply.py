@@ -59,7 +59,7 @@ class PlacedSite:
 class Rewritten:
     """A model's sites as they were applied, each with the transfers that came of it.
 
-    The places have no layers, which would keep the model alive.
+    The places have no layers and no tail, which would keep the model alive.
     """
 
     sites: tuple[tuple[PlacedSite, tuple[Transfer, ...]], ...]
@@ -117,7 +117,7 @@ def apply(model: nn.Module, placed_sites: Sequence[PlacedSite], comm: Comm) -> R
     align(model, comm)
     before = _identity(model)
     applied = [
-        (_without_layers(each), tuple(each.strategy.apply(each.place, each.exchange, each.label)))
+        (_without_model(each), tuple(each.strategy.apply(each.place, each.exchange, each.label)))
         for each in placed_sites
     ]
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
@@ -158,8 +158,8 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
             )
 
 
-def _without_layers(placed_site: PlacedSite) -> PlacedSite:
-    return replace(placed_site, place=replace(placed_site.place, layers={}))
+def _without_model(placed_site: PlacedSite) -> PlacedSite:
+    return replace(placed_site, place=replace(placed_site.place, layers={}, tail=None))
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:

@@ -28,16 +28,17 @@ from shoal.comm.boundary import refuse_second_derivative
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
+from shoal.contracts.ways import TableRows
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.updates import UpdateProbe
 from shoal.remote.channel import HEAD_BYTES
-from shoal.remote.tables import ID_BYTES, FarTable, Tables
+from shoal.remote.tables import ID_BYTES
 from shoal.strategies.cutting import refused
 from shoal.strategies.embedding import IdFacts, IdProbe, run_by, run_by_itself
-from shoal.tensors.cut import cut, restore
+from shoal.tensors.cut import restore
 
 
 @final
@@ -79,14 +80,9 @@ class ServerRows(Strategy):
         ((name, module),) = place.layers.items()
         if type(module) is not nn.Embedding:
             raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
-        assert isinstance(place.tables, Tables) and isinstance(module.weight, nn.Parameter)
-        weight = module.weight
-        table = FarTable(f"{name}.weight", weight, place.tables)
-        table.write_values(weight.detach())
-        if weight.grad is not None:
-            table.write_gradient(weight.grad)
-        cut(weight, table)
-        run_by(module, _Table(module, weight, table))
+        assert place.tables is not None and isinstance(module.weight, nn.Parameter)
+        rows = place.tables.give(f"{name}.weight", module.weight)
+        run_by(module, _Table(module, module.weight, rows))
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -113,7 +109,7 @@ def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:
 class _Table:
     """Runs an embedding whose rows are at servers."""
 
-    def __init__(self, module: nn.Embedding, weight: nn.Parameter, table: FarTable) -> None:
+    def __init__(self, module: nn.Embedding, weight: nn.Parameter, table: TableRows) -> None:
         self.weight = weight
         self._table, self._padding, self._rows = table, module.padding_idx, module.num_embeddings
 

@@ -1,0 +1,44 @@
+"""Ways to hosts that do not train, as strategies are handed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class TableRows(Protocol):
+    """A table whose rows servers have."""
+
+    def pull(self, ids: Tensor) -> Tensor:
+        """The rows of these ids, which are different and ascending."""
+
+    def push(self, ids: Tensor, gradients: Tensor) -> None:
+        """Add these rows' gradients; ids are different and ascending."""
+
+
+class TableWay(Protocol):
+    """The way to servers that have a model's tables."""
+
+    def give(self, name: str, weight: nn.Parameter) -> TableRows:
+        """Give servers a table and its gradient, and leave this rank none of it, in place.
+
+        A collective: those of rank 0 are taken.
+        """
+
+
+class TailWay(Protocol):
+    """The way to hosts that run the end of a model."""
+
+    @property
+    def model(self) -> nn.Module:
+        """All of it."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """What they run, by dotted name."""
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """Those of these modules, by dotted name."""
