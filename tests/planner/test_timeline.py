@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from made_up import cluster, layer, linear, measured, model
 
-from shoal.core.cost import Pace, Price
-from shoal.core.facts import ModelProfile, Setting, Topology
+from shoal.contracts.exchange import Exchange
+from shoal.core.cost import Cost, Pace, Price, Wait
+from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting, Topology
 from shoal.core.plan import Choice, Plan, Site
+from shoal.core.registry import registered
 from shoal.planner.step import Timeline
 from shoal.planner.timeline import Predictor
 from shoal.profiling.products import ProductFacts
+from shoal.strategies.replicate import Replicate
 
 MB = 250_000  # float32 elements in a megabyte
 NEARLY = {"abs": 1e-3}  # flags and headers add some bytes
@@ -21,7 +25,7 @@ NEARLY = {"abs": 1e-3}  # flags and headers add some bytes
 def timeline(
     profile: ModelProfile, strategy: str = "replicate", lanes: int = 1, **where: float
 ) -> Timeline:
-    exchange = "allreduce" if strategy == "replicate" else ""
+    exchange = "allreduce" if strategy in ("replicate", "seldom") else ""
     choices = [Choice(each.name, strategy, exchange) for each in profile.layers]
     return Predictor(profile, cluster(2, 1e6, **where)).predict(
         choices, bucket_bytes=1, lanes=lanes
@@ -448,3 +452,27 @@ def test_directions_that_hinder_one_another_are_slower_while_both_are_in_use() -
     )
     assert there_s == pytest.approx(2 * 0.25 + 6 * 0.5, rel=1e-2), "the first two go alone"
     assert back_s == pytest.approx(there_s + 2 * 0.25, rel=1e-2), "the last two come alone"
+
+
+class Seldom(Replicate):
+    """Exchanges after every third step, which nobody waits for, in a code that takes a second."""
+
+    name = "seldom"
+
+    def estimate(
+        self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
+    ) -> Cost:
+        cost = super().estimate(layers, exchange, cluster)
+        assert cost.in_backward is not None
+        phase = replace(cost.in_backward, wait=Wait.NEVER, before_s=1.0, every=3)
+        return replace(cost, in_backward=None, after_step=phase)
+
+
+def test_a_phase_after_every_third_step_takes_a_third_of_its_seconds_and_delays_nothing() -> None:
+    with registered(Seldom):
+        found = timeline(model(layer("a", 2.0, 3 * MB), optimizer_s=0.5), "seldom")
+    (span,) = found.spans
+    assert span.end_s == pytest.approx(2.0), "nothing goes in backward"
+    assert span.back_s == pytest.approx(2.0 + (1.0 + 3.0) / 3, **NEARLY)
+    assert found.step_s == pytest.approx(1.0 + 2.0 + 0.5), "it hides under forward"
+    assert found.sent_bytes == pytest.approx(1e6, rel=1e-3)

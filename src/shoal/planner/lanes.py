@@ -223,6 +223,7 @@ class Lanes:
             job.left_s = job.now.seconds
             return
         job.end_s = self.now_s
+        job.sent_s = min(job.sent_s, job.end_s)  # where it had nothing to send
         lane.popleft()
         if lane:
             self._begin(lane)
