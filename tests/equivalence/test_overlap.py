@@ -26,7 +26,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.runtime.engine import Engine
+from shoal.runtime.routes import Routes
 from shoal.runtime.servers import serve
 from shoal.runtime.session import using
 
@@ -72,16 +72,16 @@ def test_a_module_waits_for_its_own_parameters_and_for_no_others(search_options,
         built(lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))),
         features(7, 3)[0],
     )
-    may_come, everybody, later = threading.Event(), threading.Barrier(2), Engine.later
+    may_come, everybody, later = threading.Event(), threading.Barrier(2), Routes.later
 
     def held_back(
-        engine: Engine, transfer: OwnedTransfer, work: Callable[[Comm], None], what: str
+        routes: Routes, transfer: OwnedTransfer, work: Callable[[Comm], None], what: str
     ) -> None:
         held = what == "update and return" and any(
             each.numel() == 27 for each in transfer.parameters
         )
         later(
-            engine,
+            routes,
             transfer,
             (lambda comm: may_come.wait(20) and work(comm)) if held else work,
             what,
@@ -110,7 +110,7 @@ def test_a_module_waits_for_its_own_parameters_and_for_no_others(search_options,
             last.join(20)
             assert not last.is_alive()
 
-    monkeypatch.setattr(Engine, "later", held_back)
+    monkeypatch.setattr(Routes, "later", held_back)
     run(2, trained, timeout_s=30)
 
 

@@ -115,9 +115,9 @@ def test_parameters_come_back_while_gradients_of_the_same_lane_go(staleness: int
         batches: list,
     ) -> bool:
         (owned,) = current().attached[model].parts
-        owners, engine = owned._owners, owned._owners._engine
+        owners, routes = owned._owners, owned._owners._engine.routes
         first = owners.transfers[0]
-        last = [each for each in owners.transfers if engine._lane[each] is engine._lane[first]][-1]
+        last = [t for t in owners.transfers if routes._there[t] is routes._there[first]][-1]
         came, go = threading.Event(), last.run
 
         def held(comm: ThreadComm) -> None:
@@ -128,7 +128,7 @@ def test_parameters_come_back_while_gradients_of_the_same_lane_go(staleness: int
         x, y = batches[0]
         loss_fn(model(x), y).backward()
         optimizer.step()
-        engine.settle(first)
+        routes.settle(first)
         came.set()
         owners.settle()
         last.run = go

@@ -19,7 +19,7 @@ import shoal
 from shoal.comm.faulty import Delay, FaultyComm, Kill, Killed, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
-from shoal.contracts.transfer import OwnedTransfer, Transfer
+from shoal.contracts.transfer import OwnedTransfer, Round, Transfer
 from shoal.core.errors import PeerLost, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
@@ -39,9 +39,12 @@ class Scripted(Transfer):
         self.label, self._log, self._error = name, log, error
         self.ran, self.awaits = threading.Event(), threading.Event()
         self.awaits.set()
-        parameter.register_post_accumulate_grad_hook(lambda _: self.ready(self))
+        parameter.register_post_accumulate_grad_hook(self._land)
 
-    def pack(self) -> None:
+    def _land(self, parameter: nn.Parameter) -> None:
+        self.rounds.current().ready(self)
+
+    def pack(self, backward: Round) -> None:
         assert self.awaits.wait(5)
         self._log.append(f"pack {self.label}")
 
@@ -118,8 +121,8 @@ def test_on_a_gpu_what_is_nccls_goes_over_one_channel(
     engine = Engine(transfers, channels, device=device)
     for transfer in transfers:
         transfer.run = lambda comm: took.append(channels.index(comm))  # type: ignore[method-assign, arg-type]
-        engine.exchange(transfer)
-        engine.settle(transfer)
+        engine.routes.exchange(transfer)
+        engine.routes.settle(transfer)
     engine.close()
     assert took == lanes
 
@@ -155,13 +158,13 @@ def test_what_comes_back_from_servers_holds_up_nothing_that_goes_to_them() -> No
     ]
     engine = Engine(transfers, [], [ThreadComm()], [ThreadComm()])
     may_end = threading.Event()
-    engine.exchange(first)
-    engine.later(first, lambda comm: may_end.wait(5) and None, "bring back")
-    engine.exchange(second)
+    engine.routes.exchange(first)
+    engine.routes.later(first, lambda comm: may_end.wait(5) and None, "bring back")
+    engine.routes.exchange(second)
     assert second.ran.wait(4), "it goes while the first comes back"
     may_end.set()
-    engine.settle(first)
-    engine.settle(second)
+    engine.routes.settle(first)
+    engine.routes.settle(second)
     engine.close()
 
 
@@ -171,12 +174,12 @@ def test_nothing_comes_back_before_it_is_there() -> None:
     arrived, run = threading.Event(), transfer.run
     transfer.run = lambda comm: run(comm) if arrived.wait(5) else None  # type: ignore[method-assign]
     engine = Engine([transfer], [], [ThreadComm()], [ThreadComm()])
-    engine.exchange(transfer)
-    engine.later(transfer, lambda comm: log.append("back a"), "bring back")
+    engine.routes.exchange(transfer)
+    engine.routes.later(transfer, lambda comm: log.append("back a"), "bring back")
     time.sleep(0.05)
     assert log == []
     arrived.set()
-    engine.settle(transfer)
+    engine.routes.settle(transfer)
     engine.close()
     assert log == ["run a", "back a"]
 
@@ -192,7 +195,7 @@ def test_a_parameter_is_on_its_way_again_whoever_looks_while_a_step_begins(
     transfer.parameters = (parameter,)
     engine = Engine([transfer], [], [ThreadComm()], [ThreadComm()])
     owners = Owners(engine, [transfer], 0)
-    here, may_end, is_busy = threading.Event(), threading.Event(), engine.is_busy
+    here, may_end, is_busy = threading.Event(), threading.Event(), engine.routes.is_busy
 
     def looks(transfer: Transfer) -> bool:
         busy = is_busy(transfer)
@@ -201,7 +204,7 @@ def test_a_parameter_is_on_its_way_again_whoever_looks_while_a_step_begins(
         return busy
 
     owners.send_off(transfer, [parameter], lambda comm: None)
-    monkeypatch.setattr(engine, "is_busy", looks)
+    monkeypatch.setattr(engine.routes, "is_busy", looks)
     looking = threading.Thread(target=owners.arrive, args=(parameter,))
     looking.start()
     assert here.wait(4)
@@ -210,7 +213,7 @@ def test_a_parameter_is_on_its_way_again_whoever_looks_while_a_step_begins(
     assert is_busy(transfer)
     assert isinstance(parameter, ComingParameter)
     may_end.set()
-    engine.settle(transfer)
+    engine.routes.settle(transfer)
     engine.close()
 
 
@@ -219,10 +222,12 @@ def test_a_transfer_that_failed_on_its_way_there_fails_on_its_way_back() -> None
         "a", nn.Parameter(torch.ones(2)), [], RuntimeError("the wire is cut")
     )
     engine = Engine([transfer], [], [ThreadComm()], [ThreadComm()])
-    engine.exchange(transfer)
-    engine.later(transfer, lambda comm: pytest.fail("there is nothing to bring back"), "bring back")
+    engine.routes.exchange(transfer)
+    engine.routes.later(
+        transfer, lambda comm: pytest.fail("there is nothing to bring back"), "bring back"
+    )
     with pytest.raises(RuntimeError, match="the wire is cut"):
-        engine.settle(transfer)
+        engine.routes.settle(transfer)
     engine.close()
 
 
@@ -436,4 +441,4 @@ def test_a_rank_that_is_lost_while_another_waits_for_room_is_named(at: int) -> N
     for rank in (0, 2):
         error = heard[rank]
         assert isinstance(error, PeerLost) and error.rank == 1
-        assert "_make_room" in "".join(traceback.format_tb(error.__traceback__)), str(error)
+        assert "make_room" in "".join(traceback.format_tb(error.__traceback__)), str(error)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.strategy import Place, Strategy
-from shoal.contracts.transfer import OwnedTransfer, Transfer
+from shoal.contracts.transfer import Round, Rounds, Transfer
 from shoal.exchange.allreduce import AllReduce
 from shoal.exchange.direct import Direct
 from shoal.strategies.replicate import Replicate
@@ -41,6 +41,28 @@ class NothingFromTheHost(TorchDispatchMode):
         return out
 
 
+class Alone(Round, Rounds):
+    """The only round, which sends nothing."""
+
+    accumulating = False
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+
+    @property
+    def share(self) -> float:
+        return self._share
+
+    def current(self) -> Round:
+        return self
+
+    def ready(self, transfer: Transfer) -> None:
+        """It is packed by hand."""
+
+    def make_room(self, transfer: Transfer) -> None:
+        """There is nothing else."""
+
+
 def after_backward(
     strategy: Strategy,
     exchange: AllReduce | Direct,
@@ -54,13 +76,12 @@ def after_backward(
     model = nn.Linear(3, 2, device="meta", dtype=dtype)
     place = Place(layers={}, parameters=dict(model.named_parameters()), rank=0, ranks=2)
     (transfer,) = strategy.apply(place, exchange, "a bucket")
-    transfer.came, transfer.ready, transfer.share = lambda: None, lambda _: None, share
-    if isinstance(transfer, OwnedTransfer):
-        transfer.settle = lambda: None
+    backward = Alone(share)
+    transfer.connect(backward)
     x = torch.empty(4, 3, device="meta", dtype=dtype)
     with NothingFromTheHost():
         nn.functional.linear(x, model.weight, model.bias if bias else None).sum().backward()
-        transfer.pack()
+        transfer.pack(backward)
     return transfer
 
 

@@ -3,38 +3,89 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 from torch import Tensor, nn
 
+from shoal.contracts.cadence import Cadence
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Carrier
 from shoal.core.pieces import Piece
 
 
-class Transfer(ABC):
-    """Something that crosses the network once in every backward: a bucket's gradients, or one
-    layer's factors.
+class Round(ABC):
+    """One backward that sends, as the transfers of its gradients see it.
 
-    In order `pack` runs on the thread of backward, `run` on a lane, `publish` on that thread at its
-    end. A transfer calls `ready(self)` as soon as all of it is there; one that never does is packed
-    at the end with what there is.
+    The backwards before it that were accumulated belong to it: it sends for them, too.
+    """
+
+    accumulating: bool  # keep what comes: a later backward sends it
+
+    @property
+    @abstractmethod
+    def share(self) -> float:
+        """What this rank's gradients are multiplied by. `run` divides the sum by the mean of all
+        ranks' shares.
+        """
+
+    @abstractmethod
+    def ready(self, transfer: Transfer) -> None:
+        """All gradients of a transfer are there: send it as soon as those before it are sent."""
+
+    @abstractmethod
+    def make_room(self, transfer: Transfer) -> None:
+        """Wait until a transfer may fill its bucket: until no lane works on it, and there is memory
+        for it.
+        """
+
+
+class Rounds(ABC):
+    """Where a hook of autograd finds the round that it belongs to."""
+
+    @abstractmethod
+    def current(self) -> Round:
+        """The round of the backward that is running. To be called with each gradient, before
+        anything is taken: the first opens the round.
+
+        Raises:
+            WorldError: the backward before this one ended half-way, so the ranks no longer agree on
+                what was sent.
+        """
+
+
+class Transfer(ABC):
+    """Something that crosses the network, by its `cadence`: mostly a bucket's gradients, or one
+    layer's factors, in every backward.
+
+    In order `pack` runs on the main thread, `run` on a lane, `publish` on the main thread. Only
+    `pack` is given the round: what `run` needs of it is kept there, so that a lane never looks at
+    what backward is changing.
+
+    A transfer that goes as its gradients land asks `rounds.current()` with each of them, and tells
+    that it is `ready` with the last. One that never does is packed at the end of backward with what
+    there is.
     """
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
     native: bool = False  # its exchange is
     carrier: Carrier | None = None  # what a bucket crosses by, and what that remembers
-    # set by the engine: `pack` multiplies by it, and `run` divides the sum by all ranks' mean
-    share: float = 1.0
-    accumulating: bool = False  # set by the engine: keep what comes, a later backward will send it
-    came: Callable[[], None]  # set by the engine: call it before taking what a backward brings
-    ready: Callable[[Transfer], None]  # set by the engine, too
+    cadence: Cadence = Cadence()  # when it goes
+    rounds: Rounds  # given by `connect`
+
+    def connect(self, rounds: Rounds) -> None:
+        """Take the way to the running round. Called once, by the engine that runs the transfer."""
+        self.rounds = rounds
 
     @abstractmethod
-    def pack(self) -> None:
-        """Take what this rank contributes. Short: backward waits for it."""
+    def pack(self, backward: Round) -> None:
+        """Take what this rank contributes. Short: backward waits for it.
+
+        Args:
+            backward: the round that it goes with; as backward ends, the one that has ended. On an
+                event between two rounds it is the next one, whose share is 1 until it opens.
+        """
 
     @abstractmethod
     def run(self, comm: Comm) -> None:
@@ -42,13 +93,13 @@ class Transfer(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Put the global gradients where the optimizer looks: `parameter.grad`. Then be ready for
-        the next backward.
+        """Put the result where it is looked for, as gradients in `parameter.grad`. Then be ready to
+        go again.
         """
 
     @abstractmethod
     def kept(self) -> Sequence[Tensor]:
-        """The tensors that it keeps gradients in from one backward to the next."""
+        """The tensors that it keeps from one time to the next."""
 
     @abstractmethod
     def release(self) -> None:
@@ -94,8 +145,6 @@ class OwnedTransfer(Transfer):
     served: bool  # whether servers own some: it goes over lanes that they are on
     # False: of new values `gather` gives what a codec made of them, which their owners take, too
     exact: bool = True
-    # set by the engine: waits for a lane that works on it, and for room for its bucket
-    settle: Callable[[], None]
 
     @abstractmethod
     def follow(self, held: set[nn.Parameter]) -> None:

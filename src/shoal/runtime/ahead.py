@@ -138,7 +138,7 @@ class RunningAhead:
                 for server in self._servers
                 if transfer.owned[server]
             }
-            there = self._engine.beside(
+            there = self._engine.routes.beside(
                 transfers[0], partial(_farewell, owning), "farewell to servers", back=False
             )
             for farewell in (there, self._order(on_lane, dict.fromkeys(owning, End()))):
@@ -184,7 +184,7 @@ class RunningAhead:
         """Send servers their orders on a lane's way back, where the answers come."""
         written = {server: written_order(order) for server, order in orders.items()}
         first = self._transfers[on_lane[0]]
-        return self._engine.beside(
+        return self._engine.routes.beside(
             first, partial(send_orders, written), "order to servers", back=True
         )
 

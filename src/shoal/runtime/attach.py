@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed
 from shoal.comm.stage import Stage
+from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import MEMORY, Buckets
@@ -82,15 +83,18 @@ def attach(
         comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
     )
     weigher = Weigher(counts, inputs_alike)
-    engine, owners, at_servers = _started(session, model, plan, rewritten, optimizers, buckets)
+    waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
+    main = [comm for comm in waited_for if comm is not None]
+    engine, owners, at_servers = _started(
+        session, model, plan, rewritten, optimizers, buckets, main
+    )
     model_number = session.models
-    session.threads[model_number] = Threads(ref(model), engine.lanes, weigher, boundary)
+    session.threads[model_number] = Threads(ref(model), engine.routes.lanes, weigher, boundary)
     session.models += 1
-    others = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
-    engine.others = [each for each in others if each is not None]
-    engine.entered = [table.begin for table in tables.all] if tables else []
+    for table in tables.all if tables else ():
+        engine.listen(Event.BACKWARD_ENTERED, table.begin)
     if stage is not None:
-        engine.entered = [*engine.entered, stage.entered]
+        engine.listen(Event.BACKWARD_ENTERED, stage.entered)
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
     all_parts: list[Part] = []
@@ -132,6 +136,7 @@ def _started(
     rewritten: Rewritten,
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
+    main: Sequence[Comm],
 ) -> tuple[Engine, Owners | None, int | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
     comm, prefix, transfers = session.comm, f"model{session.models}", rewritten.transfers
@@ -143,11 +148,11 @@ def _started(
     ]
     number, there, back = _open_servers(session, rewritten, plan, served, optimizers)
     device = streaming(parameter.device for parameter in model.parameters())
-    engine = Engine(transfers, lanes, there, back, buckets, device)
+    engine = Engine(transfers, lanes, there, back, buckets, device, main)
     tell: Tell = tell_nobody
     if session.servers is not None and number is not None:
         tell = session.servers.tell(number, engine, plan.staleness)
-    engine.began = partial(tell, Exchange())
+    engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
     owners = Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
     return engine, owners, number
 

@@ -94,8 +94,7 @@ class Border:
         if task != self._checked:
             self._check_whole()
             self._checked = task
-        self.engine.begin()
-        shared = self.engine.weight
+        shared = self.engine.begin().weight
         if shared is None:
             return weight.value()
         return None if shared is weight else weight.over(shared)

@@ -148,9 +148,9 @@ class Owners:
         lines = {parameter: torch.empty_like(line(parameter, parameter)) for parameter in held}
         fetched = [_Fetch(transfer, lines) for transfer in holding]
         for fetch in fetched:
-            self._engine.later(fetch.transfer, fetch.run, "fetch gradients of")
+            self._engine.routes.later(fetch.transfer, fetch.run, "fetch gradients of")
         for fetch in fetched:
-            self._engine.settle(fetch.transfer)
+            self._engine.routes.settle(fetch.transfer)
             fetch.publish()
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
@@ -162,13 +162,13 @@ class Owners:
     def arrive(self, parameter: nn.Parameter) -> None:
         """Wait for the new values of the transfers that bring this parameter's."""
         for transfer in self._transfers[parameter]:
-            self._engine.settle(transfer)
+            self._engine.routes.settle(transfer)
         with self._marking:
             for each in {
                 each for transfer in self._transfers[parameter] for each in transfer.parameters
             }:
                 came = isinstance(each, ComingParameter) and not any(
-                    map(self._engine.is_busy, self._transfers[each])
+                    map(self._engine.routes.is_busy, self._transfers[each])
                 )
                 if came:
                     each.__class__ = GuardedParameter
@@ -258,8 +258,8 @@ class Owners:
 
     def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
         """Do something with all ranks that a transfer is among, at once (a collective)."""
-        self._engine.later(transfer, work, "gather beside")
-        self._engine.settle(transfer)
+        self._engine.routes.later(transfer, work, "gather beside")
+        self._engine.routes.settle(transfer)
 
     def send_off(
         self,
@@ -271,7 +271,7 @@ class Owners:
         one waits.
         """
         with self._marking:
-            self._engine.later(transfer, work, "update and return")
+            self._engine.routes.later(transfer, work, "update and return")
             for parameter in parameters:
                 torch.autograd.graph.increment_version(parameter)
                 parameter.__class__ = ComingParameter

@@ -153,7 +153,7 @@ class Servers:
             tell(OfRank(partial(values_of, {number: transfer}, parameters)))
         if staleness == 0:
             return tell
-        servers, lanes = range(self._comm.workers, self._comm.size), len(engine.served_lanes)
+        servers, lanes = range(self._comm.workers, self._comm.size), len(engine.routes.served)
         ahead = RunningAhead(engine, self._models[model], servers, lanes, tell)
         self._running_ahead.append(ahead)
         return ahead
@@ -398,7 +398,7 @@ class _InStep(OwnersRole):
         self.transfers, self._updates = transfers, updates
         self._engine = Engine(transfers, (), there, back)
         self._owners = Owners(self._engine, transfers, there[0].rank)
-        self.check, self.close = self._engine.check, self._engine.close
+        self.check, self.close = self._engine.routes.check, self._engine.close
 
     def finish(self, meanwhile: Callable[[], None]) -> None:
         """Finish what workers wait for."""
@@ -421,9 +421,9 @@ class _InStep(OwnersRole):
 
     def exchange(self) -> None:
         for transfer in self.transfers:
-            self._engine.settle(transfer)
+            self._engine.routes.settle(transfer)
             transfer.follow(set(transfer.held))
-            self._engine.exchange(transfer)
+            self._engine.routes.exchange(transfer)
 
     def update(self, order: UpdatePieces) -> None:
         # 4  on the lanes, behind the sums of this backward

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.contracts.cadence import Event
 from shoal.runtime.border import Border
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter
@@ -70,6 +71,7 @@ def watch(
         hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
         return loss_fn, Watched(hooks)
+    hooks.append(model.register_forward_pre_hook(_Entered(engine)))
     counted = _Counted(border, weigher, count, loss_fn)
     if loss_fn is None:
         hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
@@ -132,6 +134,18 @@ class _BeforeCompiled(_StaysBehind):
 
 
 @final
+class _Entered(_StaysBehind):
+    """Tells the engine of each call of a model whose loss is weighed in its place."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            self._engine.happened(Event.FORWARD_ENTERED)
+
+
+@final
 class _Before(_StaysBehind):
     """Makes the weights, and keeps each running call's own: a model that calls itself is weighed
     outside only.
@@ -161,6 +175,7 @@ class _Before(_StaysBehind):
         ):
             return None
         self._border.check()
+        self._border.engine.happened(Event.FORWARD_ENTERED)
         weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
         self._running[-1] = (caller, weight)
         self._border.engine.called(weight, asks=False)

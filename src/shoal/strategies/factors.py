@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place
-from shoal.contracts.transfer import Transfer
+from shoal.contracts.transfer import Round, Transfer
 from shoal.core.errors import UsageError
 from shoal.strategies.landing import at_least, history
 
@@ -88,7 +88,7 @@ class FactorTransfer(Transfer):
         self._expected: int | None = None  # pairs that the running backward will bring
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._marks: dict[nn.Parameter, _Mark] = {}
-        self._packed: tuple[Tensor, Tensor] | None = None
+        self._packed: tuple[Tensor, Tensor, float] | None = None  # factors, and this rank's share
         self._accumulate: dict[nn.Parameter, bool] = {}
         self._rows = 0  # of all ranks together
         self._hooks = [
@@ -133,16 +133,15 @@ class FactorTransfer(Transfer):
                 do="use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "
                 '"replicate"',
             )
-        if not self.accumulating:
-            self.came()
-        if self._expected is None or self.accumulating:
+        backward = self.rounds.current()
+        if self._expected is None or backward.accumulating:
             self._forget_if_cleared()
             self._expected = len(self._pairs) + sum(
                 node is call or runs(node) for node in self._calls
             )
         left, right = left.detach(), right.detach()
         # until they are sent somebody may fill the same input with the next batch
-        if self.accumulating:
+        if backward.accumulating:
             left, right = left.clone(), right.clone()
         self._pairs.append(
             (
@@ -150,11 +149,11 @@ class FactorTransfer(Transfer):
                 right.reshape(-1, self._product.right_width),
             )
         )
-        if self.accumulating:
+        if backward.accumulating:
             self._expected = None
             self._mark()
-        if self.accumulating or len(self._pairs) == self._expected:
-            self.ready(self)
+        elif len(self._pairs) == self._expected:
+            backward.ready(self)
 
     def _mark(self) -> None:
         """Let `.grad` show that something was kept: clearing it must drop that. What is put there
@@ -188,7 +187,7 @@ class FactorTransfer(Transfer):
             do='pin the layer to "replicate", or use the weight only by calling its layer',
         )
 
-    def pack(self) -> None:
+    def pack(self, backward: Round) -> None:
         self._forget_if_cleared()  # where this backward did not come here
         product = self._product
         if self._pairs:
@@ -207,9 +206,9 @@ class FactorTransfer(Transfer):
             right = torch.empty(0, product.right_width, device=product.weight.device)
         # a backward may bring it transposed
         mean = (right.to(product.weight.dtype) / self._ranks).contiguous()
-        if self.share != 1:
-            mean.mul_(at_least(self.share))
-        self._packed = left.to(product.left_dtype).contiguous(), mean
+        if backward.share != 1:
+            mean.mul_(at_least(backward.share))
+        self._packed = left.to(product.left_dtype).contiguous(), mean, backward.share
         self._pairs.clear()
         self._training = [target for target in self._targets if target.requires_grad]
         for target in self._training:
@@ -227,8 +226,8 @@ class FactorTransfer(Transfer):
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
-        left, right = self._packed
-        all_left, all_right = _gathered(comm, left, right, self.share)
+        left, right, share = self._packed
+        all_left, all_right = _gathered(comm, left, right, share)
         self._rows = len(all_left)
         if not self._rows:
             return

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from shoal.contracts.transfer import Transfer
+from shoal.contracts.transfer import Round, Transfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 
@@ -38,15 +38,15 @@ class Landing:
     Args:
         transfer: whose they are.
         parameters: by name.
-        take: brings what is in a parameter's `.grad` into the transfer's bucket; whether there was
-            anything.
+        take: brings what is in a parameter's `.grad` into the transfer's bucket, in that round;
+            whether there was anything.
     """
 
     def __init__(
         self,
         transfer: Transfer,
         parameters: Mapping[str, nn.Parameter],
-        take: Callable[[nn.Parameter], bool],
+        take: Callable[[nn.Parameter, Round], bool],
     ) -> None:
         self._transfer, self._take = transfer, take
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -60,12 +60,11 @@ class Landing:
         gradient = local_gradient(parameter)
         if gradient is not None and gradient.requires_grad:
             raise history()
-        if self._transfer.accumulating:
-            self._transfer.ready(self._transfer)
+        backward = self._transfer.rounds.current()
+        if backward.accumulating:
             return
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see
             return
-        self._transfer.came()
         if self._closed or parameter in self._landed:
             raise UsageError(
                 f"parameter {self._names[parameter]} got a second gradient within one backward",
@@ -73,12 +72,12 @@ class Landing:
                 do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward "
                 "calls",
             )
-        self._take(parameter)
+        self._take(parameter, backward)
         self._landed.add(parameter)
         if len(self._landed) == len(self._names):
-            self._transfer.ready(self._transfer)
+            backward.ready(self._transfer)
 
-    def close(self) -> list[bool]:
+    def close(self, backward: Round) -> list[bool]:
         """Take what has not landed as it is (nothing, or what was read, assigned or kept): whether
         each was used.
         """
@@ -93,7 +92,8 @@ class Landing:
                     do="do after loss.backward() what the hook does (an optimizer's step, a look "
                     "at .grad)",
                 )
-        return [parameter in self._landed or self._take(parameter) for parameter in self._names]
+        landed, take = self._landed, self._take
+        return [parameter in landed or take(parameter, backward) for parameter in self._names]
 
     def open(self) -> None:
         """Be there for the next backward."""

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
 from shoal.contracts.strategy import Place, Strategy
-from shoal.contracts.transfer import Transfer
+from shoal.contracts.transfer import Round, Transfer
 from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
@@ -92,7 +92,7 @@ class BucketTransfer(Transfer):
         self._used = [False] * len(numels)  # by this rank
         self._landing = Landing(self, parameters, self._take)
 
-    def _take(self, parameter: nn.Parameter) -> bool:
+    def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
         view, gradient = self._views[parameter], parameter.grad
         if gradient is None:
             view.zero_()
@@ -102,10 +102,10 @@ class BucketTransfer(Transfer):
         parameter.grad = view.detach()
         return True
 
-    def pack(self) -> None:
-        self._used = self._landing.close()
+    def pack(self, backward: Round) -> None:
+        self._used = self._landing.close(backward)
         mark(self._flags, self._used)
-        weigh([self._gradients], self._shares, self.share, self._ranks)
+        weigh([self._gradients], self._shares, backward.share, self._ranks)
 
     def run(self, comm: Comm) -> None:
         self.carrier.reduce(comm)

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket, Span, SplitExchange
 from shoal.contracts.strategy import Place, Strategy
-from shoal.contracts.transfer import OwnedTransfer, Slice, Transfer, Turn
+from shoal.contracts.transfer import OwnedTransfer, Round, Slice, Transfer, Turn
 from shoal.core.cost import Cost, Direction, Phase, Update, Wait
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
@@ -196,51 +196,49 @@ class SlicedTransfer(OwnedTransfer):
         self.label = label
         self.served = len(shares) > place.ranks
         self.parameters = tuple(parameters.values())
-        self._workers, self._rank = place.ranks, place.rank
+        self._workers = place.ranks
         self._serves = place.rank >= place.ranks
         owners = [place.owners.get(name) for name in parameters]
-        mine = [place.spans.get(name, (0, p.numel())) for name, p in parameters.items()]
-        placed = _placed([stop - start for start, stop in mine], owners, shares, place.ranks)
+        spans_here = [place.spans.get(name, (0, p.numel())) for name, p in parameters.items()]
+        sizes = [stop - start for start, stop in spans_here]
+        placed = _placed(sizes, owners, shares, place.ranks)
         self.owned = tuple(
             tuple(
-                Piece(self.parameters[i], mine[i][0] + start, mine[i][0] + stop)
+                Piece(self.parameters[i], spans_here[i][0] + start, spans_here[i][0] + stop)
                 for i, start, stop in owned
             )
             for owned in placed
         )
-        self._ends = {
-            p for p, (_, stop) in zip(self.parameters, mine, strict=True) if stop == p.numel()
+        self._ends = {  # those whose last part is here
+            p for p, (_, stop) in zip(self.parameters, spans_here, strict=True) if stop == p.numel()
         }
         self.pieces = self.owned[place.rank]
         first = self.parameters[0]
         self._buckets = place.buckets
         widths = [_width(owned, first.itemsize) for owned in placed]
         self._flat = self._buckets.flat(sum(widths), first)
-        slices = [
-            _parted(own, owned)
-            for own, owned in zip(self._flat.split(widths), self.owned, strict=True)
+        wholes = self._flat.split(widths)
+        self._slices = [
+            _parted(whole, owned) for whole, owned in zip(wholes, self.owned, strict=True)
         ]
-        self._slices = [own.whole for own in slices]
-        self._values, self._flags = [own.values for own in slices], [own.flags for own in slices]
-        self._shares, self._turns = [own.shares for own in slices], [own.turn for own in slices]
-        rows = zip(self.owned, self._values, strict=True)
+        self._own = self._slices[place.rank]  # this rank's
         self._everything = [
-            (piece, value) for row in rows for piece, value in zip(*row, strict=True)
+            (piece, value)
+            for owned, part in zip(self.owned, self._slices, strict=True)
+            for piece, value in zip(owned, part.values, strict=True)
         ]
         self._places = {
             p: [pair for pair in self._everything if pair[0].parameter is p]
             for p in self.parameters
         }
-        # of this rank's own, over backwards
-        total = _parted(torch.zeros_like(self._slices[place.rank]), self.pieces)
-        self._total, self._total_values, self._total_flags = total.whole, total.values, total.flags
+        self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
         names = {p: name for name, p in parameters.items()}
         spans_of_slices = tuple(
             tuple(Span(names[piece.parameter], piece.start, piece.stop) for piece in owned)
             for owned in self.owned
         )
         numels = {name: p.numel() for name, p in parameters.items()}
-        live = LiveBucket(self._flat, tuple(self._slices), spans_of_slices, numels)
+        live = LiveBucket(self._flat, tuple(wholes), spans_of_slices, numels)
         self.carrier: Carrier = exchange.carrier(live)
         self.exact = self.carrier.exact
         self._unsent = Unsent(self.carrier, self.pieces, place.rank)
@@ -250,10 +248,10 @@ class SlicedTransfer(OwnedTransfer):
         self._open = False  # something of this backward is in the slices
         self._landing = Landing(self, parameters, self._take)
 
-    def _take(self, parameter: nn.Parameter) -> bool:
+    def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
         """Bring what is in `.grad` into the slices; whether there was anything."""
         if not self._open:
-            self.settle()
+            backward.make_room(self)
             self._buckets.open(self._flat)
             self._open, self._carried = True, set(self.held)
         gradient = local_gradient(parameter)
@@ -266,13 +264,12 @@ class SlicedTransfer(OwnedTransfer):
             set_local_gradient(parameter, None)
         return gradient is not None
 
-    def pack(self) -> None:
-        used = dict(zip(self.parameters, self._landing.close(), strict=True))
-        for pieces, flags in zip(self.owned, self._flags, strict=True):
-            mark(flags, [used[piece.parameter] for piece in pieces])
-        for values, shares in zip(self._values, self._shares, strict=True):
-            if len(shares):
-                weigh(values, shares, self.share, self._workers)
+    def pack(self, backward: Round) -> None:
+        used = dict(zip(self.parameters, self._landing.close(backward), strict=True))
+        for owned, part in zip(self.owned, self._slices, strict=True):
+            mark(part.flags, [used[piece.parameter] for piece in owned])
+            if owned:
+                weigh(part.values, part.shares, backward.share, self._workers)
         self.held = set(self.parameters)
 
     def follow(self, held: set[nn.Parameter]) -> None:
@@ -280,27 +277,27 @@ class SlicedTransfer(OwnedTransfer):
         self._carried, self.held = held, set(self.parameters)
 
     def run(self, comm: Comm) -> None:
-        for turn in self._turns:
-            turn.fill_(Turn.SUM)
+        for part in self._slices:
+            part.turn.fill_(Turn.SUM)
         self.carrier.reduce(comm)
-        self._check(self._turns[self._rank].real.tolist(), Turn.SUM)
+        self._check(self._own.turn.real.tolist(), Turn.SUM)
         if self.pieces:
-            divide(self._values[self._rank], self._shares[self._rank], self._workers)
+            divide(self._own.values, self._own.shares, self._workers)
         if self._carried:
             self._add_up()
         else:
-            self._total.copy_(self._slices[self._rank])
+            self._total.whole.copy_(self._own.whole)
         self._buckets.close(self._flat)
 
     def _add_up(self) -> None:
         """Add this backward's sums to what earlier ones left, where they left something."""
         for index, piece in enumerate(self.pieces):
-            value, flag = self._total_values[index], self._total_flags[index]
+            value, flag = self._total.values[index], self._total.flags[index]
             if piece.parameter not in self._carried:
                 value.zero_()
                 flag.zero_()
-            value.add_(self._values[self._rank][index])
-            flag.add_(self._flags[self._rank][index])
+            value.add_(self._own.values[index])
+            flag.add_(self._own.flags[index])
 
     def publish(self) -> None:
         self._landing.open()
@@ -309,7 +306,7 @@ class SlicedTransfer(OwnedTransfer):
     def gradients(self) -> list[Tensor | None]:
         return [
             value if flag else None
-            for value, flag in zip(self._total_values, self._total_flags.tolist(), strict=True)
+            for value, flag in zip(self._total.values, self._total.flags.tolist(), strict=True)
         ]
 
     def gather(
@@ -318,22 +315,23 @@ class SlicedTransfer(OwnedTransfer):
         self._buckets.open(self._flat)
         in_changes = turn is Turn.VALUES and not self.exact
         if not in_changes:
-            for value, own in zip(values, self._values[self._rank], strict=True):
+            for value, own in zip(values, self._own.values, strict=True):
                 own.copy_(value)
-        self._flags[self._rank].copy_(self._total_flags)
-        self._turns[self._rank].fill_(turn)
+        self._own.flags.copy_(self._total.flags)
+        self._own.turn.fill_(turn)
         if in_changes:
             self._gather_changes(values, comm)
         else:
             self.carrier.gather(comm)
         if self._serves:
             return []
-        self._check([each for turns in self._turns for each in turns.real.tolist()], turn)
+        turns = [each for part in self._slices for each in part.turn.real.tolist()]
+        self._check(turns, turn)
         return self._everything
 
     def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
         """Bring to all ranks what a codec makes of the changes of own pieces."""
-        own = self._values[self._rank]
+        own = self._own.values
         for piece, value in self._everything:
             value.copy_(piece.of(piece.parameter))
         changes = self._unsent.changes(values, own)
@@ -345,15 +343,15 @@ class SlicedTransfer(OwnedTransfer):
             self._unsent.put_in(parameters)
 
     def slice_of(self, rank: int) -> Slice:
-        return _parted(torch.zeros_like(self._slices[rank]), self.owned[rank])
+        return _parted(torch.zeros_like(self._slices[rank].whole), self.owned[rank])
 
     def used(self) -> set[nn.Parameter]:
         if self._serves:
             return set()
         return {
             piece.parameter
-            for pieces, flags in zip(self.owned, self._flags, strict=True)
-            for piece, flag in zip(pieces, flags.tolist(), strict=True)
+            for owned, part in zip(self.owned, self._slices, strict=True)
+            for piece, flag in zip(owned, part.flags.tolist(), strict=True)
             if flag
         }
 
@@ -361,16 +359,16 @@ class SlicedTransfer(OwnedTransfer):
         self._buckets.close(self._flat)
 
     def kept(self) -> Sequence[Tensor]:
-        return [self._total, *self.carrier.tensors()]
+        return [self._total.whole, *self.carrier.tensors()]
 
     def release(self) -> None:
         self._landing.release()
 
-    def _check(self, turns: Sequence[float], mine: Turn) -> None:
+    def _check(self, turns: Sequence[float], own: Turn) -> None:
         """Refuse what came where not every rank takes it for the same."""
-        if any(turn != mine for turn in turns):
+        if any(turn != own for turn in turns):
             raise RanksDiffer(
-                f"another rank does something else than this one, which {_DOES[mine]}",
+                f"another rank does something else than this one, which {_DOES[own]}",
                 where=self.label,
                 do="on every rank alike: backward, optimizer.step(), zero_grad, and reading .grad "
                 "before it is cleared",

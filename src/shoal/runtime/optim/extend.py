@@ -1,15 +1,18 @@
 """Extends an optimizer by parts: its methods are replaced once, and loop over them.
 
     optimizer.step()            1  closure, if any
-                                2  every part opens: behind the hooks that users have put before
+                                2  the engines hear of it, and every part opens: behind the hooks
+                                   that users have put before
                                 3  the optimizer's own code, on what the parts have left in place
-                                4  every part closes: before the hooks that users have put behind
+                                4  every part closes, and the engines hear of it: before the hooks
+                                   that users have put behind
     optimizer.accumulate()      a context: backwards inside send nothing, the next one sends all
     optimizer.clip_grad_norm_   the norm from every part's norms, then every part is scaled
     optimizer.state_dict()      in one-process form: every part's whole state (a collective)
     optimizer.load_state_dict() takes that form, and every part takes what is its own
 
-An optimizer without parts keeps its own step and state_dict. `release` takes parts away again.
+An optimizer without parts keeps its own state_dict. It keeps its own step, too, if no engine
+waits for one. `release` takes parts away again.
 Guarded by tests/equivalence/test_owners.py.
 """
 
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shoal.contracts.cadence import Event
 from shoal.runtime.engine import Engine
 from shoal.runtime.optim.checks import Arguments, check_known, checked_step
 from shoal.runtime.optim.methods import Methods
@@ -97,6 +101,7 @@ class _Extension:
         self._check: RemovableHandle | None = None
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
+        self._stepping = Methods(optimizer)
         self._added.put("accumulate", MethodType(self._accumulate, optimizer))
         self._added.put("clip_grad_norm_", MethodType(self._clip_grad_norm, optimizer))
 
@@ -104,8 +109,9 @@ class _Extension:
         """Let a model's parts take over what is theirs."""
         if self._check is None:
             self._check = self._optimizer.register_step_pre_hook(self._check_step)
+        if (trained.parts or trained.engine.follows_steps) and not self._follows_steps:
+            self._stepping.replace("step", self._step)
         if trained.parts and not self._parts:
-            self._replaced.replace("step", self._step)
             self._replaced.replace("state_dict", self._state_dict)
             self._replaced.replace("load_state_dict", self._load_state_dict)
             self._replaced.refuse_copies()
@@ -125,10 +131,17 @@ class _Extension:
                 put(self._optimizer, state)
         if not self._parts:
             self._replaced.restore()
+        if not self._follows_steps:
+            self._stepping.restore()
         if not self.trained:
             self._added.restore()
             if self._check is not None:
                 self._check.remove()
+
+    @property
+    def _follows_steps(self) -> bool:
+        """Whether the step has been replaced, as somebody does something in it."""
+        return any(trained.parts or trained.engine.follows_steps for trained in self.trained)
 
     def _check_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -163,14 +176,20 @@ class _Extension:
 
     def _enter(self, *_: object) -> None:
         self._open += 1
-        if self._open == 1:
-            for part in self._parts:  # 2
+        if self._open == 1:  # 2
+            self._happened(Event.STEP_BEGUN)
+            for part in self._parts:
                 part.open()
 
     def _leave(self, *_: object) -> None:
         self._open -= 1
         if self._open == 0:
             self._close()
+            self._happened(Event.STEP_ENDED)
+
+    def _happened(self, event: Event) -> None:
+        for trained in self.trained:
+            trained.engine.happened(event)
 
     def _close(self) -> None:
         for part in reversed(self._parts):  # 4  the first sees the groups as they were
