@@ -35,8 +35,8 @@ from shoal.core.facts import Topology
 from shoal.core.plan import Choice, Plan
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.runtime.attach import attach
+from shoal.runtime.joining import using
 from shoal.runtime.recipe import load
-from shoal.runtime.session import using
 
 HERE = Path(__file__).parent
 RECIPE, RESULTS = HERE.parent / "examples" / "resnet50.py", HERE / "results" / "loopback.json"

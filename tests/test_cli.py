@@ -20,7 +20,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.plan import Plan
 from shoal.launch.lab import Lab
 from shoal.profiling import paces
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
 COMMANDS = ("bench", "check", "lab", "plan", "probe", "train")

@@ -13,10 +13,11 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
 from shoal.planner.explain import explain
 from shoal.planner.search_options import SearchOptions
+from shoal.runtime.joining import Served, init, serve
 from shoal.runtime.memory import Memory, memory
 from shoal.runtime.parallel import parallelize, plan, plan_of, shard
 from shoal.runtime.release import unparallelize
-from shoal.runtime.session import World, init, world
+from shoal.runtime.session import World, world
 
 __all__ = [
     "Choice",
@@ -25,6 +26,7 @@ __all__ = [
     "Memory",
     "Plan",
     "SearchOptions",
+    "Served",
     "ShoalError",
     "Topology",
     "UsageError",
@@ -37,6 +39,7 @@ __all__ = [
     "plan",
     "plan_of",
     "register",
+    "serve",
     "shard",
     "unparallelize",
     "unregister",

@@ -31,10 +31,11 @@ from shoal.profiling.interfaces import watching
 from shoal.profiling.processor import ProcessorTime
 from shoal.report import text
 from shoal.report.trace import chrome
+from shoal.runtime.joining import init
 from shoal.runtime.memory import Memory, memory, of_one_process
 from shoal.runtime.parallel import parallelize, shard
 from shoal.runtime.recipe import Recipe
-from shoal.runtime.session import Attached, current, init
+from shoal.runtime.session import Attached, current
 from shoal.worker import PlanOptions, pair
 
 _BOOTSTRAPS = 10_000
@@ -82,7 +83,7 @@ def bench(
         raise UsageError(
             "a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`"
         )
-    if current().servers is not None or current().tail is not None:
+    if current().others:
         do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"
         raise UsageError("peers know no servers, and no tail hosts", do=do)
     batch = pair(next(iter(shard(recipe.data()[0]))))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from shoal.comm.tail_hosts import TailHosts
 from shoal.contracts.sample import called, own_loss
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
@@ -35,11 +35,11 @@ from shoal.profiling.layers import profile_model
 from shoal.report import text
 from shoal.report.progress import Progress
 from shoal.rewrite.apply import cuts
+from shoal.runtime.joining import init, is_tail_host, serve_and_end
 from shoal.runtime.memory import memory, of_one_process
 from shoal.runtime.parallel import measured_cluster, parallelize, shard
 from shoal.runtime.recipe import Recipe
-from shoal.runtime.session import Session, current, init, leave, world
-from shoal.runtime.stage import serve_tail
+from shoal.runtime.session import Session, current, world
 
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
@@ -296,7 +296,7 @@ def plan(
     sample = pair(next(iter(shard(recipe.data()[0]))))
     optimizer = recipe.optimizer(model.parameters())
     _stay_behind(session)
-    pieces = options.micro_batches if session.tail else None
+    pieces = options.micro_batches if session.other(TailHosts) else None
     profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, pieces)
     where = cluster or measured_cluster(session)
     asked = {name: value for name, value in vars(options).items() if name != "plan"}
@@ -322,10 +322,8 @@ def _stay_behind(session: Session) -> None:
     """On a tail host, where no model is parallelised: wait until the workers have ended, and
     end.
     """
-    if session.tail is not None and session.tail.is_one:
-        serve_tail(session)
-        leave(None)
-        sys.exit(0)
+    if is_tail_host(session):
+        serve_and_end(session)
 
 
 def _take(loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:

@@ -24,8 +24,8 @@ from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
-from shoal.runtime.servers import serve
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
+from shoal.runtime.servers import Servers, serve
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 HOSTS = ["ab", "abc", "abcd", "aba", "aabb"]  # a letter is the host of a rank
@@ -177,8 +177,9 @@ def assert_stated(
                 search_options=search_options,
             )
             attached = session.attached[mine]
-            if session.servers is not None and session.servers._lane is not None:
-                session.servers._lane.drain()  # orders of the start are no part of a step
+            servers = session.other(Servers)
+            if servers is not None and servers._lane is not None:
+                servers._lane.drain()  # orders of the start are no part of a step
             before = moved(traced.counts)
             weighed(mine(ids[rows]), labels[rows]).backward()
             optimizer.step()

@@ -42,7 +42,7 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Topology
 from shoal.exchange.direct import Direct
 from shoal.planner.search import search
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import Topology
 from shoal.planner.search import search
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 
 @dataclass(frozen=True)

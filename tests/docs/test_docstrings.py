@@ -14,7 +14,7 @@ import pytest
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.launch.lab import Lab
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 FUNCTIONS = [name for name in shoal.__all__ if inspect.isfunction(getattr(shoal, name))]
 

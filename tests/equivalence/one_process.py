@@ -33,8 +33,8 @@ from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import profile_model
+from shoal.runtime.joining import using
 from shoal.runtime.servers import serve
-from shoal.runtime.session import using
 
 LEARNING_RATE = 0.05
 ROWS = 12  # of a whole batch: even on 1, 2, 3 and 4 ranks

@@ -20,7 +20,7 @@ from shoal.comm import boundary
 from shoal.comm.boundary import Move, Rows
 from shoal.comm.threads import ThreadComm, run
 from shoal.planner.search_options import SearchOptions
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
 

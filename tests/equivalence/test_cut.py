@@ -38,7 +38,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import named
 from shoal.planner.search import search
 from shoal.profiling.layers import profile_model
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 from shoal.tensors.cut import part_of
 
 CUT = pytest.mark.parametrize("way", CUTS)

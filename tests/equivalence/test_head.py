@@ -32,7 +32,7 @@ from shoal.comm.boundary import Rows
 from shoal.comm.cut_output import CutOutput
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 CLASSES = 11
 

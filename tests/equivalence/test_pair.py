@@ -29,7 +29,7 @@ from shoal.comm.cut_output import CutOutput
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError
 from shoal.profiling.layers import profile_model
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 from shoal.strategies.pair import PairFacts
 
 WIDTH, CLASSES = 9, 5

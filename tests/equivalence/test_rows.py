@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 from shoal.runtime.weights import Weigher
 from shoal.strategies.landing import divide, num_shares, weigh
 

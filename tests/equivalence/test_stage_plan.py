@@ -45,7 +45,8 @@ from shoal.profiling.identity import trainable_layers
 from shoal.profiling.tails import tail_of
 from shoal.report import text
 from shoal.rewrite.apply import sites
-from shoal.runtime.session import current, using
+from shoal.runtime.joining import using
+from shoal.runtime.session import current
 
 COUNT_BYTES = 32  # a row count that is asked for, to every other rank
 

@@ -31,7 +31,7 @@ from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.launch.namespaces import NAMES
 from shoal.launch.torchrun import Torchrun
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 # on a loaded machine: about 3 to tell who is lost or what passed, 1 for PyTorch to end
 _SOON_S = 10.0

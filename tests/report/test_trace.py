@@ -14,7 +14,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.trace import MAIN, Event
 from shoal.planner.timeline import Predictor
 from shoal.report.trace import chrome
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 
 def test_events_become_rows_of_a_trace() -> None:

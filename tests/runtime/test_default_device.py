@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.runtime.session import using
+from shoal.runtime.joining import using
 
 
 @pytest.mark.parametrize(

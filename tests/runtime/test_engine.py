@@ -25,9 +25,9 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
 from shoal.runtime.engine import Engine
 from shoal.runtime.guarded import ComingParameter
+from shoal.runtime.joining import using
 from shoal.runtime.owners import Owners
 from shoal.runtime.servers import serve
-from shoal.runtime.session import using
 
 
 class Scripted(Transfer):

@@ -15,9 +15,10 @@ from torch import nn
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.core.errors import WorldError
+from shoal.runtime.joining import using
 from shoal.runtime.lanes import Lane, streaming
 from shoal.runtime.servers import Servers
-from shoal.runtime.session import Session, Threads, using
+from shoal.runtime.session import Session, Threads
 from shoal.runtime.weights import Weigher
 
 
@@ -57,14 +58,15 @@ def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:
             session.threads[0] = Threads(
                 ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm), None
             )
-            session.servers = Servers(comm)
+            session.others = (Servers(comm),)
             raise ValueError("a mistake of the script")
 
     with pytest.raises(ValueError, match="a mistake"):
         run(1, work)
     (session,), each = sessions, sessions[0].threads[0]
-    assert session.servers is not None
-    for lane in (*each.lanes, each.weigher._lane, session.servers._lane):
+    servers = session.other(Servers)
+    assert servers is not None
+    for lane in (*each.lanes, each.counts._lane, servers._lane):
         assert lane is not None
         lane._thread.join(timeout=5)
         assert not lane._thread.is_alive()

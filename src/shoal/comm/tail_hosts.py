@@ -93,12 +93,18 @@ class TailHosts:
         """Start receiving a tensor from the tail host."""
         return self.comm.receive(tensor, self._mine)
 
-    def end(self) -> None:
+    def drain(self) -> None:
         """Tell the tail host that this worker asks no more."""
         if not self._ended:
             self.tell(Ask.END, None)
             self.settle()
             self._ended = True
+
+    def abandon(self) -> None:
+        """Nothing goes on beside the main thread."""
+
+    def close(self) -> None:
+        """The same."""
 
 
 @dataclass(frozen=True)

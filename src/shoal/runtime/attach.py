@@ -39,7 +39,7 @@ from shoal.runtime.optim.table import TablePart
 from shoal.runtime.optim.tail import TailPart
 from shoal.runtime.owners import Owners, tell_nobody
 from shoal.runtime.running import Running
-from shoal.runtime.servers import check_sendable
+from shoal.runtime.servers import Servers, check_sendable
 from shoal.runtime.session import Session, Threads
 from shoal.runtime.watch import watch
 from shoal.runtime.weights import Weigher
@@ -66,10 +66,11 @@ def attach(
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
-    servers = len(session.servers.hosts) if session.servers else 0
-    check(plan, model, comm.size, servers)
+    servers = session.other(Servers)
+    num_servers = len(servers.hosts) if servers else 0
+    check(plan, model, comm.size, num_servers)
     boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
-    sites = placed(model, plan, comm.rank, servers, buckets)
+    sites = placed(model, plan, comm.rank, num_servers, buckets)
     tables = _open_tables(session, sites, plan, optimizers)
     rewritten = apply(
         model,
@@ -89,7 +90,9 @@ def attach(
         session, model, plan, rewritten, optimizers, buckets, main
     )
     model_number = session.models
-    session.threads[model_number] = Threads(ref(model), engine.routes.lanes, weigher, boundary)
+    session.threads[model_number] = Threads(
+        ref(model), engine.routes.lanes, weigher, boundary, lasting=servers is not None
+    )
     session.models += 1
     for table in tables.all if tables else ():
         engine.listen(Event.BACKWARD_ENTERED, table.begin)
@@ -150,8 +153,9 @@ def _started(
     device = streaming(parameter.device for parameter in model.parameters())
     engine = Engine(transfers, lanes, there, back, buckets, device, main)
     tell: Tell = tell_nobody
-    if session.servers is not None and number is not None:
-        tell = session.servers.tell(number, engine, plan.staleness)
+    servers = session.other(Servers)
+    if servers is not None and number is not None:
+        tell = servers.tell(number, engine, plan.staleness)
     engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
     owners = Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
     return engine, owners, number
@@ -167,15 +171,14 @@ def _open_servers(
     """Let the servers, if the plan has any use for them, take their part; the channels there and
     back.
     """
-    if session.servers is None or not served:
+    servers = session.other(Servers)
+    if servers is None or not served:
         return None, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
     sites = [
         _served_site(each) for each, _ in rewritten.sites if each.strategy.role.owns_at_servers
     ]
-    return session.servers.open(
-        sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness
-    )
+    return servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
 
 
 def _served_site(placed_site: PlacedSite) -> ServedSite:
@@ -207,11 +210,12 @@ def _open_tables(
         if each.strategy.role.has_tables
         for name, parameter in each.place.parameters.items()
     }
-    if session.servers is None or not tables:
+    servers = session.other(Servers)
+    if servers is None or not tables:
         return None
     _check_for_servers(session, tables.values(), optimizers)
     forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
-    return session.servers.open_tables(forms, optimizers, plan.staleness)
+    return servers.open_tables(forms, optimizers, plan.staleness)
 
 
 def _check_for_servers(

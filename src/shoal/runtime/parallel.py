@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader
 from shoal.codecs.coded import exchange_named
 from shoal.comm.agreement import agreed, from_first
 from shoal.comm.stage import Stage
-from shoal.comm.tail_hosts import Ask
+from shoal.comm.tail_hosts import Ask, TailHosts
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.sample import Sample
@@ -50,11 +49,13 @@ from shoal.profiling.tails import tail_of
 from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
 from shoal.runtime.attach import attach
+from shoal.runtime.joining import is_tail_host, serve_and_end
 from shoal.runtime.memory import give_back_freed, keep_freed
 from shoal.runtime.optim.extend import extend
 from shoal.runtime.request import Request, checked, exchanges_of, listed, require_same
-from shoal.runtime.session import Attached, Session, current, leave, ranks
-from shoal.runtime.stage import Opening, serve_tail
+from shoal.runtime.servers import Servers
+from shoal.runtime.session import Attached, Session, current, ranks
+from shoal.runtime.stage import Opening
 from shoal.runtime.weights import inputs_alike, warn_of_rows
 
 T = TypeVar("T")
@@ -126,6 +127,7 @@ def parallelize(
         UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled
             model, or ranks that differ.
         WorldError: a rank was lost while they prepared.
+        Served: on a tail host, behind its work. Not caught, it ends the script, with exit code 0.
 
     Example:
         >>> import shoal, torch
@@ -139,12 +141,11 @@ def parallelize(
     """
     session = current()
     comm = session.comm
-    if session.tail is not None and session.tail.is_one:
-        serve_tail(session, model, loss_fn, listed(optimizer))
-        leave(None)
-        sys.exit(0)
-    if session.tail is not None:
-        session.tail.calls += 1
+    if is_tail_host(session):
+        serve_and_end(session, model, loss_fn, listed(optimizer))
+    tail = session.other(TailHosts)
+    if tail is not None:
+        tail.calls += 1
     names = (
         tuple(strategies)
         if isinstance(strategies, Iterable) and not isinstance(strategies, str)
@@ -176,7 +177,7 @@ def parallelize(
         return model, loss_fn, optimizer
     keep_freed()
     comm.reached("parallelize: measuring the model")
-    first = session.tail is not None and session.tail.calls == 1  # whose end may be elsewhere
+    first = tail is not None and tail.calls == 1  # whose end may be elsewhere
     pieces = (given.micro_batches if given else micro_batches) if first else None
     profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
     alike = inputs_alike(comm, *sample)
@@ -215,9 +216,10 @@ def _open_tail(
 ) -> Stage | None:
     """The way to the end of the model, if the plan has it on tail hosts."""
     at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).role.is_at_tail}
-    if session.tail is None or not at_tail:
+    hosts = session.other(TailHosts)
+    if hosts is None or not at_tail:
         return None
-    if session.tail.calls > 1:
+    if hosts.calls > 1:
         raise PlanError(
             "tail hosts run the end of the model that is parallelised first",
             do='parallelise this one first, or leave "stage" out of its plan',
@@ -233,10 +235,10 @@ def _open_tail(
         )
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}
-    session.tail.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
+    hosts.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
     others = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
     alike = any(strategy.role.is_cut for strategy in others)
-    return Stage(session.tail, model, modules, loss_fn, plan.micro_batches, alike=alike)
+    return Stage(hosts, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
 
 def plan(
@@ -277,7 +279,7 @@ def plan(
         (2, 1)
     """
     comm = ranks() if cluster else current().comm
-    tail = cluster.tail if cluster else current().tail
+    tail = cluster.tail if cluster else current().other(TailHosts)
     profile = profile_model(
         model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None
     )
@@ -357,7 +359,7 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
         [[0, 1], [2, 3], [4]]
     """
     session = current()
-    if session.tail is not None and session.tail.is_one:
+    if is_tail_host(session):
         return loader
     comm = session.comm
     seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
@@ -430,12 +432,19 @@ def _measured(session: Session) -> Cluster:
             moves = probe_moves(comm, link, Direct(), lane=lanes[0], sharing=sharing)
             for lane in lanes:
                 lane.close()
-            servers = session.servers.hosts if session.servers else ()
-            tail = session.tail.hosts if session.tail else ()
+            servers, tail = session.other(Servers), session.other(TailHosts)
             bucket = min(DEFAULT.least_bytes, int(link.bytes_per_s * _BUCKET_S))
-            duplex = session.servers.duplex(LANES, bucket) if session.servers else 1.0
+            duplex = servers.duplex(LANES, bucket) if servers else 1.0
             session.cluster = Cluster(
-                comm.topology, link, cores, paces, probe_pack(comm), servers, tail, moves, duplex
+                comm.topology,
+                link,
+                cores,
+                paces,
+                pack_byte_s=probe_pack(comm),
+                servers=servers.hosts if servers else (),
+                tail=tail.hosts if tail else (),
+                moves=moves,
+                duplex=duplex,
             )
     return session.cluster
 

@@ -19,6 +19,7 @@ from shoal.core.errors import RanksDiffer, UsageError
 from shoal.rewrite.apply import release as release_layers
 from shoal.runtime.optim.extend import release as release_optimizer
 from shoal.runtime.running import Running
+from shoal.runtime.servers import Servers
 from shoal.runtime.session import Session, current
 
 
@@ -106,15 +107,17 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
     if running.owners is not None:
         running.owners.release()  # 3
     threads.drain()
+    threads.counts.drain()
     running.watched.release()  # 4
     release_layers(model, running.rewritten)  # 5
     session.comm.gather_objects("released")  # nobody needs a channel of the model any more
     threads.close()  # 6
     threads.close_boundary()
-    if session.servers is not None and running.tables is not None:
-        session.servers.close_tables(running.tables)
-    if session.servers is not None and running.at_servers is not None:
-        session.servers.close_model(running.at_servers)
+    servers = session.other(Servers)
+    if servers is not None and running.tables is not None:
+        servers.close_tables(running.tables)
+    if servers is not None and running.at_servers is not None:
+        servers.close_model(running.at_servers)
     del session.attached[model]
     for parameter in model.parameters():
         session.served.pop(parameter, None)

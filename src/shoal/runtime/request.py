@@ -28,6 +28,7 @@ from shoal.planner.options import known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
 from shoal.rewrite.apply import check
+from shoal.runtime.servers import Servers
 from shoal.runtime.session import Session
 from shoal.runtime.watch import is_counted
 from shoal.tensors.cut import is_cut
@@ -105,7 +106,8 @@ def checked(
         )
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
-    servers = len(session.servers.hosts) if session.servers else 0
+    others = session.other(Servers)
+    servers = len(others.hosts) if others else 0
     if asked.plan == "auto":
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         resolve(asked.pins or {}, list(layers))
@@ -168,7 +170,7 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
         raise UsageError(
             "where workers run ahead every rank weighs the same", do="leave out count, or staleness"
         )
-    if session.servers is None:
+    if session.other(Servers) is None:
         raise PlanError(
             "there are no servers, which a staleness needs", do="set SHOAL_SERVERS=1 on every rank"
         )

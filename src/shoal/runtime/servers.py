@@ -170,7 +170,7 @@ class Servers:
         tables.comm.close()
         self._send(lambda server: CloseTables(number))
 
-    def end(self) -> None:
+    def drain(self) -> None:
         """Let the servers finish, and end. Nothing more can be told them."""
         if self._ended:
             return

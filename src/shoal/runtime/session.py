@@ -1,40 +1,32 @@
-"""The session: this process's place among the ranks, and what it measured of the links.
+"""The session: this process's place among the ranks, and what is kept between two calls.
 
-It is the process's; ranks that are threads each have their own, in a context variable. The
-environment is read in launch/rendezvous.py.
+It is the process's. Ranks that are threads each have their own, in a context variable. What goes on
+beside the main thread is a part of it: every model's threads, and the ways to hosts that do not
+train. How a session begins and ends: joining.py.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from multiprocessing.util import Finalize
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shoal.comm.process_group import has_joined, join
-from shoal.comm.tail_hosts import TailHosts
-from shoal.comm.threads import Hub, ThreadComm
+from shoal.comm.threads import ThreadComm
 from shoal.contracts.comm import Comm
-from shoal.core.errors import UsageError, WorldError
+from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Plan
-from shoal.launch import rendezvous
-from shoal.report import text
 from shoal.runtime.engine import Engine
-from shoal.runtime.lanes import Lane
 from shoal.runtime.optim.part import Part
 from shoal.runtime.running import Running
-from shoal.runtime.servers import Servers, serve
-from shoal.runtime.weights import Weigher
 
 
 @dataclass(frozen=True)
@@ -66,32 +58,46 @@ class Attached:
         return self.running.parts
 
 
+class SessionPart(Protocol):
+    """Something that goes on beside the main thread."""
+
+    def drain(self) -> None:
+        """Finish what other ranks wait for."""
+
+    def abandon(self) -> None:
+        """Leave what is still to be done, and end soon: this rank ends for an error."""
+
+    def close(self) -> None:
+        """End, after what is to be done, and give back what was opened."""
+
+
+AnyPart = TypeVar("AnyPart", bound=SessionPart)
+
+
 @dataclass(frozen=True)
 class Threads:
     """A parallelised model's, which outlive it until the next one comes."""
 
     model: ref[nn.Module]
-    lanes: Sequence[Lane]
-    weigher: Weigher
+    lanes: Sequence[SessionPart]
+    counts: SessionPart  # of rows; the end of a program does not wait for them
     boundary: Comm | None  # of cut layers: weights are read over it as long as there is the model
+    lasting: bool = False  # whether hosts that do not train keep their ends until the session ends
 
     def drain(self) -> None:
-        """Wait until they have done what they have to do."""
+        """Finish what other ranks wait for."""
         for lane in self.lanes:
             lane.drain()
-        self.weigher.drain()
 
     def abandon(self) -> None:
-        """End them behind what they are doing, whatever they have still to do."""
-        for lane in self.lanes:
-            lane.abandon()
-        self.weigher.abandon()
+        """End behind what is being done, whatever there is still to do."""
+        for part in (*self.lanes, self.counts):
+            part.abandon()
 
     def close(self) -> None:
-        """End them, after what they have to do, and give back their channels."""
-        for lane in self.lanes:
-            lane.close()
-        self.weigher.close()
+        """End, after what there is to do, and give back the channels but for the boundary."""
+        for part in (*self.lanes, self.counts):
+            part.close()
 
     def close_boundary(self) -> None:
         """Give back the channel of cut layers."""
@@ -104,6 +110,8 @@ class Session:
     """The ranks, and what is kept between two `parallelize` calls."""
 
     comm: Comm
+    world: World
+    others: tuple[SessionPart, ...] = ()  # the ways to hosts that do not train
     cluster: Cluster | None = None
     attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
     optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(
@@ -114,26 +122,19 @@ class Session:
     # parameters, also of models gone
     served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     models: int = 0  # that were parallelised, whether they are gone or not
-    servers: Servers | None = None
-    tail: TailHosts | None = None
     broken: bool = False  # this rank ends for an error
     process: int = field(default_factory=os.getpid)
 
-    @property
-    def world(self) -> World:
-        """This process's place among the ranks."""
-        comm, host = self.comm, self.comm.topology.hosts[self.comm.rank]
-        if self.tail is not None and self.tail.is_one:
-            return World(self.tail.comm.rank, self.tail.comm.workers, host)
-        return World(comm.rank, comm.size, host)
+    def other(self, kind: type[AnyPart]) -> AnyPart | None:
+        """The way to hosts of that kind, if there are any."""
+        return next((part for part in self.others if isinstance(part, kind)), None)
 
     def end_gone(self) -> None:
-        """End the threads of models that are gone on every rank (a collective); servers keep theirs
-        of all.
-        """
-        if self.servers is not None:
+        """End the threads of models that are gone on every rank (a collective)."""
+        ending = {n: threads for n, threads in self.threads.items() if not threads.lasting}
+        if not ending:  # as on every rank
             return
-        gone = {number for number, each in self.threads.items() if each.model() is None}
+        gone = {number for number, threads in ending.items() if threads.model() is None}
         for number in set.intersection(*self.comm.gather_objects(gone)):
             ended = self.threads.pop(number)
             ended.drain()
@@ -141,32 +142,22 @@ class Session:
             ended.close_boundary()
 
     def drain(self) -> None:
-        """Finish what other ranks wait for: parameters that this one has updated and is sending;
-        servers' work.
-        """
-        for each in self.threads.values():
-            for lane in each.lanes:
-                lane.drain()
-        if self.servers is not None:
-            self.servers.end()
-        if self.tail is not None:
-            self.tail.end()
+        """Finish what other ranks wait for: models' lanes first, then what goes to other hosts."""
+        for part in self._parts():
+            part.drain()
 
     def abandon(self) -> None:
-        """Leave what lanes have still to do: this rank ends for an error."""
-        for each in self.threads.values():
-            each.abandon()
-        if self.servers is not None:
-            self.servers.abandon()
+        """Leave what is still to be done: this rank ends for an error."""
+        for part in self._parts():
+            part.abandon()
 
     def close(self) -> None:
-        """End every parallelised model's threads; what cut layers send over stays, as weights are
-        read later.
-        """
-        for each in self.threads.values():
-            each.close()
-        if self.servers is not None:
-            self.servers.close()
+        """End what goes on; what cut layers send over stays, as weights are read later."""
+        for part in self._parts():
+            part.close()
+
+    def _parts(self) -> Sequence[SessionPart]:
+        return [*self.threads.values(), *self.others]
 
 
 # of a thread that is a rank
@@ -175,79 +166,24 @@ _session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
 _joined: list[Session] = []
 
 
-def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
-    """Join the other ranks, as torchrun's environment variables say; without them this process is
-    alone.
-
-    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server"):
-    on those this call serves until the workers have ended, and then ends the process. Where
-    SHOAL_TAIL=T is set, the last T run the end of the model (strategy "stage"): on those
-    `parallelize` does so, and ends the process.
-
-    Args:
-        timeout_s: seconds after which an exchange that a rank does not take part in is an error.
-            Whatever this says, a rank that dies is noticed within seconds, and one that is stopped
-            within 20.
-        start_timeout_s: seconds to wait for every rank to start.
-
-    Returns:
-        This process's place among the workers; `rank` is `size` or more on a tail host. A second
-        call gives the same.
-
-    Raises:
-        MissingRank: a rank did not start in time; it is named.
-        UsageError: torchrun's variables are incomplete, or differ between ranks.
-        WorldError: on a server, a rank was lost.
-
-    Example:
-        >>> import shoal
-        >>> shoal.init().size
-        1
-    """
-    session = _found()
-    if session is None:
-        if min(timeout_s, start_timeout_s) <= 0:
-            raise UsageError(
-                "a time-out is more than 0 s",
-                got=f"{timeout_s}, {start_timeout_s}",
-                do="give seconds",
-            )
-        comm = _joined_ranks(timeout_s, start_timeout_s)
-        if comm.rank >= comm.workers and not comm.topology.tail:
-            for observed in filter(None, serve(comm)):
-                text.console().print(text.staleness(comm.rank, observed))
-            comm.leave(None)
-            sys.exit(0)
-        session = _among_workers(comm)
-        _joined.append(session)
-        # Before what tells the others that this rank has left; multiprocessing's children know no
-        # atexit.
-        atexit.register(_drain_at_exit, session)
-        Finalize(None, _drain_at_exit, (session,), exitpriority=10)
-    return session.world
+def begin(session: Session) -> None:
+    """Let this be the process's session."""
+    _joined.append(session)
 
 
-def _found() -> Session | None:
+@contextmanager
+def of_thread(session: Session) -> Iterator[None]:
+    """Let this be the session of a thread for a while."""
+    token = _session.set(session)
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+def found() -> Session | None:
+    """The session, if there is one."""
     return _session.get() or next(iter(_joined), None)
-
-
-def _joined_ranks(timeout_s: float, start_timeout_s: float) -> Comm:
-    """All ranks, as the environment or the program's own process group say."""
-    if rendezvous.is_alone() and not has_joined():
-        return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
-    return join(rendezvous.seat(has_joined=has_joined()), timeout_s, start_timeout_s)
-
-
-def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
-    """The session of a worker, or of a tail host; where there are servers or a tail all of them
-    call this at once.
-    """
-    if comm.workers == comm.size:
-        return Session(comm, cluster)
-    if comm.topology.tail:
-        tail = TailHosts(comm)
-        return Session(comm.group(tail.peers), cluster, tail=tail)
-    return Session(comm.group(range(comm.workers)), cluster, servers=Servers(comm))
 
 
 def world() -> World:
@@ -266,26 +202,15 @@ def leave(error: BaseException | None) -> None:
     """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell
     by themselves.
     """
-    session = _found()
+    session = found()
     if session is not None:
         session.broken = error is not None
         session.comm.leave(error)
 
 
-def _drain_at_exit(session: Session) -> None:
-    if session.process != os.getpid():  # forked from a rank, whose threads it has not
-        return
-    # an uncaught error leaves nothing to finish
-    if session.broken or getattr(sys, "last_value", None) is not None:
-        session.abandon()
-        return
-    with suppress(WorldError):  # a rank that is lost is told of by those who still need it
-        session.drain()
-
-
 def current() -> Session:
     """The session (UsageError before `init`)."""
-    session = _found()
+    session = found()
     if session is None:
         raise UsageError("there is no session yet", do="call shoal.init() first, on every rank")
     return session
@@ -293,23 +218,5 @@ def current() -> Session:
 
 def ranks() -> Comm:
     """The session's ranks; before `init`, this process alone."""
-    session = _found()
+    session = found()
     return ThreadComm() if session is None else session.comm
-
-
-@contextmanager
-def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
-    """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the
-    links.
-    """
-    session = _among_workers(comm, cluster)
-    token = _session.set(session)
-    try:
-        yield session
-        session.drain()
-        session.close()  # after an error a lane may wait for a message that will not come
-    except BaseException:
-        session.abandon()
-        raise
-    finally:
-        _session.reset(token)

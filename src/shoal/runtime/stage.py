@@ -387,12 +387,16 @@ def serve_tail(
     Raises:
         WorldError: a rank was lost, or workers ask for different things.
     """
-    hosts = session.tail
+    hosts = session.other(TailHosts)
     assert hosts is not None
     letters = Letters(hosts.comm, hosts.served, session.comm.timeout_s)
     opening = letters.next()[hosts.served[0]]
     if opening.what == Ask.OPEN:
-        assert model is not None and loss_fn is not None  # or no plan would have a stage
+        if model is None or loss_fn is None:
+            raise UsageError(
+                "workers leave the end of a model to this tail host, which has none",
+                do="give the tail host the same model, loss and optimizer as the workers",
+            )
         _made(session, hosts, opening.content, model, loss_fn, optimizers).serve(letters)
     letters.finish()
     session.drain()  # lanes among tail hosts, while the others still answer
