@@ -128,7 +128,7 @@ class Plan:
             key = (choice.strategy, choice.exchange)
             if choice in at_tail:
                 if choice == at_tail[-1]:
-                    yield Site(tuple(each.layer for each in at_tail), choice.strategy, "")
+                    yield Site(tuple(c.layer for c in at_tail), choice.strategy, "")
                 continue
             if not roles[choice.strategy].takes_exchange:
                 yield Site((choice.layer,), *key)

@@ -74,8 +74,8 @@ def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]
     """The servers, or the tail's ranks, if the plan has no use for them."""
     chosen = [predictor.role(choice.strategy) for choice in plan.choices]
     used = any(role.takes_servers or role.is_at_tail for role in chosen)
-    others = () if used else cluster.servers + cluster.tail  # they stand behind those that train
-    return tuple(f"rank {rank} ({host})" for rank, host in enumerate(others, start=cluster.size))
+    idle = () if used else cluster.servers + cluster.tail  # they stand behind those that train
+    return tuple(f"rank {rank} ({host})" for rank, host in enumerate(idle, start=cluster.size))
 
 
 def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
@@ -88,8 +88,8 @@ def _stage(plan: Plan, predictor: Predictor, cluster: Cluster) -> Stage | None:
         return None
     routes = []
     for worker, host in enumerate(cluster.topology.hosts):
-        mine = worker % len(cluster.tail)
-        to = f"rank {cluster.size + mine} ({cluster.tail[mine]})"
+        number = worker % len(cluster.tail)
+        to = f"rank {cluster.size + number} ({cluster.tail[number]})"
         routes.append(Route(f"rank {worker} ({host})", to, tail.sent_bytes, tail.received_bytes))
     return Stage(tail.layers, plan.micro_batches, plan.joined, tuple(routes))
 

@@ -41,14 +41,14 @@ class Part(NamedTuple):
 class Job:
     """What a lane does at one go."""
 
-    __slots__ = ("after", "end_s", "left_s", "now", "parts", "ready_s", "sent_s")
+    __slots__ = ("after", "end_s", "left_s", "part", "parts", "ready_s", "sent_s")
 
     def __init__(self, ready_s: float, parts: Iterable[Part], after: Job | None = None) -> None:
         self.ready_s = ready_s  # not before
         self.after = after  # nor before this one is over, which may be another lane's
         self.sent_s = self.end_s = inf  # its last byte is through; it is over
         self.parts = deque(parts)  # those to come
-        self.now, self.left_s = Part(0.0), 0.0  # the one under way
+        self.part, self.left_s = Part(0.0), 0.0  # the one under way
 
 
 @final
@@ -155,12 +155,12 @@ class Lanes:
         if not busy:
             self._pass(main_s, 0.0)
             return main_s
-        links = [job.now.link for job, _ in busy]
+        links = [job.part.link for job, _ in busy]
         shares = self._shares(links)
-        wanted = [job.now.processor * shares[job.now.link] for job, _ in busy]
+        wanted = [job.part.processor * shares[job.part.link] for job, _ in busy]
         level = self._level([*wanted, 1.0] if main_s else wanted)
         speeds = [
-            shares[job.now.link] * (level / want if want > level else 1.0)
+            shares[job.part.link] * (level / want if want > level else 1.0)
             for (job, _), want in zip(busy, wanted, strict=True)
         ]
         used = max(
@@ -216,11 +216,11 @@ class Lanes:
 
     def _end_part(self, lane: deque[Job]) -> None:
         job = lane[0]
-        if job.now.link:
+        if job.part.link:
             job.sent_s = self.now_s
         if job.parts:
-            job.now = job.parts.popleft()
-            job.left_s = job.now.seconds
+            job.part = job.parts.popleft()
+            job.left_s = job.part.seconds
             return
         job.end_s = self.now_s
         job.sent_s = min(job.sent_s, job.end_s)  # where it had nothing to send
@@ -240,5 +240,5 @@ class Lanes:
     def _begin(self, lane: deque[Job]) -> None:
         job = lane[0]
         waits = job.after is not None and job.after.end_s == inf
-        job.now = Part(inf if waits else max(0.0, job.ready_s - self.now_s))
-        job.left_s = job.now.seconds
+        job.part = Part(inf if waits else max(0.0, job.ready_s - self.now_s))
+        job.left_s = job.part.seconds

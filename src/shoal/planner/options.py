@@ -14,9 +14,10 @@ from shoal.core.names import matched
 from shoal.core.plan import Site
 from shoal.core.registry import named, of
 from shoal.planner.timeline import Predictor
+from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
-PLAIN = "replicate"
+PLAIN = Replicate.name
 LEAST_CUT_BYTES = 1 << 20  # of a layer, or a pair, that is cut unasked
 
 
@@ -95,24 +96,23 @@ def pairs_of(
                 continue
             needed = predictor.needs(layer.name, name)
             served = {layer.name: name, **needed}
-            pair = {each: (its, "") for each, its in served.items()}
+            pair = {layer_name: (way, "") for layer_name, way in served.items()}
             if not needed or pair in pairs or pair.keys() & pinned.keys():
                 continue
-            layers = {each: predictor.layer(each) for each in served}
+            layers = {layer_name: predictor.layer(layer_name) for layer_name in served}
             if any(
-                its not in allowed or predictor.refusal(layers[other], its)
-                for other, its in needed.items()
+                way not in allowed or predictor.refusal(layers[layer_name], way)
+                for layer_name, way in needed.items()
             ):
                 continue
             if predictor.role(name).is_at_tail:
                 pairs.append(pair)
                 continue
-            together_s = sum(_seconds(predictor, layers[each], its) for each, its in served.items())
+            together_s = sum(_seconds(predictor, layers[n], way) for n, way in served.items())
             apart_s = sum(
-                min(_seconds(predictor, layers[each], own) for own, _ in options[each])
-                for each in served
+                min(_seconds(predictor, layers[n], way) for way, _ in options[n]) for n in served
             )
-            large = sum(each.nbytes for each in layers.values()) >= LEAST_CUT_BYTES
+            large = sum(member.nbytes for member in layers.values()) >= LEAST_CUT_BYTES
             if every or (large and together_s < apart_s):
                 pairs.append(pair)
     return pairs
@@ -122,20 +122,20 @@ def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str,
     """The pins, and what they say of other layers (PlanError where a layer cannot be served so, or
     pins disagree).
     """
-    every = dict(pinned)
+    complete = dict(pinned)
     for name, (strategy, exchange) in pinned.items():
         _check_pin(predictor, predictor.layer(name), strategy, exchange)
-        for other, its in predictor.needs(name, strategy).items():
-            if other in pinned and pinned[other][0] != its:
+        for other, needed in predictor.needs(name, strategy).items():
+            if other in pinned and pinned[other][0] != needed:
                 raise PlanError(
-                    f"{strategy} serves layer {name} only beside {its} for layer {other}",
+                    f"{strategy} serves layer {name} only beside {needed} for layer {other}",
                     got=f"{pinned[other][0]} for layer {other}",
                     where=f"pins of {name} and {other}",
                     do="pin both layers to those two, or neither",
                 )
-            _check_pin(predictor, predictor.layer(other), its, "")
-            every.setdefault(other, (its, ""))
-    return every
+            _check_pin(predictor, predictor.layer(other), needed, "")
+            complete.setdefault(other, (needed, ""))
+    return complete
 
 
 def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchange: str) -> None:

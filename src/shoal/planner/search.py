@@ -124,7 +124,7 @@ class _Search:
             if predictor.role(strategy).takes_exchange
         }
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
-        first = {name: each[0] for name, each in self._exchanges.items()}
+        first = {name: carriers[0] for name, carriers in self._exchanges.items()}
         self._start: _Carrier = (first, tried.start_bytes, LANES)
         # starts meet, and come to the same plans
         self._steps: dict[tuple[tuple[Choice, ...], int, int], float] = {}
@@ -206,14 +206,14 @@ class _Search:
         strategy's exchanges.
         """
 
-        def others() -> Iterator[_Carrier]:
+        def carriers() -> Iterator[_Carrier]:
             for nbytes in self._tried.bucket_bytes:
                 yield carrier[0], nbytes, LANES
             for strategy, exchanges_of in self._exchanges.items():
                 for exchange in exchanges_of:
                     yield {**carrier[0], strategy: exchange}, carrier[1], LANES
 
-        for other in others():
+        for other in carriers():
             step_s = self._step(picks, other)
             if step_s < best_s * (1 - _WORTH):
                 carrier, best_s = other, step_s
@@ -231,9 +231,11 @@ class _Search:
         buckets at that.
         """
         changes = [
-            dict.fromkeys(one, its) | dict.fromkeys(other, others)
+            dict.fromkeys(one, option) | dict.fromkeys(other, other_option)
             for one, other in combinations(self._together[:_LARGEST], 2)
-            for its, others in product(common(one, self._options), common(other, self._options))
+            for option, other_option in product(
+                common(one, self._options), common(other, self._options)
+            )
         ]
         _, picks, (exchange_of, bucket_bytes, _) = end
         for nbytes in [bucket_bytes] if self._large else self._tried.bucket_bytes:
@@ -256,14 +258,14 @@ class _Search:
         ]
 
     def _step(self, picks: Mapping[str, Option], carrier: _Carrier) -> float:
-        given = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
-        if given not in self._steps:
+        tried = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
+        if tried not in self._steps:
             least_part_bytes = self._tried.least_part_bytes
-            step_s = self._predictor.predict(*given, least_part_bytes=least_part_bytes).step_s
-            self._steps[given] = (
-                step_s * self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*given))
+            step_s = self._predictor.predict(*tried, least_part_bytes=least_part_bytes).step_s
+            self._steps[tried] = (
+                step_s * self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*tried))
             )
-        return self._steps[given]
+        return self._steps[tried]
 
     def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """By how much a rank holds more than it may, as a part of the limit."""

@@ -71,36 +71,36 @@ def with_sharing(
     """
     kinds = of(Strategy)
     at_tail = [choice for choice in plan.choices if kinds[choice.strategy].role.is_at_tail]
-    given = {choice.layer: choice.exchange for choice in at_tail if choice.exchange}
+    pinned = {choice.layer: choice.exchange for choice in at_tail if choice.exchange}
     if len(cluster.tail) < 2:
-        if given:
-            layer, how = next(iter(given.items()))
+        if pinned:
+            layer, way = next(iter(pinned.items()))
             do = 'pin it to "stage" alone, or take more tail hosts'
             raise PlanError(
-                f"one tail host shares layer {layer} with nobody", got=f"stage:{how}", do=do
+                f"one tail host shares layer {layer} with nobody", got=f"stage:{way}", do=do
             )
         return plan
     if not at_tail:
         return plan
     usable = [name for name, kind in kinds.items() if kind.role.fits_tail_hosts]
-    for layer, how in given.items():
-        if named(Strategy, how.partition(":")[0]).name not in usable:
+    for layer, way in pinned.items():
+        if named(Strategy, way.partition(":")[0]).name not in usable:
             expected = ", ".join(usable)
             raise PlanError(
-                f"tail hosts cannot share layer {layer} so", got=f"stage:{how}", expected=expected
+                f"tail hosts cannot share layer {layer} so", got=f"stage:{way}", expected=expected
             )
     tail = tail_of(profile.layer(choice.layer) for choice in at_tail)
     assert tail is not None, "a layer is at the tail that is in no end of the model"
     inner = search(
         profile.excerpt(Excerpt(tail.layers, rows=cluster.size / len(cluster.tail))),
         replace(cluster, topology=Topology(cluster.tail), tail=(), servers=()),
-        pins=given,
+        pins=pinned,
         strategies=usable,
         options=options,
     )
     for choice in inner.choices:
-        how = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy
-        plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=how))
+        way = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy
+        plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=way))
     return plan
 
 

@@ -100,11 +100,12 @@ class Predictor:
             return [""]
         kinds = {name: kind() for name, kind in of(Exchange).items()}
         fitting = {
-            name: each
-            for name, each in kinds.items()
-            if each.exact and each.fits(self.cluster.topology)
+            name: exchange
+            for name, exchange in kinds.items()
+            if exchange.exact and exchange.fits(self.cluster.topology)
         }
-        return [name for name, each in fitting.items() if self._strategies[strategy].takes(each)]
+        takes = self._strategies[strategy].takes
+        return [name for name, exchange in fitting.items() if takes(exchange)]
 
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
@@ -140,8 +141,8 @@ class Predictor:
         needs = {name: self.needs(name, strategy) for name, strategy in served.items()}
         return [
             name
-            for name, others in needs.items()
-            if any(served[other] != its for other, its in others.items())
+            for name, needed in needs.items()
+            if any(served[other] != strategy for other, strategy in needed.items())
         ]
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:

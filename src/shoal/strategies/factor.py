@@ -32,6 +32,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
+from shoal.exchange.direct import Direct
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.factors import EmbeddingProduct, FactorTransfer, LinearProduct, Product
@@ -75,7 +76,7 @@ class Factor(Strategy):
         return Cost(
             in_backward=Phase(
                 Traffic((sent,) * ranks, (sent,) * ranks, rounds=2, leaving=leaving),
-                cluster.pace("direct"),  # its gathers are `direct`'s second half
+                cluster.pace(str(Direct())),  # its gathers are that exchange's second half
                 after_s=product.seconds(layer.rows * ranks),
             ),
             backward_s=-min(product.own_s, layer.backward_s),
