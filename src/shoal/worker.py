@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from shoal.comm.tail_hosts import TailHosts
 from shoal.contracts.sample import called, own_loss
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
@@ -32,6 +31,7 @@ from shoal.planner.explain import explain
 from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
 from shoal.profiling.layers import profile_model
+from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
 from shoal.report.progress import Progress
 from shoal.rewrite.apply import cuts

@@ -33,7 +33,7 @@ from with_tail import (
 )
 
 import shoal
-from shoal.comm.stage_output import StageOutput
+from shoal.remote.stage_output import StageOutput
 from shoal.tensors.cut import cut_of
 
 

@@ -98,7 +98,7 @@ def alone(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
 
 def test_a_rank_that_does_something_else_is_named() -> None:
     with pytest.raises(
-        RanksDiffer, match=r"rank 1 is at .* where rank 0 is at OUTPUT of forward 2"
+        RanksDiffer, match=r"rank 1 is at .* where rank 0 is at Output of forward 2"
     ):
         together(built(Net), alone)
 
@@ -245,8 +245,8 @@ def faulty(fault: Fault, tail: int = 1) -> None:
             )
             plain(model, loss_fn, optimizer, own[:1])
             if comm.rank == fault.rank:
-                hosts = cut_of(model.tail[1].weight).stage.hosts
-                hosts.comm = FaultyComm(hosts.comm, [fault])
+                hosts = cut_of(model.tail[1].weight).tail.hosts
+                hosts.channel.comm = FaultyComm(hosts.channel.comm, [fault])
             plain(model, loss_fn, optimizer, own[1:])
 
     run(2 + tail, work, timeout_s=2, hosts=cluster.topology.hosts + cluster.tail, tail=tail)

@@ -16,22 +16,23 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.letters import letter_bytes
-from shoal.comm.stage_output import in_micro_batches
-from shoal.comm.tail_hosts import (
-    backward_letter,
-    forward_letter,
-    has_hooks,
-    loss_letter,
-    modes,
-    modules_of,
-    parameters_of,
-)
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.sample import Sample, tensors_in
 from shoal.core.facts import Excerpt, Facts, LayerProfile, ModelProfile
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.products import ProductFacts
+from shoal.remote.channel import wire_bytes
+from shoal.remote.stage_output import in_micro_batches
+from shoal.remote.tail_hosts import (
+    backward_message,
+    forward_message,
+    has_hooks,
+    loss_message,
+    modes,
+    modules_of,
+    parameters_of,
+)
+from shoal.remote.tail_messages import Step
 
 # of every module: what with, by position and name; output
 Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]
@@ -301,16 +302,14 @@ def _bytes(
         else None
         for size in sizes
     ]
-    letters: list[Any] = [
-        forward_letter(
-            None if index else modes(every, parameters), activation, of_gradients=True, back=True
-        )
+    messages: list[Any] = [
+        forward_message(activation, None if index else modes(every, parameters), index=index)
         for index, activation in enumerate(activations)
     ]
-    letters.append(loss_letter((sample.y,), {}, of_gradients=True))
-    letters.append(
-        backward_letter([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss})
+    messages.append(loss_message((sample.y,), {}))
+    messages.append(
+        backward_message([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss})
     )
-    letters.append(None)  # the step
+    messages.append(Step(0, None))
     back = taken.nbytes if taken.requires_grad else 0
-    return float(sum(map(letter_bytes, letters))), float(back + letter_bytes(loss))
+    return float(sum(map(wire_bytes, messages))), float(back + wire_bytes(loss))

@@ -25,7 +25,7 @@ from shoal.remote.wire import Message, Reader, Written, written
 HEAD_BYTES = 64
 _LENGTH_BYTES = 8
 _MOST_BYTES = 1 << 28  # of a text: more is no message
-_UNDER_WAY = 1024  # tensors at most that were posted and have not gone yet
+_UNDER_WAY = 1024
 M = TypeVar("M")
 T = TypeVar("T")
 
@@ -104,17 +104,18 @@ class Channel(Generic[M]):
         comm: whose messages between the two ranks nobody else takes.
         peer: the other rank.
         incoming: the type of message that comes, or a union of some.
+        most: tensors at most that were posted and have not gone yet; a post waits for that.
     """
 
-    def __init__(self, comm: Comm, peer: int, incoming: Any = None) -> None:
-        self.comm, self.peer = comm, peer
+    def __init__(self, comm: Comm, peer: int, incoming: Any = None, most: int = _UNDER_WAY) -> None:
+        self.comm, self.peer, self._most = comm, peer, most
         self._reader: Reader[M] = Reader(incoming)
         self._answers: dict[Any, Reader[Any]] = {}
         self._under_way: deque[tuple[Pending, Tensor]] = deque()
 
     def post(self, content: Any) -> None:
         """Start sending a message, or an answer; `settle` waits until all have gone."""
-        while len(self._under_way) >= _UNDER_WAY:
+        while len(self._under_way) >= self._most:
             self._under_way.popleft()[0].wait()
         self._under_way.extend(send(written(content), self.peer, self.comm))
 

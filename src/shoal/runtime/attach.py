@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import agreed
-from shoal.comm.stage import Stage
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
+from shoal.remote.far_tail import FarTail
 from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, Tell
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
@@ -55,7 +55,7 @@ def attach(
     *,
     count: Callable[[Any, Any], float | Tensor] | None = None,
     memory: str = MEMORY[0],
-    stage: Stage | None = None,
+    stage: FarTail | None = None,
     weighs: bool = True,
     inputs_alike: bool = False,
 ) -> tuple[Callable[..., Any] | None, Running]:
@@ -116,7 +116,7 @@ def _parts(
     number: int,
     owners: Owners | None,
     boundary: Comm | None,
-    stage: Stage | None,
+    stage: FarTail | None,
     tables: Tables | None,
 ) -> list[Part]:
     """What others have of an optimizer's parameters, in the order in which a step opens it."""

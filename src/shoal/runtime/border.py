@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.comm.cut_output import CutOutput
-from shoal.comm.stage_output import StageOutput
 from shoal.core.errors import UsageError
+from shoal.remote.stage_output import StageOutput
 from shoal.runtime.engine import Engine
 from shoal.runtime.weights import DEPTH, OPAQUE, Weight
 from shoal.tensors.cut import is_cut

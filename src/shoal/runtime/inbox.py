@@ -1,75 +1,39 @@
-"""A tail host's letters from its workers: received ahead of what is done, taken one from each
-worker at a time.
-"""
+"""A tail host's messages from its workers: received ahead, taken one from each worker at a time."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import Condition
-from typing import Any, final
+from typing import final
 
-from shoal.comm.letters import fetch
-from shoal.comm.tail_hosts import Ask
 from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, RanksDiffer
+from shoal.remote.channel import Channel
+from shoal.remote.tail_messages import AnyTailMessage, End
 from shoal.runtime.lanes import Answering
 
-_AHEAD = 4  # letters of a worker that are kept
+_AHEAD = 4  # messages of a worker that are kept
 _POLL_S = 0.5
 
 
-# how much of a content says what it is of
-_SUBJECT = {Ask.READ: 2, Ask.WRITE: 2, Ask.ADD: 1, Ask.CALL: 2}
-
-
-@dataclass(frozen=True)
-class Letter:
-    """A worker's wish: what, and of which forward and micro-batch, or loss."""
-
-    what: Ask
-    run: int
-    index: int
-    oldest: int
-    content: Any
-
-    @property
-    def key(self) -> str:
-        """Its name in messages."""
-        if self.what == Ask.FORWARD:
-            return f"micro-batch {self.index} of forward {self.run}"
-        if self.what == Ask.STEP:
-            return f"STEP of optimizer {self.index}"
-        name = " ".join(map(str, (self.what.name, *self.subject)))
-        return f"{name} of forward {self.run}" if self.run else name
-
-    @property
-    def subject(self) -> tuple[Any, ...]:
-        """The parameter, or the number of the optimizer, that it is about, where it is about
-        one.
-        """
-        length = _SUBJECT.get(self.what, 0)
-        return tuple(self.content[:length]) if length else ()
-
-
 @final
-class Letters:
+class Inbox:
     """What workers have sent and nobody has taken yet."""
 
     def __init__(self, comm: Comm, workers: Sequence[int], timeout_s: float | None) -> None:
         self._comm, self._timeout_s = comm, timeout_s
         self._moved = Condition()
-        self._boxes: dict[int, deque[Letter]] = {worker: deque() for worker in workers}
+        self._boxes: dict[int, deque[AnyTailMessage]] = {worker: deque() for worker in workers}
         self._answering = Answering()
         self._last = "the beginning"
         for worker in workers:
             self._answering.begin(worker, partial(self._receive, worker), comm)
 
-    def next(self) -> dict[int, Letter]:
-        """The next letter of every worker, all of them of the same kind.
+    def next(self) -> dict[int, AnyTailMessage]:
+        """The next message of every worker, all of them of the same kind.
 
         Raises:
             DeadlinePassed: some have written, and one has not for as long as a receive may wait.
@@ -95,13 +59,13 @@ class Letters:
                 if not self._moved.wait(_POLL_S):
                     self._comm.check(f"after {self._last}")
                     self._answering.check()
-            letters = {worker: box.popleft() for worker, box in self._boxes.items()}
+            messages = {worker: box.popleft() for worker, box in self._boxes.items()}
             self._moved.notify_all()
-        first, *_ = letters.values()
-        for worker, letter in letters.items():
-            if (letter.key, letter.index) != (first.key, first.index):
+        first, *_ = messages.values()
+        for worker, message in messages.items():
+            if message.key != first.key:
                 raise RanksDiffer(
-                    f"rank {worker} is at {letter.key} where rank {next(iter(letters))} is at "
+                    f"rank {worker} is at {message.key} where rank {next(iter(messages))} is at "
                     f"{first.key}",
                     where=f"tail host, rank {self._comm.rank}, after {self._last}",
                     do="where tail hosts run the end of the model, call it (also to evaluate), its "
@@ -110,7 +74,7 @@ class Letters:
                     rank=worker,
                 )
         self._last = first.key
-        return letters
+        return messages
 
     def finish(self) -> None:
         """Wait until every worker's thread has ended, and end it."""
@@ -118,11 +82,12 @@ class Letters:
         self._answering.close()
 
     def _receive(self, worker: int, comm: Comm) -> None:
-        what = None
-        while what != Ask.END:
-            (what, run, index, oldest), content = fetch(comm, worker)
+        channel = Channel[AnyTailMessage](comm, worker, AnyTailMessage)
+        message: AnyTailMessage | None = None
+        while not isinstance(message, End):
+            message = channel.next()
             with self._moved:
                 while len(self._boxes[worker]) >= _AHEAD:
                     self._moved.wait()
-                self._boxes[worker].append(Letter(Ask(what), run, index, oldest, content))
+                self._boxes[worker].append(message)
                 self._moved.notify_all()

@@ -22,12 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.process_group import has_joined, join
-from shoal.comm.tail_hosts import TailHosts
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.facts import Cluster
 from shoal.launch import rendezvous
+from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
 from shoal.runtime.request import listed
 from shoal.runtime.servers import Servers

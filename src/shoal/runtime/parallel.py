@@ -26,8 +26,6 @@ from torch.utils.data import DataLoader
 
 from shoal.codecs.coded import exchange_named
 from shoal.comm.agreement import agreed, from_first
-from shoal.comm.stage import Stage
-from shoal.comm.tail_hosts import Ask, TailHosts
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.sample import Sample
@@ -46,6 +44,9 @@ from shoal.profiling.layers import profile_model
 from shoal.profiling.links import probe_link
 from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
 from shoal.profiling.tails import tail_of
+from shoal.remote.far_tail import FarTail
+from shoal.remote.tail_hosts import TailHosts
+from shoal.remote.tail_messages import Open
 from shoal.rewrite.apply import check_served
 from shoal.runtime import feed
 from shoal.runtime.attach import attach
@@ -55,7 +56,6 @@ from shoal.runtime.optim.extend import extend
 from shoal.runtime.request import Request, checked, exchanges_of, listed, require_same
 from shoal.runtime.servers import Servers
 from shoal.runtime.session import Attached, Session, current, ranks
-from shoal.runtime.stage import Opening
 from shoal.runtime.weights import inputs_alike, warn_of_rows
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ def _open_tail(
     loss_fn: Callable[..., Any] | None,
     plan: Plan,
     profile: ModelProfile,
-) -> Stage | None:
+) -> FarTail | None:
     """The way to the end of the model, if the plan has it on tail hosts."""
     at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).role.is_at_tail}
     hosts = session.other(TailHosts)
@@ -235,10 +235,10 @@ def _open_tail(
         )
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}
-    hosts.tell(Ask.OPEN, Opening(tail.modules, plan.micro_batches, plan.joined, shared))
+    hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared))
     others = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
     alike = any(strategy.role.is_cut for strategy in others)
-    return Stage(hosts, model, modules, loss_fn, plan.micro_batches, alike=alike)
+    return FarTail(hosts, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
 
 def plan(

@@ -42,7 +42,7 @@ class Pass:
 
 
 @dataclass
-class Forward:
+class Run:
     """A forward of the model, with the rows of all of this host's workers."""
 
     of_gradients: bool  # whether a loss may follow

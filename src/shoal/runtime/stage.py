@@ -1,7 +1,7 @@
-"""A tail host: runs the end of a model for its workers, who say what to do (comm/stage.py).
+"""A tail host: runs the end of a model for its workers (remote/tail_messages.py: what they say).
 
-    a thread for each worker    receives letters, a few ahead of what is done (inbox.py)
-    the main thread             takes the next letter of every worker, which ask for the same, in
+    a thread for each worker    receives messages, a few ahead of what is done (inbox.py)
+    the main thread             takes the next message of every worker, which ask for the same, in
                                 any order of arrival
       FORWARD    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail
                  on them
@@ -19,44 +19,56 @@ order, as workers do. Guarded by tests/equivalence/test_stage.py.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.letters import post
-from shoal.comm.stage import Groups
-from shoal.comm.tail_hosts import GRADIENTS, Ask, Modes, TailHosts, modules_of, parameters_of
-from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.plan import Choice, Plan
-from shoal.core.trace import MAIN, Recorder
 from shoal.profiling.identity import model_digest
+from shoal.remote.channel import Channel
+from shoal.remote.tail_hosts import TailHosts, modules_of, parameters_of
+from shoal.remote.tail_messages import (
+    AddGradient,
+    Autocast,
+    Backward,
+    End,
+    Forward,
+    Gradient,
+    Groups,
+    Loss,
+    Modes,
+    Norm,
+    OfOptimizer,
+    Open,
+    Output,
+    ReadGradient,
+    ReadState,
+    ReadValues,
+    Scale,
+    Step,
+    TailRole,
+    WriteGradient,
+    WriteState,
+    WriteValues,
+)
+from shoal.remote.wire import Data
 from shoal.runtime.attach import attach
-from shoal.runtime.inbox import Letter, Letters
+from shoal.runtime.inbox import Inbox
 from shoal.runtime.optim.extend import extend
-from shoal.runtime.passes import Block, Forward, Pass
+from shoal.runtime.passes import Block, Pass, Run
 from shoal.runtime.session import Session
 
-
-@dataclass(frozen=True)
-class Opening:
-    """What tail hosts are told of a model."""
-
-    modules: tuple[str, ...]
-    micro_batches: int
-    joined: bool
-    # by layer, in the order in which gradients come, how they share it: "sliced:direct"
-    shared: Mapping[str, str]
+About = TypeVar("About", bound=OfOptimizer)
 
 
 @final
-class Tail:
+class Tail(TailRole):
     """The end of one model, on one of its hosts."""
 
     def __init__(
@@ -68,57 +80,45 @@ class Tail:
         loss_fn: Callable[..., Any],
         optimizers: Sequence[Optimizer],
         parameters: Mapping[str, nn.Parameter],
-        opening: Opening,
+        opening: Open,
     ) -> None:
         self._among = among  # the hosts themselves
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
-        self._comm, self._workers, self._hosts = hosts.comm, hosts.served, len(hosts.hosts)
+        self._workers, self._hosts = hosts.workers, len(hosts.hosts)
+        self._all_workers = hosts.comm.workers
+        self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}
         self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
         self._optimizers, self._parameters = optimizers, parameters
-        self._forwards: dict[int, Forward] = {}
-        self._under_way: list[tuple[Pending, Tensor]] = []
-        self._recorder: Recorder | None = None
-        self._do: dict[Ask, Callable[[dict[int, Letter]], None]] = {
-            Ask.FORWARD: self._forward,
-            Ask.OUTPUT: self._output,
-            Ask.LOSS: self._loss,
-            Ask.BACKWARD: self._backward,
-            Ask.STEP: self._step,
-            Ask.READ: self._read,
-            Ask.WRITE: self._write,
-            Ask.CALL: self._call,
-            Ask.ADD: self._add,
-        }
+        self._forwards: dict[int, Run] = {}
 
-    def serve(self, letters: Letters) -> None:
+    def serve(self, inbox: Inbox) -> None:
         """Do what workers ask, until they end."""
-        while (first := (asked := letters.next())[self._workers[0]]).what != Ask.END:
-            begin_s = time.perf_counter()
-            self._do[first.what](asked)
-            self._note(first.key, begin_s)
-            while self._under_way:  # behind what they wait for; before its memory is used again
-                self._under_way.pop()[0].wait()
-
-    def _note(self, what: str, begin_s: float) -> None:
-        if self._recorder is not None:
-            self._recorder.note(what, MAIN, begin_s)
+        while not isinstance(first := (asked := inbox.next())[self._workers[0]], End):
+            first.do(self, asked)
+            for channel in self._channels.values():  # before memory is used again
+                channel.settle()
 
     def _answer(self, worker: int, content: Any) -> None:
-        self._under_way += post(self._comm, worker, (), content)
+        self._channels[worker].post(content)
 
-    def _forward(self, asked: dict[int, Letter]) -> None:
+    def _answer_all(self, content: Any) -> None:
+        for worker in self._workers:
+            self._answer(worker, content)
+
+    def forward(self, asked: Mapping[int, Forward]) -> None:
         first = asked[self._workers[0]]
-        its_modes, of_gradients, _, autocast, _ = first.content
-        if its_modes is not None:
-            self._set(its_modes)
-            oldest = min(letter.oldest for letter in asked.values())
+        if first.modes is not None:
+            self._set(first.modes)
+            oldest = min(message.oldest for message in asked.values())
             self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
-            self._forwards[first.run] = Forward(of_gradients)
+            self._forwards[first.run] = Run(first.of_gradients)
         run = self._forwards[first.run]
-        for worker, letter in asked.items():
-            *_, back, _, activation = letter.content
+        # 2  join the rows
+        for worker, message in asked.items():
+            activation = message.activation
             if activation is not None:
-                run.waiting.append((Block(worker, first.index, len(activation), back), activation))
+                block = Block(worker, first.index, len(activation), message.back)
+                run.waiting.append((block, activation))
         if self._joined and first.index + 1 < self._micro_batches:
             return
         if not run.waiting:
@@ -135,29 +135,26 @@ class Tail:
                 got=", ".join(str(tuple(group[0][1].shape[1:])) for group in groups),
                 do="pad batches alike on every worker, or take one tail host",
             )
-        with torch.set_grad_enabled(of_gradients), _autocast(autocast):
+        # 3  run the tail
+        with torch.set_grad_enabled(first.of_gradients), _cast(first.autocast):
             for same in groups:
                 blocks, tensors = map(list, zip(*same, strict=True))
                 taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-                taken.requires_grad_(of_gradients and any(block.back for block in blocks))
+                taken.requires_grad_(first.of_gradients and any(block.back for block in blocks))
                 # it may begin in place
                 put_out = self._runs(taken.clone() if taken.requires_grad else taken)
                 run.passes.append(Pass(blocks, taken, put_out))
 
-    def _set(self, its_modes: Modes) -> None:
+    def _set(self, modes: Modes) -> None:
         every = modules_of(self._modules, self._loss_fn)
-        for module, training, settings in zip(
-            every, its_modes.training, its_modes.settings, strict=True
-        ):
+        for module, training, settings in zip(every, modes.training, modes.settings, strict=True):
             module.training = training
-            vars(module).update(settings or {})
-        for parameter, trainable in zip(
-            self._parameters.values(), its_modes.trainable, strict=True
-        ):
+            vars(module).update(settings.value if settings else {})
+        for parameter, trainable in zip(self._parameters.values(), modes.trainable, strict=True):
             if parameter.requires_grad != trainable:
                 parameter.requires_grad_(trainable)
 
-    def _whole(self, run: Forward, worker: int) -> Tensor:
+    def _whole(self, run: Run, worker: int) -> Tensor:
         """All that the tail has put out for a worker, apart from its graph."""
         if worker not in run.whole:
             parts = [
@@ -171,32 +168,32 @@ class Tail:
             )
         return run.whole[worker]
 
-    def _output(self, asked: dict[int, Letter]) -> None:
-        for worker, letter in asked.items():
-            self._answer(worker, self._whole(self._forwards[letter.run], worker).detach())
+    def output(self, asked: Mapping[int, Output]) -> None:
+        for worker, message in asked.items():
+            self._answer(worker, self._whole(self._forwards[message.run], worker).detach())
         number = asked[self._workers[0]].run
         if not self._forwards[number].of_gradients:
             del self._forwards[number]  # nothing follows an evaluation
 
-    def _loss(self, asked: dict[int, Letter]) -> None:
-        for worker, letter in asked.items():
-            args, kwargs, of_gradients, autocast = letter.content
-            run = self._forwards[letter.run]
-            with torch.set_grad_enabled(of_gradients), _autocast(autocast):
-                loss = self._loss_fn(self._whole(run, worker), *args, **kwargs)
-            run.losses.setdefault(worker, {})[letter.index] = loss
-            self._answer(worker, loss.detach())
+    def loss(self, asked: Mapping[int, Loss]) -> None:
+        for worker, message in asked.items():
+            run = self._forwards[message.run]
+            with torch.set_grad_enabled(message.of_gradients), _cast(message.autocast):
+                whole = self._whole(run, worker)
+                loss = self._loss_fn(whole, *message.args.value, **message.kwargs.value)
+            run.losses.setdefault(worker, {})[message.index] = loss
+            self._answer(worker, loss.detach())  # 5
 
-    def _backward(self, asked: dict[int, Letter]) -> None:
-        run = self._forwards[asked[self._workers[0]].run]
-        cleared, wanted, _, _ = asked[self._workers[0]].content
-        self._clear(cleared)
+    def backward(self, asked: Mapping[int, Backward]) -> None:
+        first = asked[self._workers[0]]
+        run, wanted = self._forwards[first.run], first.wanted
+        self._clear(first.cleared)
         # gradients are the mean over workers, of which this host has some
-        share = self._hosts / self._comm.workers
-        for worker, letter in asked.items():
-            *_, weight, slopes = letter.content
-            losses = [run.losses[worker][number] for number in slopes]
-            torch.autograd.backward(losses, [slope * (weight * share) for slope in slopes.values()])
+        share = self._hosts / self._all_workers
+        for worker, message in asked.items():
+            losses = [run.losses[worker][number] for number in message.slopes]
+            scaled = [slope * (message.weight * share) for slope in message.slopes.values()]
+            torch.autograd.backward(losses, scaled)
         grads = {worker: iter(self._slopes(run, worker)) for worker in self._workers}
         slopes = [
             torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes
@@ -237,7 +234,7 @@ class Tail:
         run.passes, run.losses = [], {}  # but outputs may still be looked at
         run.whole = {worker: whole.detach() for worker, whole in run.whole.items()}
 
-    def _slopes(self, run: Forward, worker: int) -> list[Tensor]:
+    def _slopes(self, run: Run, worker: int) -> list[Tensor]:
         """The gradients of a worker's blocks of the output, in their order."""
         whole = self._whole(run, worker)
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
@@ -256,112 +253,100 @@ class Tail:
             zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index
         ):
             if block.back and block.rows:
-                part = part.contiguous()
-                self._note(
-                    f"gradient of micro-batch {block.index} to rank {block.worker}",
-                    time.perf_counter(),
-                )
-                self._under_way.append((self._comm.send(part, block.worker), part))
+                self._channels[block.worker].post_rows(part.contiguous())  # 7
 
     def _clear(self, cleared: Sequence[bool]) -> None:
         for parameter, none in zip(self._parameters.values(), cleared, strict=True):
             if none:
                 parameter.grad = None
 
-    def _step(self, asked: dict[int, Letter]) -> None:
-        number, cleared, groups, now = asked[self._workers[0]].content
-        self._clear(cleared)
-        optimizer = self._optimizers[number]
+    def step(self, asked: Mapping[int, Step]) -> None:
+        first = asked[self._workers[0]]
+        assert first.settings is not None  # it speaks for all
+        self._clear(first.settings.cleared)
+        optimizer = self._optimizers[first.optimizer]
         for name in ("grad_scale", "found_inf"):  # a scaler's, for one step
             vars(optimizer).pop(name, None)
-        vars(optimizer).update(now)
-        self._regroup(number, groups)
+        vars(optimizer).update(first.settings.attributes.value)
+        self._regroup(first.optimizer, first.settings.groups)
         optimizer.step()
 
     def _regroup(self, number: int, groups: Groups) -> None:
         self._optimizers[number].param_groups[:] = [
-            {**settings, "params": [self._parameters[name] for name in names]}
-            for settings, names in groups
+            {
+                **group.settings.value,
+                "params": [self._parameters[name] for name in group.parameters],
+            }
+            for group in groups
         ]
 
-    def _read(self, asked: dict[int, Letter]) -> None:
-        what, name = asked[self._workers[0]].content
-        parameter = self._parameters[name]
-        found = parameter.grad if what == GRADIENTS else parameter
-        whole = None if found is None else found.detach().clone()  # of all tail hosts together
-        for worker in asked:
-            self._answer(worker, whole)
+    def read_values(self, asked: Mapping[int, ReadValues]) -> None:
+        parameter = self._parameters[asked[self._workers[0]].name]
+        self._answer_all(parameter.detach().clone())  # of all tail hosts together
+
+    def read_gradient(self, asked: Mapping[int, ReadGradient]) -> None:
+        gradient = self._parameters[asked[self._workers[0]].name].grad
+        self._answer_all(Gradient(None if gradient is None else gradient.detach().clone()))
 
     @torch.no_grad()
-    def _write(self, asked: dict[int, Letter]) -> None:
-        what, name, whole = asked[self._workers[0]].content
-        if what == GRADIENTS:
-            self._parameters[name].grad = whole
-        else:
-            self._parameters[name].copy_(whole)
+    def write_values(self, asked: Mapping[int, WriteValues]) -> None:
+        first = asked[self._workers[0]]
+        assert first.whole is not None  # it speaks for all
+        self._parameters[first.name].copy_(first.whole)
+
+    def write_gradient(self, asked: Mapping[int, WriteGradient]) -> None:
+        first = asked[self._workers[0]]
+        self._parameters[first.name].grad = first.whole
 
     @torch.no_grad()
-    def _add(self, asked: dict[int, Letter]) -> None:
+    def add_gradient(self, asked: Mapping[int, AddGradient]) -> None:
         """A gradient that workers have found without the tail: the mean of all of theirs."""
-        name, cleared, _ = asked[self._workers[0]].content
-        self._clear(cleared)
-        mean = (
-            torch.stack([letter.content[2] for letter in asked.values()]).sum(0)
-            / self._comm.workers
-        )
+        first = asked[self._workers[0]]
+        self._clear(first.cleared)
+        gradients = torch.stack([message.gradient for message in asked.values()])
+        mean = gradients.sum(0) / self._all_workers
         if self._hosts > 1:
             self._among.all_reduce(mean)
-        parameter = self._parameters[name]
+        parameter = self._parameters[first.name]
         before = parameter.grad
         parameter.grad = mean if before is None else before + mean
 
-    def _call(self, asked: dict[int, Letter]) -> None:
-        what, number, cleared, groups, args = asked[self._workers[0]].content
-        self._clear(cleared)
-        if groups:
-            self._regroup(number, groups)
-        parts: dict[str, Callable[..., Any]] = {
-            "norm": self._norm,
-            "scale": self._scale,
-            "state": self._state,
-            "take_state": self._take_state,
-            "record": self._record,
-        }
-        answer = parts[what](number, *args)
-        for worker in asked:
-            self._answer(worker, answer)
-
-    def _record(self, number: int) -> Recorder | None:
-        """Begin to note what this host does; what it has done since it was last asked to."""
-        before, self._recorder = self._recorder, Recorder()
-        return before
-
-    def _norm(self, number: int, order: float) -> Tensor:
-        optimizer: Any = self._optimizers[number]  # which has been extended
-        norm: Tensor = optimizer.clip_grad_norm_(math.inf, order)
-        return norm
+    def norm(self, asked: Mapping[int, Norm]) -> None:
+        first = self._prepared(asked)
+        optimizer: Any = self._optimizers[first.optimizer]  # which has been extended
+        self._answer_all(optimizer.clip_grad_norm_(math.inf, first.order))
 
     @torch.no_grad()
-    def _scale(self, number: int, factor: Tensor) -> None:
-        for group in self._optimizers[number].param_groups:
+    def scale(self, asked: Mapping[int, Scale]) -> None:
+        first = self._prepared(asked)
+        for group in self._optimizers[first.optimizer].param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is not None:
-                    gradient.mul_(factor.to(gradient.dtype))
+                    gradient.mul_(first.factor.to(gradient.dtype))
 
-    def _state(self, number: int) -> dict[str, Any]:
-        """What optimizer `number` has of every parameter, in one-process form."""
+    def read_state(self, asked: Mapping[int, ReadState]) -> None:
+        """What an optimizer has of every parameter, in one-process form."""
+        number = self._prepared(asked).optimizer
         state = self._optimizers[number].state_dict()["state"]
-        return {
-            name: state[place] for place, name in enumerate(self._held(number)) if place in state
-        }
+        names = enumerate(self._held(number))
+        self._answer_all(Data({name: state[place] for place, name in names if place in state}))
 
-    def _take_state(self, number: int, states: Mapping[str, Any]) -> None:
-        whole = self._optimizers[number].state_dict()
-        for place, name in enumerate(self._held(number)):
+    def write_state(self, asked: Mapping[int, WriteState]) -> None:
+        first = self._prepared(asked)
+        optimizer, states = self._optimizers[first.optimizer], first.states.value
+        whole = optimizer.state_dict()
+        for place, name in enumerate(self._held(first.optimizer)):
             whole["state"].pop(place, None)
             if states.get(name):
                 whole["state"][place] = states[name]
-        self._optimizers[number].load_state_dict(whole)
+        optimizer.load_state_dict(whole)
+
+    def _prepared(self, asked: Mapping[int, About]) -> About:
+        """What the first worker says of an optimizer, whose groups are as it says."""
+        first = asked[self._workers[0]]
+        self._clear(first.cleared)
+        self._regroup(first.optimizer, first.groups)
+        return first
 
     def _held(self, number: int) -> list[str]:
         """Names of an optimizer's parameters, in their order."""
@@ -371,9 +356,8 @@ class Tail:
         ]
 
 
-def _autocast(state: tuple[bool, torch.dtype]) -> Any:
-    enabled, dtype = state
-    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+def _cast(autocast: Autocast) -> torch.autocast:
+    return torch.autocast("cpu", dtype=autocast.dtype, enabled=autocast.enabled)
 
 
 def serve_tail(
@@ -389,16 +373,16 @@ def serve_tail(
     """
     hosts = session.other(TailHosts)
     assert hosts is not None
-    letters = Letters(hosts.comm, hosts.served, session.comm.timeout_s)
-    opening = letters.next()[hosts.served[0]]
-    if opening.what == Ask.OPEN:
+    inbox = Inbox(hosts.comm, hosts.workers, session.comm.timeout_s)
+    opening = inbox.next()[hosts.workers[0]]
+    if isinstance(opening, Open):
         if model is None or loss_fn is None:
             raise UsageError(
                 "workers leave the end of a model to this tail host, which has none",
                 do="give the tail host the same model, loss and optimizer as the workers",
             )
-        _made(session, hosts, opening.content, model, loss_fn, optimizers).serve(letters)
-    letters.finish()
+        _made(session, hosts, opening, model, loss_fn, optimizers).serve(inbox)
+    inbox.finish()
     session.drain()  # lanes among tail hosts, while the others still answer
     session.close()
 
@@ -406,7 +390,7 @@ def serve_tail(
 def _made(
     session: Session,
     hosts: TailHosts,
-    opening: Opening,
+    opening: Open,
     model: nn.Module,
     loss_fn: Callable[..., Any],
     optimizers: Sequence[Optimizer],
@@ -435,7 +419,7 @@ def _made(
     )
 
 
-def _plan(tail: nn.Module, opening: Opening, hosts: int) -> Plan:
+def _plan(tail: nn.Module, opening: Open, hosts: int) -> Plan:
     """How tail hosts share the layers among themselves, where these have names of their own."""
 
     def inside(layer: str) -> str:

@@ -30,10 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.comm.stage import AtTail
-from shoal.comm.stage import Stage as Way
-from shoal.comm.stage_output import Run, StageOutput, in_micro_batches
-from shoal.comm.tail_hosts import GRADIENTS, VALUES
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
@@ -44,6 +40,8 @@ from shoal.core.role import Role
 from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
+from shoal.remote.far_tail import AtTail, FarTail
+from shoal.remote.stage_output import Run, StageOutput, in_micro_batches
 from shoal.strategies.copies import plain
 from shoal.tensors.cut import cut
 
@@ -112,12 +110,12 @@ class Stage(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         tail = place.tail
-        assert isinstance(tail, Way)
+        assert isinstance(tail, FarTail)
         for name, parameter in tail.parameters.items():
             its = AtTail(name, parameter, tail)
-            tail.write(VALUES, name, parameter.detach())
+            tail.write_values(name, parameter.detach())
             if parameter.grad is not None:
-                tail.write(GRADIENTS, name, parameter.grad)
+                tail.write_gradient(name, parameter.grad)
             cut(parameter, its)
         first, *rest = tail.modules.values()
         run_by(first, _First(tail))
@@ -163,7 +161,7 @@ _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
 class _Body:
     """Runs a model whose end is elsewhere, micro-batch by micro-batch."""
 
-    def __init__(self, tail: Way) -> None:
+    def __init__(self, tail: FarTail) -> None:
         self._tail = tail
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +199,7 @@ class _Body:
 class _First:
     """Sends what the tail is called with."""
 
-    def __init__(self, tail: Way) -> None:
+    def __init__(self, tail: FarTail) -> None:
         self._tail = tail
 
     def called(self, forward: Callable[..., Any], activation: Tensor) -> StageOutput:
@@ -223,7 +221,7 @@ class _Rest:
 
 
 @final
-class _AtTail:
+class _LossAtTail:
     """A loss of which the output is elsewhere."""
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -241,12 +239,12 @@ def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     function wrapped.
     """
     if isinstance(loss_fn, nn.Module):
-        run_by(loss_fn, _AtTail())
+        run_by(loss_fn, _LossAtTail())
         return loss_fn
 
     @functools.wraps(loss_fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return _AtTail().called(loss_fn, *args, **kwargs)
+        return _LossAtTail().called(loss_fn, *args, **kwargs)
 
     return wrapped
 

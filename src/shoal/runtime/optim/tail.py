@@ -11,8 +11,10 @@ from typing import final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.stage import Groups, Stage
 from shoal.profiling.updates import attributes, settings
+from shoal.remote.far_tail import FarTail
+from shoal.remote.tail_messages import Group, Groups
+from shoal.remote.wire import Data
 from shoal.runtime.optim.part import Part, States, hidden
 
 
@@ -26,7 +28,7 @@ class TailPart(Part):
         stage: the way to the hosts.
     """
 
-    def __init__(self, optimizer: Optimizer, number: int, stage: Stage) -> None:
+    def __init__(self, optimizer: Optimizer, number: int, stage: FarTail) -> None:
         super().__init__(optimizer)
         self._number, self._stage = number, stage
         self._hidden = ExitStack()
@@ -47,29 +49,27 @@ class TailPart(Part):
     def norms(self, order: float) -> list[Tensor]:
         if not self.parameters():
             return []
-        norm: Tensor = self._stage.call("norm", self._number, self._groups(), [order])
-        return [norm.double()]
+        return [self._stage.norm(self._number, self._groups(), order).double()]
 
     def scale(self, factor: Tensor) -> None:
         if self.parameters():
-            self._stage.call("scale", self._number, self._groups(), [factor])
+            self._stage.scale(self._number, self._groups(), factor)
             self._stage.entered()  # what somebody saw of gradients is not what they are now
 
     def whole_state(self) -> States:
-        states = self._stage.call("state", self._number, self._groups())
+        states = self._stage.state(self._number, self._groups())
         return {p: states.get(self._stage.names[p], {}) for p in self.parameters()}
 
     def take_state(self) -> None:
         names, held = self._stage.names, self.parameters()
         states = {names[p]: self.optimizer.state.pop(p, {}) for p in held}
-        told = states if self._stage.hosts.speaks else {}
-        self._stage.call("take_state", self._number, self._groups(), [told])
+        self._stage.take_state(self._number, self._groups(), states)
         self.mark(held)
 
     def _groups(self) -> Groups:
         """The optimizer's groups: settings, and names of the parameters that the hosts have."""
         names = self._stage.names
-        return [
-            (settings(group), [names[p] for p in group["params"] if p in names])
+        return tuple(
+            Group(Data(settings(group)), tuple(names[p] for p in group["params"] if p in names))
             for group in self.optimizer.param_groups
-        ]
+        )

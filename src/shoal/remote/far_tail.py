@@ -9,18 +9,16 @@ tests/equivalence/test_stage.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.comm.tail_hosts import (
-    GRADIENTS,
-    VALUES,
-    Ask,
-    Modes,
+from shoal.core.errors import UsageError
+from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.remote.tail_hosts import (
     TailHosts,
     has_hooks,
     modes,
@@ -28,17 +26,30 @@ from shoal.comm.tail_hosts import (
     parameters_of,
     plain_settings,
 )
-from shoal.core.errors import UsageError
-from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.remote.tail_messages import (
+    AddGradient,
+    Gradient,
+    Groups,
+    Modes,
+    Norm,
+    ReadGradient,
+    ReadState,
+    ReadValues,
+    Scale,
+    Step,
+    StepSettings,
+    WriteGradient,
+    WriteState,
+    WriteValues,
+)
+from shoal.remote.wire import Data
 from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
 
-# of an optimizer: settings, and names of parameters
-Groups = Sequence[tuple[Mapping[str, Any], Sequence[str]]]
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
 
 
 @final
-class Stage:
+class FarTail:
     """The tail of one model, as its workers have it.
 
     Args:
@@ -132,33 +143,48 @@ class Stage:
             cut.tell()
         return tuple(local_gradient(parameter) is None for parameter in self.parameters.values())
 
-    def step(self, number: int, groups: Groups, now: Mapping[str, Any]) -> None:
+    def step(self, number: int, groups: Groups, attributes: Mapping[str, Any]) -> None:
         """Have optimizer `number` make a step by these groups and attributes."""
-        cleared = self.cleared()
-        self.hosts.tell(
-            Ask.STEP, (number, cleared, groups, now) if self.hosts.speaks else None, index=number
-        )
+        settings = StepSettings(self.cleared(), groups, Data(dict(attributes)))
+        self.hosts.tell(Step(number, settings if self.hosts.speaks else None))
 
-    def call(
-        self, what: str, number: int = 0, groups: Groups = (), args: Sequence[Any] = ()
-    ) -> Any:
-        """Have the tail do one of the rarer things with an optimizer of these groups, and wait for
-        its answer.
-        """
-        cleared = self.cleared()
-        self.hosts.tell(Ask.CALL, (what, number, cleared, groups, args))
-        return self.hosts.answer()
+    def norm(self, number: int, groups: Groups, order: float) -> Tensor:
+        """The norm of the gradients of optimizer `number`."""
+        return self.hosts.ask(Norm(number, self.cleared(), groups, order), Tensor)
 
-    def read(self, what: str, name: str) -> Tensor | None:
-        """Values of a parameter, or its gradient, if there is one."""
-        self.hosts.tell(Ask.READ, (what, name))
-        found: Tensor | None = self.hosts.answer()
-        return found
+    def scale(self, number: int, groups: Groups, factor: Tensor) -> None:
+        """Multiply the gradients of optimizer `number`."""
+        self.hosts.tell(Scale(number, self.cleared(), groups, factor))
 
-    def write(self, what: str, name: str, whole: Tensor | None) -> None:
-        """Give a parameter other values, or another gradient."""
-        self.hosts.tell(Ask.WRITE, (what, name, whole if self.hosts.speaks else None))
-        self.hosts.settle()
+    def state(self, number: int, groups: Groups) -> dict[str, Any]:
+        """The state of optimizer `number` by name, in one-process form."""
+        answer = self.hosts.ask(ReadState(number, self.cleared(), groups), Data)
+        states: dict[str, Any] = answer.value
+        return states
+
+    def take_state(self, number: int, groups: Groups, states: Mapping[str, Any]) -> None:
+        """Give optimizer `number` this state by name, in one-process form."""
+        told = dict(states) if self.hosts.speaks else {}
+        self.hosts.tell(WriteState(number, self.cleared(), groups, Data(told)))
+        self.hosts.channel.settle()
+
+    def values(self, name: str) -> Tensor:
+        """A parameter."""
+        return self.hosts.ask(ReadValues(name), Tensor)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """A parameter's gradient, if there is one."""
+        return self.hosts.ask(ReadGradient(name), Gradient).whole
+
+    def write_values(self, name: str, whole: Tensor) -> None:
+        """Give a parameter other values."""
+        self.hosts.tell(WriteValues(name, whole if self.hosts.speaks else None))
+        self.hosts.channel.settle()
+
+    def write_gradient(self, name: str, whole: Tensor) -> None:
+        """Give a parameter another gradient."""
+        self.hosts.tell(WriteGradient(name, whole if self.hosts.speaks else None))
+        self.hosts.channel.settle()
 
     def _cuts(self) -> list[AtTail]:
         return [
@@ -175,22 +201,20 @@ class AtTail(Cut):
     Its local gradient has no elements either; that there is one says that there is one at the tail.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, stage: Stage) -> None:
-        super().__init__(name, parameter, stage.hosts.comm)
-        self._parameter, self.stage = parameter, stage
-        self._key = stage.names[parameter]
+    def __init__(self, name: str, parameter: nn.Parameter, tail: FarTail) -> None:
+        super().__init__(name, parameter, tail.hosts.comm)
+        self._parameter, self.tail = parameter, tail
+        self._key = tail.names[parameter]
 
     def part(self, whole: Tensor) -> Tensor:
         return whole.reshape(-1)[:0]
 
     def whole(self, part: Tensor) -> Tensor:
-        whole = self.stage.read(VALUES, self._key)
-        assert whole is not None
-        return whole
+        return self.tail.values(self._key)
 
     def mean(self, wholes: Tensor) -> Tensor:
         self.begin()
-        self.stage.hosts.tell(Ask.ADD, (self._key, self.stage.cleared(), wholes))
+        self.tail.hosts.tell(AddGradient(self._key, self.tail.cleared(), wholes))
         # what comes next in this backward must not take it for one without a gradient
         _mark(self._parameter)
         return self.part(wholes)
@@ -207,12 +231,12 @@ class AtTail(Cut):
         others, kwargs = pytree.tree_map(whole, (tuple(others), dict(kwargs)))
         # as torch does, or refuses it
         function(values.requires_grad_(subject.requires_grad), *others, **kwargs)
-        self.stage.write(VALUES, self._key, values.detach())
+        self.tail.write_values(self._key, values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         if local is None or (self._seen is not None and local is self._its_part):
             return None if local is None else self._seen
-        whole = self.stage.read(GRADIENTS, self._key)
+        whole = self.tail.gradient(self._key)
         if whole is not None:
             self._show(parameter, whole)
         return whole
@@ -229,7 +253,7 @@ class AtTail(Cut):
             and local_gradient(self._parameter) is self._its_part
             and seen._version != self._version
         ):
-            self.stage.write(GRADIENTS, self._key, seen)
+            self.tail.write_gradient(self._key, seen)
             self._version = seen._version
 
     def begin(self) -> None:

@@ -30,22 +30,23 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shoal.comm.boundary import refuse_second_derivative
-from shoal.comm.stage import Stage
-from shoal.comm.tail_hosts import Ask, backward_letter, forward_letter, loss_letter
 from shoal.comm.threads import DONE
 from shoal.contracts.comm import Pending
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
 from shoal.core.trace import MAIN
+from shoal.remote.far_tail import FarTail
+from shoal.remote.tail_hosts import backward_message, forward_message, loss_message
+from shoal.remote.tail_messages import Output
 
 
 @final
 class Run:
     """One forward of the model, and what follows from it."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.number, self._modes = stage.begin(self)
+    def __init__(self, tail: FarTail) -> None:
+        self.tail = tail
+        self.number, self._modes = tail.begin(self)
         self._of_gradients = torch.is_grad_enabled()
         self._index = 0
         self._forms: dict[int, Tensor] = {}  # of activations that take a gradient
@@ -61,9 +62,9 @@ class Run:
         # the parts, which are empty: what autograd looks for
         with torch._C.DisableTorchFunctionSubclass():
             parts = [
-                parameter for parameter in self.stage.parameters.values() if parameter.requires_grad
+                parameter for parameter in self.tail.parameters.values() if parameter.requires_grad
             ]
-            ticket: Tensor = _Sent.apply(self, activation, self.stage.anchor, *parts)  # type: ignore[no-untyped-call]
+            ticket: Tensor = _Sent.apply(self, activation, self.tail.anchor, *parts)  # type: ignore[no-untyped-call]
         return StageOutput.of(self, [ticket])
 
     def tell_forward(self, activation: Tensor | None, *, back: bool) -> int:
@@ -75,8 +76,16 @@ class Run:
         if back and activation is not None:
             self._forms[index] = torch.empty_like(activation, device="meta")
         modes = None if index else self._modes
-        content = forward_letter(modes, activation, of_gradients=self._of_gradients, back=back)
-        self.stage.hosts.tell(Ask.FORWARD, content, self.number, index, self.stage.oldest)
+        message = forward_message(
+            activation,
+            modes,
+            run=self.number,
+            index=index,
+            oldest=self.tail.oldest,
+            of_gradients=self._of_gradients,
+            back=back,
+        )
+        self.tail.hosts.tell(message)  # 1
         self._since_s = perf_counter()
         return index
 
@@ -93,15 +102,9 @@ class Run:
                 do='detach it, or pin the end of the model to something else than "stage"',
             )
         number, self._losses = self._losses, self._losses + 1
-        hosts = self.stage.hosts
-        hosts.tell(
-            Ask.LOSS,
-            loss_letter(args, kwargs, of_gradients=torch.is_grad_enabled()),
-            self.number,
-            number,
-        )
+        message = loss_message(args, kwargs, run=self.number, index=number)
         begin_s = perf_counter()
-        value: Tensor = hosts.answer()
+        value = self.tail.hosts.ask(message, Tensor)  # 4
         self._note("wait for the loss", begin_s)
         if not torch.is_grad_enabled():
             return value
@@ -120,19 +123,18 @@ class Run:
         """The gradient of a micro-batch's activation; `weight` is what gradients are to be
         multiplied by.
         """
-        hosts = self.stage.hosts
+        hosts = self.tail.hosts
         if not self._gone:
             self._gone = True
-            cleared, wanted = self.stage.cleared(), self.stage.wanted()
-            hosts.tell(
-                Ask.BACKWARD,
-                backward_letter(cleared, wanted, float(weight), self._slopes),
-                self.number,
+            cleared, wanted = self.tail.cleared(), self.tail.wanted()
+            hosts.tell(  # 6
+                backward_message(cleared, wanted, float(weight), self._slopes, run=self.number)
             )
             for number in sorted(self._forms, reverse=True):
                 form = self._forms[number]
                 landed = torch.empty(form.shape, dtype=form.dtype)
-                self._landing[number] = hosts.receive(landed) if landed.numel() else DONE, landed
+                pending = hosts.channel.receive(landed) if landed.numel() else DONE
+                self._landing[number] = pending, landed
         else:
             self._note(f"backward of micro-batch {index + 1}", self._since_s)
         if index not in self._landing:
@@ -147,13 +149,11 @@ class Run:
     def output(self) -> Tensor:
         """What the tail has put out for this worker's rows; a collective, once."""
         if self._output is None:
-            self.stage.hosts.tell(Ask.OUTPUT, None, self.number)
-            output: Tensor = self.stage.hosts.answer()
-            self._output = output
+            self._output = self.tail.hosts.ask(Output(self.number), Tensor)
         return self._output
 
     def _note(self, what: str, begin_s: float) -> None:
-        recorder = self.stage.hosts.comm.recorder
+        recorder = self.tail.hosts.comm.recorder
         if recorder is not None:
             recorder.note(what, MAIN, begin_s)
 

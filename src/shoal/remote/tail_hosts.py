@@ -1,43 +1,25 @@
-"""Hosts that run the end of a model, and what is said to them: letters (letters.py), each answered
-or not.
+"""Hosts that run the end of a model, and a worker's way to its own.
 
 Every worker has one of them, and writes to that alone; it writes the same as every other worker, in
-the same order. What they do with it: runtime/stage.py.
+the same order (tail_messages.py). What they do with it: runtime/stage.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.letters import fetch, post
-from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
+from shoal.remote.channel import Channel
+from shoal.remote.tail_messages import Autocast, Backward, End, Forward, Loss, Modes, TailMessage
+from shoal.remote.wire import Data
 
-VALUES, GRADIENTS = "values", "gradients"  # what is read or written
-_UNDER_WAY = 16  # messages at most that a worker has sent and that have not gone yet
-
-
-class Ask(IntEnum):
-    """What a worker wants of its tail host."""
-
-    END = 0  # nothing more
-    OPEN = 1
-    FORWARD = 2
-    OUTPUT = 3
-    LOSS = 4
-    BACKWARD = 5
-    STEP = 6
-    READ = 7
-    WRITE = 8
-    CALL = 9
-    ADD = 10
+T = TypeVar("T")
+_UNDER_WAY = 16  # tensors at most that a worker has sent and that have not gone yet
 
 
 @final
@@ -54,10 +36,10 @@ class TailHosts:
         self.is_one = comm.rank >= workers
         self.peers = range(workers, comm.size) if self.is_one else range(workers)
         self.hosts = comm.topology.hosts[workers:]
-        # by this rank, if it is one
-        self.served = [w for w in range(workers) if workers + w % tail == comm.rank]
-        self._mine = workers + comm.rank % tail  # that serves this rank, if it is a worker
-        self._under_way: deque[tuple[Pending, Tensor]] = deque()
+        # whose messages this rank takes, if it is one
+        self.workers = [w for w in range(workers) if workers + w % tail == comm.rank]
+        # to the one that this rank writes to, if it is a worker
+        self.channel = Channel[Any](self.comm, workers + comm.rank % tail, most=_UNDER_WAY)
         self._ended = self.is_one
         self.calls = 0  # of parallelize: the hosts take part in the first
 
@@ -68,36 +50,25 @@ class TailHosts:
         """
         return self.comm.rank < len(self.hosts)
 
-    def tell(self, what: Ask, content: Any, run: int = 0, index: int = 0, oldest: int = 0) -> None:
-        """Send this worker's tail host a wish."""
+    def tell(self, message: TailMessage) -> None:
+        """Send this worker's tail host a message."""
         if self._ended:
             raise UsageError(
                 "the session that the model was parallelised in has ended",
                 do="train within the session",
             )
-        while len(self._under_way) >= _UNDER_WAY:
-            self._under_way.popleft()[0].wait()
-        self._under_way += post(self.comm, self._mine, (what, run, index, oldest), content)
+        self.channel.post(message)
 
-    def settle(self) -> None:
-        """Wait until all that was sent has gone."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
-
-    def answer(self) -> Any:
-        """What the tail host answers."""
-        _, content = fetch(self.comm, self._mine)
-        return content
-
-    def receive(self, tensor: Tensor) -> Pending:
-        """Start receiving a tensor from the tail host."""
-        return self.comm.receive(tensor, self._mine)
+    def ask(self, message: TailMessage, kind: type[T]) -> T:
+        """Send it, and wait for the answer."""
+        self.tell(message)
+        return self.channel.answer(kind)
 
     def drain(self) -> None:
         """Tell the tail host that this worker asks no more."""
         if not self._ended:
-            self.tell(Ask.END, None)
-            self.settle()
+            self.tell(End())
+            self.channel.settle()
             self._ended = True
 
     def abandon(self) -> None:
@@ -107,27 +78,18 @@ class TailHosts:
         """The same."""
 
 
-@dataclass(frozen=True)
-class Modes:
-    """What the model's code has set that the tail must be run with."""
-
-    training: tuple[bool, ...]  # of every module of the tail, and of the loss
-    trainable: tuple[bool, ...]  # of every parameter
-    # of every module the plain attributes, if they have changed
-    settings: tuple[Mapping[str, Any] | None, ...]
-
-
 def modes(
     modules: Sequence[nn.Module],
     parameters: Iterable[nn.Parameter],
     settings: Sequence[Mapping[str, Any] | None] | None = None,
 ) -> Modes:
     """What is set now."""
-    training, trainable = (
-        (each.training for each in modules),
-        (each.requires_grad for each in parameters),
+    changed = settings or [None] * len(modules)
+    return Modes(
+        tuple(module.training for module in modules),
+        tuple(parameter.requires_grad for parameter in parameters),
+        tuple(None if each is None else Data(dict(each)) for each in changed),
     )
-    return Modes(tuple(training), tuple(trainable), tuple(settings or [None] * len(modules)))
 
 
 def modules_of(modules: Iterable[nn.Module], loss_fn: Any) -> list[nn.Module]:
@@ -177,28 +139,41 @@ def has_hooks(module: nn.Module) -> bool:
     return any(own)
 
 
-def forward_letter(
-    its_modes: Modes | None, activation: Tensor | None, *, of_gradients: bool, back: bool
-) -> tuple[Any, ...]:
+def forward_message(
+    activation: Tensor | None,
+    modes: Modes | None,
+    *,
+    run: int = 0,
+    index: int = 0,
+    oldest: int = 0,
+    of_gradients: bool = True,
+    back: bool = True,
+) -> Forward:
     """A micro-batch, and whether its gradient is to come back; with the first goes what is set."""
-    return its_modes, of_gradients, back, _autocast(), activation
+    return Forward(run, index, oldest, modes, of_gradients, back, _autocast(), activation)
 
 
-def loss_letter(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, of_gradients: bool
-) -> tuple[Any, ...]:
+def loss_message(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, run: int = 0, index: int = 0
+) -> Loss:
     """What the loss is called with beside the output."""
-    return args, dict(kwargs), of_gradients, _autocast()
+    of_gradients = torch.is_grad_enabled()
+    return Loss(run, index, Data(args), Data(dict(kwargs)), of_gradients, _autocast())
 
 
-def backward_letter(
-    cleared: Sequence[bool], wanted: Sequence[bool], weight: float, slopes: Mapping[int, Tensor]
-) -> tuple[Any, ...]:
+def backward_message(
+    cleared: Sequence[bool],
+    wanted: Sequence[bool],
+    weight: float,
+    slopes: Mapping[int, Tensor],
+    *,
+    run: int = 0,
+) -> Backward:
     """Parameters without a gradient so far, and those that are to get one; this worker's weight;
     its losses' slopes.
     """
-    return tuple(cleared), tuple(wanted), weight, dict(slopes)
+    return Backward(run, tuple(cleared), tuple(wanted), weight, dict(slopes))
 
 
-def _autocast() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+def _autocast() -> Autocast:
+    return Autocast(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
