@@ -162,7 +162,7 @@ class Owners:
     def arrive(self, parameter: nn.Parameter) -> None:
         """Wait for the new values of the transfers that bring this parameter's."""
         for transfer in self._transfers[parameter]:
-            self._engine.routes.settle(transfer)
+            self._engine.routes.settle(transfer)  # 12
         with self._marking:
             for each in {
                 each for transfer in self._transfers[parameter] for each in transfer.parameters

@@ -1,10 +1,11 @@
 """Extends an optimizer by parts: its methods are replaced once, and loop over them.
 
     optimizer.step()            1  closure, if any
-                                2  the engines hear of it, and every part opens: behind the hooks
+                                2  checks
+                                3  the engines hear of it, and every part opens: behind the hooks
                                    that users have put before
-                                3  the optimizer's own code, on what the parts have left in place
-                                4  every part closes, and the engines hear of it: before the hooks
+                                8  the optimizer's own code, on what the parts have left in place
+                                9  every part closes, and the engines hear of it: before the hooks
                                    that users have put behind
     optimizer.accumulate()      a context: backwards inside send nothing, the next one sends all
     optimizer.clip_grad_norm_   the norm from every part's norms, then every part is scaled
@@ -13,7 +14,8 @@
 
 An optimizer without parts keeps its own state_dict. It keeps its own step, too, if no engine
 waits for one. `release` takes parts away again.
-Guarded by tests/equivalence/test_owners.py.
+The numbers are those of docs/walk-optimizer-step.md; the parts have the others. Guarded by
+tests/equivalence/test_owners.py.
 """
 
 from __future__ import annotations
@@ -147,6 +149,7 @@ class _Extension:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """Before a step: all that it updates must have been exchanged."""
+        # 2
         changed = checked_step(self._declared, args, kwargs, self._check_sent)
         check_known(optimizer, [trained.parameters for trained in self.trained])
         return changed
@@ -166,7 +169,7 @@ class _Extension:
         # `behind` is the last: the others go behind it, in their order
         hooks.update({key: hooks.pop(key) for key in list(hooks) if key != behind.id})
         try:
-            result = original()  # 3
+            result = original()  # 8
         finally:
             self._open = 0
             self._close()
@@ -176,7 +179,7 @@ class _Extension:
 
     def _enter(self, *_: object) -> None:
         self._open += 1
-        if self._open == 1:  # 2
+        if self._open == 1:  # 3
             self._happened(Event.STEP_BEGUN)
             for part in self._parts:
                 part.open()
@@ -192,7 +195,7 @@ class _Extension:
             trained.engine.happened(event)
 
     def _close(self) -> None:
-        for part in reversed(self._parts):  # 4  the first sees the groups as they were
+        for part in reversed(self._parts):  # 9  the first sees the groups as they were
             part.close()
 
     @contextmanager

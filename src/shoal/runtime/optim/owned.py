@@ -1,6 +1,8 @@
 """What ranks or servers own in pieces: each owner updates its own, on lanes.
 
-step              settings are captured, updates are sent off; nothing is waited for
+step              4  settings are captured
+                  5  servers are told
+                  6  updates are sent off, and the parameters leave their groups
 state_dict        the owners' pieces are put together (a collective)
 load_state_dict   each owner keeps its pieces
 
@@ -102,6 +104,7 @@ class OwnedPart(Part):
 
     def _send_off(self, group_of: Mapping[nn.Parameter, int]) -> None:
         """Have lanes and servers update what has a gradient, in the order that forward needs."""
+        # 4
         captured = [settings(group) for group in self.optimizer.param_groups]
         attributes_now = attributes(self.optimizer)
         leaving = self._leaving(group_of)
@@ -114,13 +117,13 @@ class OwnedPart(Part):
                 steps = {numbers[each]: steps_of(each, group_of, server) for each in served}
                 return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
 
-            self._owners.tell(OfRank(update_for))
+            self._owners.tell(OfRank(update_for))  # 5
         self.mark(updated)
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)
             update = self._updates[transfer]
             work = update.work(steps, captured, attributes_now, set(parameters))
-            self._owners.send_off(transfer, parameters, work)
+            self._owners.send_off(transfer, parameters, work)  # 6
 
     def _leaving(
         self, group_of: Mapping[nn.Parameter, int]

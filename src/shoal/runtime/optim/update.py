@@ -1,6 +1,10 @@
 """One optimizer's update of the pieces that a rank owns, made on a lane by a copy of the optimizer.
 
-Workers and servers make it in the same way. Guarded by tests/equivalence/test_owners.py.
+10  the update of the own pieces
+11  the return: their new values go to all ranks
+
+Workers and servers make it in the same way. The numbers are those of docs/walk-optimizer-step.md.
+Guarded by tests/equivalence/test_owners.py.
 """
 
 from __future__ import annotations
@@ -104,8 +108,10 @@ class Update:
         """
 
         def update(comm: Comm) -> None:
+            # 10
             self._transfer.open_update(parameters)
             values = self.step(self._transfer.gradients(), steps, groups, attributes)
+            # 11
             gathered = self._transfer.gather(values, Turn.VALUES, comm)
             taken = [
                 (piece.of(piece.parameter), value)
