@@ -108,7 +108,7 @@ class ProcessGroupComm(Comm):
         # receive first
         # the group's own call: dist.isend looks up the group anew, at twice the processor time
         with self._inside:
-            return _Work(self._group.send([tensor.cpu()], to, _TAG), self._inside)
+            return _Work(self._group.send([tensor.cpu()], to, _TAG), self._inside)  # walk 7
 
     def receive(self, tensor: Tensor, source: int) -> _Work | _Landing:
         landed = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")

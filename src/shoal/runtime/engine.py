@@ -2,11 +2,13 @@
 
 It owns order and errors; what it runs (`Transfer.run`) is straight-line and blocking, on lanes.
 
-    round.py       one backward that sends: opened by its first gradient, closed with all of them
-                   published
-    routes.py      which lane each transfer takes, and what is under way
-    timetable.py   what else happens on the engine's events: listeners, and transfers that go by a
-                   cadence of their own
+    2, 4, 8  round.py       one backward that sends: opened by its first gradient, closed with all
+                            of them published
+    5        routes.py      which lane each transfer takes, and what is under way
+             timetable.py   what else happens on the engine's events: listeners, and transfers that
+                            go by a cadence of their own
+
+The numbers are those of docs/walk-gradient.md, which follows one gradient all the way.
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading
 need no more. A transfer whose sums stay with their owners is not waited for. Where memory is to be
@@ -82,7 +84,7 @@ class Engine(Rounds):
         )
 
     def current(self) -> BackwardRound:
-        backward = self._round
+        backward = self._round  # walk 2
         if backward.accumulating:
             backward.unsent = True
         elif backward.running() is None:

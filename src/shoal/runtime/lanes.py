@@ -224,7 +224,7 @@ class Lane:
                     errand.give_up()
                     continue
                 begin_s = time.perf_counter()
-                errand.run()
+                errand.run()  # walk 5
                 if self._failed is None and errand.failed():
                     self._failed = errand
                 if self.recorder is not None:

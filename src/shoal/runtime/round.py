@@ -1,13 +1,14 @@
 """One backward that sends: from the calls of the model before it to the gradients behind it.
 
-    1  called    the model is called: what it counts is this round's share, if it is the only call
+       called    the model is called: what it counts is this round's share, if it is the only call
     2  open      backward enters the model, or else its first gradient is there; autograd is asked
                  to call at the end
-    3  ready     a transfer has everything: it is packed, and sent as soon as all before it in the
+    4  ready     a transfer has everything: it is packed, and sent as soon as all before it in the
                  plan's order are
-    4  finish    backward is over: what never got ready is packed as it is, lanes are waited for,
+    8  finish    backward is over: what never got ready is packed as it is, lanes are waited for,
                  gradients published
 
+The numbers are those of docs/walk-gradient.md, which follows one gradient all the way.
 A round whose backward ended half-way stays the engine's last one: the ranks no longer agree on what
 was sent. Guarded by tests/runtime/test_engine.py.
 """
@@ -110,7 +111,7 @@ class BackwardRound(Round):
             WorldError: it was open for another backward, which ended half-way.
         """
         with self._opening:
-            task = torch._C._current_graph_task_id()
+            task = torch._C._current_graph_task_id()  # walk 2
             if self._task is None:
                 self._task, self._began_s = task, perf_counter()
                 self.weight = self._lone if self._sends_all else None
@@ -129,7 +130,7 @@ class BackwardRound(Round):
 
     def ready(self, transfer: Transfer) -> None:
         with self._opening:
-            self._ready[transfer] = now(self._routes.device)
+            self._ready[transfer] = now(self._routes.device)  # walk 4
             self._send_in_order()
 
     def make_room(self, transfer: Transfer) -> None:
@@ -163,7 +164,7 @@ class BackwardRound(Round):
     def finish(self) -> None:
         """Send what never got ready, wait for what is to be waited for, and publish."""
         routes = self._routes
-        routes.note("backward", self._began_s)
+        routes.note("backward", self._began_s)  # walk 8
         waits_s = perf_counter()
         self.running = _nothing
         self._send_in_order(everything=True)

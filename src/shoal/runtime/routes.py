@@ -77,7 +77,8 @@ class Routes:
 
     def send(self, transfer: Transfer) -> Errand:
         """Have a transfer's lane run it. It has been packed, and nothing of it is under way."""
-        errand = self._there[transfer].run(transfer.run, f"exchange {transfer.label}")
+        what = f"exchange {transfer.label}"
+        errand = self._there[transfer].run(transfer.run, what)  # walk 5
         if isinstance(transfer, OwnedTransfer):
             with self._changing_last:
                 self._last[transfer] = errand

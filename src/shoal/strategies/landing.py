@@ -57,10 +57,10 @@ class Landing:
         ]
 
     def _land(self, parameter: nn.Parameter) -> None:
-        gradient = local_gradient(parameter)
+        gradient = local_gradient(parameter)  # walk 1
         if gradient is not None and gradient.requires_grad:
             raise history()
-        backward = self._transfer.rounds.current()
+        backward = self._transfer.rounds.current()  # walk 2
         if backward.accumulating:
             return
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see

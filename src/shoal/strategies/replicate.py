@@ -6,12 +6,14 @@ a parameter that says whether the parameter was used: one that no rank used keep
 had (None, usually), as in one process; and some numbers more: where ranks have unlike numbers of
 rows, they have shares, whose mean the sum is divided by.
 
-    1  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes
+    3  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes
                              a view of that
-    2  the last one landed   the bucket is ready: the engine gives it to a lane, where the exchange
-                             sums it
-    3  backward ends         `.grad` of every used parameter is its view: the mean over ranks,
+    4  the last one landed   flags and this rank's share are put behind the gradients
+    6  on a lane             the exchange sums the bucket, and the sum is divided by the mean share
+    8  backward ends         `.grad` of every used parameter is its view: the mean over ranks,
                              without another copy
+
+The numbers are those of docs/walk-gradient.md, which follows one gradient all the way.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020, section 3.2.
@@ -93,7 +95,7 @@ class BucketTransfer(Transfer):
         self._landing = Landing(self, parameters, self._take)
 
     def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
-        view, gradient = self._views[parameter], parameter.grad
+        view, gradient = self._views[parameter], parameter.grad  # walk 3
         if gradient is None:
             view.zero_()
             return False
@@ -103,17 +105,17 @@ class BucketTransfer(Transfer):
         return True
 
     def pack(self, backward: Round) -> None:
-        self._used = self._landing.close(backward)
+        self._used = self._landing.close(backward)  # walk 4
         mark(self._flags, self._used)
         weigh([self._gradients], self._shares, backward.share, self._ranks)
 
     def run(self, comm: Comm) -> None:
-        self.carrier.reduce(comm)
+        self.carrier.reduce(comm)  # walk 6
         self.carrier.gather(comm)
         divide([self._gradients], self._shares, self._ranks)
 
     def publish(self) -> None:
-        used = self._used if all(self._used) else self._flags.tolist()
+        used = self._used if all(self._used) else self._flags.tolist()  # walk 8
         for (parameter, view), users in zip(self._views.items(), used, strict=True):
             if users and parameter.grad is None:  # this rank brought nothing
                 parameter.grad = view.detach()
