@@ -27,7 +27,8 @@ STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f }
   .small { fill: #57606a } .before { fill: #c8ccd1 } .after { fill: #0f8b8d }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .small { fill: #9198a1 } .before { fill: #484f58 } .after { fill: #35c4c6 }
+    text { fill: #e6edf3 } .small { fill: #9198a1 }
+    .before { fill: #484f58 } .after { fill: #35c4c6 }
   }
 """
 
