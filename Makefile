@@ -4,6 +4,7 @@
 # make test-all   all tests
 # make test-rest  those that `make test` leaves out
 # make lint       ruff and mypy
+# make docs       the documentation as a site, in build/site
 #
 # Each sets up what it needs in .venv first. PYTHON picks the interpreter (3.11 or newer).
 
@@ -12,7 +13,7 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all test-rest lint lab clean
+.PHONY: demo test test-all test-rest lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --workers 2
@@ -30,6 +31,10 @@ lint: .venv/ready
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
+
+docs: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lab: .venv/ready
 	$(BIN)/shoal lab --hosts 4 --rate 200mbit -- $(BIN)/shoal train examples/digits.py --epochs 4

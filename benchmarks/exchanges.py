@@ -6,7 +6,7 @@ hosts.
     sudo .venv/bin/python benchmarks/exchanges.py curves    2 to 8 hosts, 200 Mbit/s, against their
                                                             formulas: 6 min
     sudo .venv/bin/python benchmarks/exchanges.py hosts     2 hosts of 2 ranks each, 1 Gbit/s: 1 min
-    python benchmarks/exchanges.py plot                     docs/exchanges.svg from the curves
+    python benchmarks/exchanges.py plot                     docs/lab/exchanges.svg from the curves
                                                             (needs matplotlib)
 
 Needs root and Linux (the lab). Figures in results/exchanges-*.json, and printed as tables.
@@ -59,7 +59,7 @@ from shoal.exchange.tree import Tree
 HERE = Path(__file__).parent
 SHARES, CURVES = HERE / "results/exchanges-shares.json", HERE / "results/exchanges-curves.json"
 HOSTS = HERE / "results/exchanges-hosts.json"
-PLOT = HERE.parent / "docs/exchanges.svg"
+PLOT = HERE.parent / "docs/lab/exchanges.svg"
 # what of a full Ethernet frame is the sender's own: 956 of 1000 Mbit/s, and so says iperf3
 PAYLOAD = 1448 / 1514
 BYTES_PER_S = {"1gbit": 125e6, "200mbit": 25e6}
@@ -304,7 +304,7 @@ def hosts() -> None:
 
 
 def tabulate(rows: Sequence[dict]) -> None:
-    """The tables of docs/benchmarks.md."""
+    """The tables of docs/lab/benchmarks.md."""
     print(
         "| contender | hosts | rate | bucket | lanes | ms | least to most | CPU ms a rank | share "
         "| … of nominal |"

@@ -113,7 +113,7 @@ def main(cases: Sequence[Case]) -> None:
 
 
 def row(case: Case, figures: dict) -> str:
-    """One line of the table in docs/benchmarks.md."""
+    """One line of the table in docs/lab/benchmarks.md."""
     median, ratio = figures["median_s"], figures["ratio_to_shoal"]["ddp"]
     interval = f"**{ratio['median']:.2f}** ({ratio['low']:.2f} to {ratio['high']:.2f})"
     predicted, floor = (

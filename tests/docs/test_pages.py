@@ -15,7 +15,9 @@ from shoal.cli import main
 from shoal.contracts.launcher import Job
 from shoal.launch.local import Local
 
-SCRIPTS = {page.name: source for page in PAGES if (source := script(page))}
+SCRIPTS = {
+    str(page.relative_to(ROOT)): source for page in PAGES if (source := script(page))
+}
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 
@@ -29,9 +31,9 @@ def test_the_python_of_a_page_runs(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / page).write_text(SCRIPTS[page])
+    (tmp_path / "page.py").write_text(SCRIPTS[page])
     monkeypatch.chdir(tmp_path)
-    result = Local().launch(Job((sys.executable, page), ranks))
+    result = Local().launch(Job((sys.executable, "page.py"), ranks))
     assert result.exit_code == 0, capfd.readouterr().err
 
 

@@ -8,7 +8,7 @@
 
 What workers and servers both know crosses by number: a model, its transfers that servers take part
 in, the parameters of a transfer, and a server's own pieces of it. An order of an ordinary step fits
-into its head, so it is one message of the network (docs/decisions.md). Guarded by
+into its head, so it is one message of the network (docs/lab/decisions.md). Guarded by
 tests/remote/test_orders.py.
 """
 

@@ -105,7 +105,7 @@ class CutStrategy(Strategy):
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
-        """What a cut layer costs, by these equations (docs/planner.md has them too).
+        """What a cut layer costs, by these equations (docs/ideas/how-it-chooses.md has them too).
 
         P ranks, K rows a rank, c chunks, n products in backward: 2, or 1 where x takes no gradient.
         A product of k rows takes a + b·k seconds on the whole weight.

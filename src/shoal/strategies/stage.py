@@ -14,7 +14,7 @@ A tail host's link carries W·K·M·s/T each way, and its processor the rows of 
 joins into one product. Workers hold nothing of the tail: no parameter, no gradient, no state.
 Several tail hosts share its layers as the ranks of any job do (the plan's `exchange` says how:
 "column_pair", "sliced" …). What a worker waits for is what is left of a pipeline of three stations
-when the last micro-batch has left it: docs/planner.md.
+when the last micro-batch has left it: docs/ideas/how-it-chooses.md.
 
 Reference: Huang et al., "GPipe", 2019, section 2; multi-node Caffe, whose fully connected layers
 ran on nodes of their own.
