@@ -36,7 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "crossings.json"
 RANKS, WIDTH, HIDDEN = 4, 1024, 1024
 RATES = ("100mbit", "1gbit")
 AROUND, TURNS, STEPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0), 3, 2
-ROWS = {  # at which a way sends what all-reduce does: docs/ideas/how-it-chooses.md, with M = N = WIDTH
+ROWS = {  # at which a way sends what all-reduce does: how-it-chooses.md, with M = N = WIDTH
     "factor": 2 * WIDTH * WIDTH / (RANKS * 2 * WIDTH),
     "column": WIDTH * WIDTH / (RANKS * WIDTH + WIDTH),
     "row": WIDTH * WIDTH / (WIDTH + RANKS * WIDTH),

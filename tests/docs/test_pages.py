@@ -15,9 +15,7 @@ from shoal.cli import main
 from shoal.contracts.launcher import Job
 from shoal.launch.local import Local
 
-SCRIPTS = {
-    str(page.relative_to(ROOT)): source for page in PAGES if (source := script(page))
-}
+SCRIPTS = {str(page.relative_to(ROOT)): source for page in PAGES if (source := script(page))}
 COMMANDS = [command for page in PAGES for command in commands(page)]
 
 

@@ -25,7 +25,8 @@ Of a site with owners the gradients are waited for by nobody. The rest follows a
 6  The main thread itself sends what is `Wait.AT_ONCE`, as the rows of cut layers. It computes
    beside some of it, and waits for the rest on the link that it shares with the lanes.
 
-What hides costs nothing until link or processor is full (lanes.py). Equations: docs/ideas/how-it-chooses.md.
+What hides costs nothing until link or processor is full (lanes.py).
+Equations: docs/ideas/how-it-chooses.md.
 """
 
 from __future__ import annotations
