@@ -14,7 +14,7 @@
 
 An optimizer without parts keeps its own state_dict. It keeps its own step, too, if no engine
 waits for one. `release` takes parts away again.
-The numbers are those of docs/walk-optimizer-step.md; the parts have the others. Guarded by
+The numbers are those of docs/ideas/walk-optimizer-step.md; the parts have the others. Guarded by
 tests/equivalence/test_owners.py.
 """
 
