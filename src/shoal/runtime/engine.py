@@ -8,7 +8,7 @@ It owns order and errors; what it runs (`Transfer.run`) is straight-line and blo
              timetable.py   what else happens on the engine's events: listeners, and transfers that
                             go by a cadence of their own
 
-The numbers are those of docs/walk-gradient.md, which follows one gradient all the way.
+The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
 
 After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading
 need no more. A transfer whose sums stay with their owners is not waited for. Where memory is to be

@@ -8,7 +8,7 @@
     8  finish    backward is over: what never got ready is packed as it is, lanes are waited for,
                  gradients published
 
-The numbers are those of docs/walk-gradient.md, which follows one gradient all the way.
+The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
 A round whose backward ended half-way stays the engine's last one: the ranks no longer agree on what
 was sent. Guarded by tests/runtime/test_engine.py.
 """

@@ -13,7 +13,7 @@ rows, they have shares, whose mean the sum is divided by.
     8  backward ends         `.grad` of every used parameter is its view: the mean over ranks,
                              without another copy
 
-The numbers are those of docs/walk-gradient.md, which follows one gradient all the way.
+The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
 
 Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020, section 3.2.
