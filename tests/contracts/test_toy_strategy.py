@@ -49,7 +49,7 @@ class ZeroProbe(Probe):
         self._calls[layer.name] += 1
 
     def measure(self, layer: Layer, trial: Trial) -> ZeroFacts:
-        elements = trial.step.layers[layer.name].elements
+        elements = trial.step.layers[layer.name].output_elements
         return ZeroFacts(self._zeros[layer.name] / max(elements, 1), self._calls[layer.name])
 
 

@@ -43,7 +43,7 @@ def linear(
     )
     return measured(
         made,
-        CutFacts(taken=rows * inputs, rowwise=True),
+        CutFacts(input_elements=rows * inputs, rowwise=True),
         ProductFacts(s_per_row=product_s / rows, own_s=product_s),
     )
 

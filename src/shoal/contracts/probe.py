@@ -40,8 +40,8 @@ class Watched:
 
     calls: int
     calls_vary: bool  # from step to step
-    taken: int  # elements of its inputs, over all calls,
-    elements: int  # and of its outputs
+    input_elements: int  # of all calls
+    output_elements: int
     input_grad: bool  # something it was called with takes a gradient
     needed_s: float  # from the start of forward until it is first called
     forward_s: float

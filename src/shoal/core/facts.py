@@ -180,8 +180,8 @@ class Facts:
         Raises:
             TypeError: a field is none of these, so that the subclass has to say how.
         """
-        values = {f.name: [getattr(each, f.name) for each in ranks] for f in fields(cls)}
-        return cls(**{name: _of_ranks(each, cls, name) for name, each in values.items()})
+        values = {f.name: [getattr(facts, f.name) for facts in ranks] for f in fields(cls)}
+        return cls(**{name: _of_ranks(found, cls, name) for name, found in values.items()})
 
     def in_profile(self, profile: ModelProfile) -> Self:
         """These facts with what follows from the profile of all ranks."""
@@ -254,7 +254,7 @@ class LayerProfile:
 
     def measured(self, kind: type[F]) -> F:
         """The facts of one kind; that kind's defaults where they were not measured."""
-        return next((each for each in self.facts if isinstance(each, kind)), kind())
+        return next((facts for facts in self.facts if isinstance(facts, kind)), kind())
 
     @property
     def nbytes(self) -> int:
@@ -284,7 +284,7 @@ class LayerProfile:
             needed_s=(self.needed_s - starts_s) * excerpt.rows,
             forward_s=self.forward_s * excerpt.rows,
             backward_s=self.backward_s * excerpt.rows,
-            facts=tuple(each.in_excerpt(self, excerpt) for each in self.facts),
+            facts=tuple(facts.in_excerpt(self, excerpt) for facts in self.facts),
         )
 
 
@@ -328,7 +328,7 @@ class ModelProfile:
 
     def under(self, setting: Setting) -> ModelProfile:
         """The same profile under what a plan says of all layers at once."""
-        return replace(self, layers=tuple(replace(each, setting=setting) for each in self.layers))
+        return replace(self, layers=tuple(replace(layer, setting=setting) for layer in self.layers))
 
     def excerpt(self, excerpt: Excerpt) -> ModelProfile:
         """The last layers of forward as a job of their own: those that it names, with its rows."""

@@ -41,11 +41,11 @@ class Ends:
 
         def take(name: str) -> Any:
             def enter(module: nn.Linear, args: Any) -> Any:
-                given = args[0] if args else None
-                if isinstance(given, CutOutput):
-                    found = given.taken_by(name, (module.in_features,))
+                first_input = args[0] if args else None
+                if isinstance(first_input, CutOutput):
+                    found = first_input.taken_by(name, (module.in_features,))
                     if found is not None:
-                        return (found[1].view(given.shape), *args[1:])
+                        return (found[1].view(first_input.shape), *args[1:])
                 taken.setdefault(name, []).append("")
                 return None
 

@@ -275,7 +275,7 @@ def _complete(profile: ModelProfile) -> ModelProfile:
     return replace(
         profile,
         layers=tuple(
-            replace(layer, facts=tuple(each.in_profile(profile) for each in layer.facts))
+            replace(layer, facts=tuple(facts.in_profile(profile) for facts in layer.facts))
             for layer in profile.layers
         ),
     )

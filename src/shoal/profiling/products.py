@@ -97,7 +97,7 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
 def rows_of(module: nn.Module, watched: Watched) -> int:
     """K: what the layer puts out, counted in rows of N."""
     outputs = shape_of(module)[1]
-    return watched.elements // outputs if outputs else 0
+    return watched.output_elements // outputs if outputs else 0
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ def rowwise(trial: Trial) -> dict[str, bool]:
 
     def attempt(name: str) -> Any:
         def enter(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            given = [*args, *kwargs.values()]
-            fits = len(given) == 1 and isinstance(given[0], Tensor)
-            fits = fits and tried.get(name, True) and _gives_parts(module, given[0], trial.ranks)
+            inputs = [*args, *kwargs.values()]
+            fits = len(inputs) == 1 and isinstance(inputs[0], Tensor)
+            fits = fits and tried.get(name, True) and _gives_parts(module, inputs[0], trial.ranks)
             tried[name] = fits
 
         return enter

@@ -136,18 +136,18 @@ class Tails:
         differing = _differing(sample, {modules[0] for modules in ends}, micro_batches)
         for modules in ends:
             inside = [sample.model.get_submodule(name) for name in modules]
-            mine = [
+            ended = [
                 layer.name
                 for layer in layers
                 if any(layer.module in module.modules() for module in inside)
             ]
             reason = _unfit(sample, inside, [calls[name] for name in modules])
-            for name in mine:
+            for name in ended:
                 if reason or modules[0] in differing:
                     reasons[name] = reason or _CUT
                 elif name not in found:
                     nbytes = _bytes(sample, inside, calls[modules[0]][0][0][0], loss, micro_batches)
-                    found[name] = Tail(modules, tuple(mine), micro_batches, *nbytes)
+                    found[name] = Tail(modules, tuple(ended), micro_batches, *nbytes)
         return cls(
             found, {name: "" if name in found else reason for name, reason in reasons.items()}
         )
@@ -254,12 +254,12 @@ def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ..
 
 def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -> str:
     """Why these modules, which end the model, cannot run elsewhere, or ''."""
-    for its in calls:
+    for calls_of_one in calls:
         if (
-            len(its) != 1
-            or its[0][1]
-            or len(its[0][0]) != 1
-            or not isinstance(its[0][0][0], Tensor)
+            len(calls_of_one) != 1
+            or calls_of_one[0][1]
+            or len(calls_of_one[0][0]) != 1
+            or not isinstance(calls_of_one[0][0][0], Tensor)
         ):
             return "a module of the model's end is not called once and with one tensor"
     if any(has_hooks(each) for module in modules for each in module.modules()):

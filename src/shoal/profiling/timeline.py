@@ -93,8 +93,8 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
             layer.name: Watched(
                 calls=watch.calls[layer.name],
                 calls_vary=False,
-                taken=watch.taken[layer.name],
-                elements=watch.elements[layer.name],
+                input_elements=watch.input_elements[layer.name],
+                output_elements=watch.output_elements[layer.name],
                 input_grad=layer.name in watch.input_grad,
                 needed_s=clock.seconds(start, watch.entered[layer.name])
                 if layer.name in watch.entered
@@ -152,8 +152,8 @@ class _Watch:
         self.entered: dict[str, Mark] = {}  # the first time
         self.ready: dict[str, Mark] = {}
         self.calls: dict[str, int] = defaultdict(int)
-        self.taken: dict[str, int] = defaultdict(int)
-        self.elements: dict[str, int] = defaultdict(int)
+        self.input_elements: dict[str, int] = defaultdict(int)
+        self.output_elements: dict[str, int] = defaultdict(int)
         self.input_grad: set[str] = set()
 
     def attach(self, layer: Layer, hooks: ExitStack) -> None:
@@ -163,9 +163,9 @@ class _Watch:
                 mark = self.clock.mark()
                 self.entered.setdefault(layer.name, mark)
                 self.forward_log.append((mark, layer.name))
-                given = list(tensors_in((args, kwargs)))
-                self.taken[layer.name] += sum(tensor.numel() for tensor in given)
-                if not given or any(tensor.requires_grad for tensor in given):
+                inputs = list(tensors_in((args, kwargs)))
+                self.input_elements[layer.name] += sum(tensor.numel() for tensor in inputs)
+                if not inputs or any(tensor.requires_grad for tensor in inputs):
                     self.input_grad.add(layer.name)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -177,7 +177,7 @@ class _Watch:
                     hooks.callback(tensor.register_hook(arrive).remove)
             if not self.in_backward:
                 self.calls[layer.name] += 1
-                self.elements[layer.name] += sum(tensor.numel() for tensor in outputs)
+                self.output_elements[layer.name] += sum(tensor.numel() for tensor in outputs)
                 self.running.pop()
                 self.forward_log.append((self.clock.mark(), self.running[-1]))
 

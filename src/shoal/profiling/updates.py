@@ -139,8 +139,8 @@ class UpdateProbe(Probe):
         together = trial.once(_together)
         found = [together[p] for p in layer.parameters.values() if p in together]
         return UpdateFacts(
-            whole=first(each.whole for each in found),
-            joint=first(each.joint for each in found),
+            whole=first(why.whole for why in found),
+            joint=first(why.joint for why in found),
             unread=bool(layer.parameters.keys() & trial.step.ready_s.keys() - trial.read),
         )
 

@@ -42,7 +42,7 @@ class Column(ByOutputs):
     ) -> tuple[list[Traffic], list[Traffic]]:
         itemsize, facts = layer.parameters[0].itemsize, layer.measured(CutFacts)
         row_bytes = layer.rows * itemsize
-        x = move(topology, lambda source, to: facts.taken * itemsize)
+        x = move(topology, lambda source, to: facts.input_elements * itemsize)
         y = move(topology, lambda source, to: row_bytes * widths[source])
         dy = move(topology, lambda source, to: row_bytes * widths[to])
         back = [dy, x] if facts.input_grad else [dy]

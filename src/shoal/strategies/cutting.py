@@ -53,16 +53,16 @@ _SLOT = "_cut_layer"  # where a served layer keeps what runs it
 class CutFacts(Facts):
     """What a layer is called with, and whether it can be cut by outputs."""
 
-    taken: int = 0  # elements of what it is called with, in all calls
+    input_elements: int = 0  # of all calls
     input_grad: bool = True  # something it is called with takes a gradient
     rowwise: bool = False  # each of its outputs follows from one row of its weight
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[CutFacts]) -> CutFacts:
-        return replace(super().of_ranks(ranks), rowwise=all(each.rowwise for each in ranks))
+        return replace(super().of_ranks(ranks), rowwise=all(facts.rowwise for facts in ranks))
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> CutFacts:
-        return replace(self, taken=round(self.taken * excerpt.rows))
+        return replace(self, input_elements=round(self.input_elements * excerpt.rows))
 
 
 @final
@@ -71,7 +71,7 @@ class CutProbe(Probe):
 
     def measure(self, layer: Layer, trial: Trial) -> CutFacts:
         watched = trial.step.layers[layer.name]
-        return CutFacts(watched.taken, watched.input_grad, trial.once(rowwise)[layer.name])
+        return CutFacts(watched.input_elements, watched.input_grad, trial.once(rowwise)[layer.name])
 
 
 class CutStrategy(Strategy):

@@ -42,7 +42,7 @@ class LossFacts(Facts):
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[LossFacts]) -> LossFacts:
-        if not all(each.rows for each in ranks):
+        if not all(facts.rows for facts in ranks):
             return cls()
         return super().of_ranks(ranks)
 

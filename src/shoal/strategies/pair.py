@@ -37,7 +37,8 @@ class PairFacts(Facts):
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[PairFacts]) -> PairFacts:
-        return cls(_same(each.feeds for each in ranks), _same(each.fed_by for each in ranks))
+        feeds, fed_by = (facts.feeds for facts in ranks), (facts.fed_by for facts in ranks)
+        return cls(_same(feeds), _same(fed_by))
 
     def in_excerpt(self, layer: LayerProfile, excerpt: Excerpt) -> PairFacts:
         inside = excerpt.layers
