@@ -8,8 +8,8 @@
 
 A server holds the same transfers, updates and lanes as a worker, without the model: it sums,
 updates and sends its slices whenever the workers do. Of its tensors it touches its own slices only,
-and memory that nobody touches is never taken. The walk of one order: docs/ideas/walk-server-order.md.
-Guarded by tests/equivalence/test_servers.py.
+and memory that nobody touches is never taken. The walk of one order:
+docs/ideas/walk-server-order.md. Guarded by tests/equivalence/test_servers.py.
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the
 split in which workers serve a share too: Jiang et al., "A Unified Architecture for Accelerating
 Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.

@@ -3,8 +3,8 @@
 10  the update of the own pieces
 11  the return: their new values go to all ranks
 
-Workers and servers make it in the same way. The numbers are those of docs/ideas/walk-optimizer-step.md.
-Guarded by tests/equivalence/test_owners.py.
+Workers and servers make it in the same way. The numbers are those of
+docs/ideas/walk-optimizer-step.md. Guarded by tests/equivalence/test_owners.py.
 """
 
 from __future__ import annotations
