@@ -229,6 +229,32 @@ def test_what_cannot_be_a_tail_says_why(what: str) -> None:
         together(built(make), **how)
 
 
+class Labels:
+    """A target that is no plain data."""
+
+    def __init__(self, of_rows: Tensor) -> None:
+        self.of_rows = of_rows
+
+
+def test_a_target_that_cannot_be_sent_is_refused_before_the_first_step() -> None:
+    (x, y), *_ = features(WIDTH, CLASSES)
+    copies, cluster = [built(Net) for _ in range(3)], replace(cluster_of(2), tail=("tail0",))
+
+    def work(comm: ThreadComm) -> None:
+        model = copies[comm.rank]
+        with using(comm, cluster), suppress(SystemExit):
+            shoal.parallelize(
+                model,
+                lambda output, target: F.cross_entropy(output, target.of_rows),
+                sgd(model.parameters()),
+                sample=(x, Labels(y)),
+                pins=PINS,
+            )
+
+    with pytest.raises(UsageError, match=r"the target has a .*Labels in it, which cannot be sent"):
+        run(3, work, timeout_s=10, hosts=cluster.topology.hosts + cluster.tail, tail=1)
+
+
 def faulty(fault: Fault, tail: int = 1) -> None:
     """Two workers and a tail train with a fault."""
     batches, copies = features(WIDTH, CLASSES), [built(Net) for _ in range(2 + tail)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.sample import Sample, tensors_in
+from shoal.core.errors import UsageError
 from shoal.core.facts import Excerpt, Facts, LayerProfile, ModelProfile
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.products import ProductFacts
@@ -33,6 +34,7 @@ from shoal.remote.tail_hosts import (
     parameters_of,
 )
 from shoal.remote.tail_messages import Step
+from shoal.remote.wire import Data, written
 
 # of every module: what with, by position and name; output
 Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]
@@ -176,6 +178,10 @@ def _unfit_loss(sample: Sample, output: Any) -> str:
         return "there is no loss_fn that could go with it: the model returns its own loss"
     if not isinstance(output, Tensor):
         return "the model's output is not one tensor"
+    try:
+        written(Data(sample.y))
+    except UsageError as error:
+        return f"the target has {error.got} in it, which cannot be sent to tail hosts"
     leaf = output.detach().requires_grad_()
     nodes, seen = [sample.loss_fn(leaf, sample.y).grad_fn], set()
     while nodes:

@@ -353,6 +353,7 @@ def written_order(order: Order | UpdatePieces) -> Written:
 
 def send_orders(orders: Mapping[int, Written], comm: Comm) -> None:
     """Send each rank its order."""
+    # 3  to all at once
     sends = [
         send
         for rank, order in orders.items()

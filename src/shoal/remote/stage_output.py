@@ -1,19 +1,19 @@
 """A model whose end runs on hosts of its own: a worker's way to them.
 
     worker w                                                   tail host w mod T (runtime/stage.py)
-      forward of micro-batch i  FORWARD  the activation    ──▶ joins its workers' rows, runs the
+      forward of micro-batch i  Forward  the activation    ──▶ joins its workers' rows, runs the
       … of the next, meanwhile                                 tail
-      loss_fn(output, target)   LOSS     the target        ──▶ the loss of all of this worker's
+      loss_fn(output, target)   Loss     the target        ──▶ the loss of all of this worker's
                                          the loss          ◀── rows
-      backward                  BACKWARD its weight        ──▶ gradients, last micro-batch first
+      backward                  Backward its weight        ──▶ gradients, last micro-batch first
       … of micro-batch i                 of the activation ◀── while that of the one before is
                                                                computed
-      optimizer.step()          STEP     the settings      ──▶ an update as in one process
+      optimizer.step()          Step     the settings      ──▶ an update as in one process
 
 What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever
-looks at it gets the output (OUTPUT), without a gradient. To all else the tail's parameters look
+looks at it gets the output (`Output`), without a gradient. To all else the tail's parameters look
 whole (tensors/cut.py), and whatever is done with them is done by all workers together. Guarded by
-tests/equivalence/test_stage.py.
+tests/equivalence/test_stage.py. The walk of one micro-batch: docs/ideas/walk-micro-batch.md.
 
 Reference: Huang et al., "GPipe", 2019, section 2 (micro-batches); multi-node Caffe's net that is
 cut over nodes.
@@ -85,7 +85,7 @@ class Run:
             of_gradients=self._of_gradients,
             back=back,
         )
-        self.tail.hosts.tell(message)  # 1
+        self.tail.hosts.tell(message)  # 1  the next micro-batch begins meanwhile
         self._since_s = perf_counter()
         return index
 
@@ -104,7 +104,7 @@ class Run:
         number, self._losses = self._losses, self._losses + 1
         message = loss_message(args, kwargs, run=self.number, index=number)
         begin_s = perf_counter()
-        value = self.tail.hosts.ask(message, Tensor)  # 4
+        value = self.tail.hosts.ask(message, Tensor)  # 6  its arguments, for its value
         self._note("wait for the loss", begin_s)
         if not torch.is_grad_enabled():
             return value
@@ -127,7 +127,7 @@ class Run:
         if not self._gone:
             self._gone = True
             cleared, wanted = self.tail.cleared(), self.tail.wanted()
-            hosts.tell(  # 6
+            hosts.tell(  # 8  once, with the last micro-batch
                 backward_message(cleared, wanted, float(weight), self._slopes, run=self.number)
             )
             for number in sorted(self._forms, reverse=True):
@@ -141,7 +141,7 @@ class Run:
             return None
         begin_s = perf_counter()
         pending, landed = self._landing.pop(index)
-        pending.wait()
+        pending.wait()  # 10  on through the body
         self._note(f"wait for the gradient of micro-batch {index}", begin_s)
         self._since_s = perf_counter()
         return landed

@@ -61,6 +61,7 @@ class Inbox:
                     self._answering.check()
             messages = {worker: box.popleft() for worker, box in self._boxes.items()}
             self._moved.notify_all()
+        # 3  all of them are about the same
         first, *_ = messages.values()
         for worker, message in messages.items():
             if message.key != first.key:
@@ -85,7 +86,7 @@ class Inbox:
         channel = Channel[AnyTailMessage](comm, worker, AnyTailMessage)
         message: AnyTailMessage | None = None
         while not isinstance(message, End):
-            message = channel.next()
+            message = channel.next()  # 2  ahead of what is done
             with self._moved:
                 while len(self._boxes[worker]) >= _AHEAD:
                     self._moved.wait()

@@ -1,10 +1,10 @@
 """Servers: ranks that own parameters and train nothing, and how they are told what to do.
 
-    worker 0                                      every server
-      1  `Servers.tell`    writes an order   ──▶  2  `serve`            reads it
-                                                  3  `_Server`          finds the model it is for
-                                                  4  `_InStep`          does its part of it, over
-                                                                        the lanes that workers use
+    worker 0                                   every server
+      2  `Servers._send`  writes an order  ──▶ 4  `serve`        reads it, and has it done
+                                               6  `_Server`      finds the model it is for
+                                               7  `_InStep`      does its part of it, over the
+                                                                 lanes that workers use
 
 A server holds the same transfers, updates and lanes as a worker, without the model: it sums,
 updates and sends its slices whenever the workers do. Of its tensors it touches its own slices only,
@@ -213,7 +213,7 @@ class Servers:
             return
         self._lane.check("an order to the servers")
         servers = range(self._comm.workers, self._comm.size)
-        # 1  as of now: what cannot be sent is refused here
+        # 2  as of now: what cannot be sent is refused here
         orders = {server: written_order(order(server)) for server in servers}
         self._lane.run(partial(send_orders, orders), "order to servers")
 
@@ -262,13 +262,13 @@ def serve(comm: Comm) -> list[Counter[int]]:
     # after an error nothing is closed: threads may wait for messages that will not come
     while True:
         landed: SimpleQueue[AnyOrder] = SimpleQueue()
-        # 2  the lane's thread reads, so that this one sees meanwhile whether a rank was lost
+        # 4  the lane's thread reads, so that this one sees meanwhile whether a rank was lost
         errand = lane.run(partial(_read, reader, landed), "orders")
         errand.wait("serving", meanwhile=server.check)
         order = landed.get()
         if isinstance(order, End):
             break
-        order.do(server)
+        order.do(server)  # 5
     server.finish()
     lane.close()
     return server.observed()
@@ -324,7 +324,7 @@ class _Server:
 
     def do_for_model(self, order: ToModel) -> None:
         """Do something for a model."""
-        # 3  the model, and whose gradients owners have
+        # 6  the model, and whose gradients owners have
         model = self._models[order.model]
         if order.held is not None:
             for transfer, numbers in zip(model.transfers, order.held, strict=True):
@@ -426,7 +426,7 @@ class _InStep(OwnersRole):
             self._engine.routes.exchange(transfer)
 
     def update(self, order: UpdatePieces) -> None:
-        # 4  on the lanes, behind the sums of this backward
+        # 7  on the lanes, behind the sums of this backward
         for number, given in order.given.items():
             transfer = self.transfers[number]
             update = self._updates[order.optimizer][transfer]

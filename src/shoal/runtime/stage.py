@@ -3,13 +3,13 @@
     a thread for each worker    receives messages, a few ahead of what is done (inbox.py)
     the main thread             takes the next message of every worker, which ask for the same, in
                                 any order of arrival
-      FORWARD    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail
+      Forward    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail
                  on them
-      LOSS       each worker's loss, over all of its micro-batches together: as one process would
+      Loss       each worker's loss, over all of its micro-batches together: as one process would
                  compute it
-      BACKWARD   one backward through all of it; each activation's gradient goes back as soon as it
+      Backward   one backward through all of it; each activation's gradient goes back as soon as it
                  is there
-      STEP …     what one process would do, with this process's own optimizer
+      Step …     what one process would do, with this process's own optimizer
 
 Several tail hosts are an ordinary job of Shoal among themselves: each has the rows of its workers,
 their layers are served by the plan's strategies. So whatever one of them does all do, in the same
@@ -113,7 +113,7 @@ class Tail(TailRole):
             self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
             self._forwards[first.run] = Run(first.of_gradients)
         run = self._forwards[first.run]
-        # 2  join the rows
+        # 4  join the rows
         for worker, message in asked.items():
             activation = message.activation
             if activation is not None:
@@ -135,7 +135,7 @@ class Tail(TailRole):
                 got=", ".join(str(tuple(group[0][1].shape[1:])) for group in groups),
                 do="pad batches alike on every worker, or take one tail host",
             )
-        # 3  run the tail
+        # 5  run the tail
         with torch.set_grad_enabled(first.of_gradients), _cast(first.autocast):
             for same in groups:
                 blocks, tensors = map(list, zip(*same, strict=True))
@@ -182,7 +182,7 @@ class Tail(TailRole):
                 whole = self._whole(run, worker)
                 loss = self._loss_fn(whole, *message.args.value, **message.kwargs.value)
             run.losses.setdefault(worker, {})[message.index] = loss
-            self._answer(worker, loss.detach())  # 5
+            self._answer(worker, loss.detach())  # 7  of all of its rows
 
     def backward(self, asked: Mapping[int, Backward]) -> None:
         first = asked[self._workers[0]]
@@ -253,7 +253,7 @@ class Tail(TailRole):
             zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index
         ):
             if block.back and block.rows:
-                self._channels[block.worker].post_rows(part.contiguous())  # 7
+                self._channels[block.worker].post_rows(part.contiguous())  # 9
 
     def _clear(self, cleared: Sequence[bool]) -> None:
         for parameter, none in zip(self._parameters.values(), cleared, strict=True):

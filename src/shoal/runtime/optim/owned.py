@@ -117,7 +117,7 @@ class OwnedPart(Part):
                 steps = {numbers[each]: steps_of(each, group_of, server) for each in served}
                 return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
 
-            self._owners.tell(OfRank(update_for))  # 5
+            self._owners.tell(OfRank(update_for))  # 5  order 1
         self.mark(updated)
         for transfer, parameters in leaving:
             steps = steps_of(transfer, group_of, self._owners.rank)

@@ -110,6 +110,7 @@ class Update:
         def update(comm: Comm) -> None:
             # 10
             self._transfer.open_update(parameters)
+            # order 8
             values = self.step(self._transfer.gradients(), steps, groups, attributes)
             # 11
             gathered = self._transfer.gather(values, Turn.VALUES, comm)
