@@ -33,10 +33,10 @@ from torch.profiler import ProfilerActivity, profile
 from shoal.contracts.comm import Comm, Pending
 from shoal.core.facts import Topology
 from shoal.core.plan import Choice, Plan
+from shoal.front.joining import using
+from shoal.front.recipe import load
 from shoal.profiling.identity import model_digest, trainable_layers
-from shoal.runtime.attach import attach
-from shoal.runtime.joining import using
-from shoal.runtime.recipe import load
+from shoal.session.attach import attach
 
 HERE = Path(__file__).parent
 RECIPE, RESULTS = HERE.parent / "examples" / "resnet50.py", HERE / "results" / "loopback.json"

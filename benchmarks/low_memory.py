@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import shoal
 from shoal.contracts.launcher import Job
 from shoal.core.buckets import MEMORY
+from shoal.front.recipe import load
 from shoal.launch.lab import Lab
-from shoal.runtime.recipe import load
-from shoal.runtime.session import current
+from shoal.session.session import current
 
 HERE = Path(__file__).parent
 RECIPE, RESULTS = HERE.parent / "examples" / "resnet50.py", HERE / "results" / "low-memory.json"

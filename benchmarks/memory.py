@@ -30,7 +30,7 @@ import shoal
 from shoal.contracts.launcher import Job
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
-from shoal.runtime.session import current
+from shoal.session.session import current
 
 RANKS, LAYERS, WIDTH, ROWS, RATE = 4, 48, 512, 8, 1e-3
 WARM_UP, STEPS = 2, 4

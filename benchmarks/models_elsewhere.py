@@ -48,8 +48,8 @@ import transformers
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.runtime.joining import using
-from shoal.runtime.session import current
+from shoal.front.joining import using
+from shoal.session.session import current
 
 ROWS, STEPS, LEARNING_RATE = 6, 3, 0.05
 Batch = tuple[Any, Any]

@@ -26,7 +26,7 @@ import torch
 
 import shoal
 from shoal.core.trace import Recorder
-from shoal.runtime.session import current
+from shoal.session.session import current
 from shoal.tensors.cut import cut_of
 
 WORKERS, STEPS, TURNS = 3, 8, 2

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 from shoal.cli import main
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.plan import Plan
+from shoal.front.joining import using
 from shoal.launch.lab import Lab
 from shoal.profiling import paces
-from shoal.runtime.joining import using
 
 RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
 COMMANDS = ("bench", "check", "lab", "plan", "probe", "train")

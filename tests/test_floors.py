@@ -21,14 +21,16 @@ FLOORS = {
     "remote": 4,
     **dict.fromkeys(["profiling", "exchange", "codecs"], 5),
     "strategies": 6,
-    **dict.fromkeys(["planner", "rewrite"], 7),
-    **dict.fromkeys(["runtime", "simulation"], 8),
-    "__init__": 9,  # the public names
-    "peers": 9,  # what bench compares with
-    "worker": 10,
-    "bench": 11,
-    "cli": 12,
-    "__main__": 13,
+    **dict.fromkeys(["planner", "rewrite", "engine"], 7),
+    "optim": 8,
+    "servers": 9,
+    "session": 10,
+    "tail": 11,
+    "front": 12,
+    "__init__": 13,  # the public names
+    "commands": 14,
+    "cli": 15,
+    "__main__": 16,
 }
 
 

@@ -11,13 +11,13 @@ from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
+from shoal.front.joining import Served, init, serve
+from shoal.front.parallel import parallelize, plan, plan_of, shard
+from shoal.front.release import unparallelize
 from shoal.planner.explain import explain
 from shoal.planner.search_options import SearchOptions
-from shoal.runtime.joining import Served, init, serve
-from shoal.runtime.memory import Memory, memory
-from shoal.runtime.parallel import parallelize, plan, plan_of, shard
-from shoal.runtime.release import unparallelize
-from shoal.runtime.session import World, world
+from shoal.session.memory import Memory, memory
+from shoal.session.session import World, world
 
 __all__ = [
     "Choice",

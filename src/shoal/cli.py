@@ -17,20 +17,20 @@ from typing import Any
 import click
 import torch
 
-from shoal import worker
-from shoal.bench import bench as run_bench
+from shoal.commands import worker
+from shoal.commands.bench import bench as run_bench
+from shoal.commands.worker import PlanOptions
 from shoal.contracts.launcher import Job
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import ShoalError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.placement import BALANCED, POLICIES
 from shoal.core.plan import MICRO_BATCHES
+from shoal.front.recipe import Recipe, load
 from shoal.launch import rendezvous
 from shoal.launch.lab import QUEUE, Lab
 from shoal.launch.local import Local
-from shoal.runtime.recipe import Recipe, load
-from shoal.runtime.session import leave, world
-from shoal.worker import PlanOptions
+from shoal.session.session import leave, world
 
 _PACKAGE = Path(__file__).parent
 _NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.facts import Cluster
-from shoal.runtime.joining import using
+from shoal.front.joining import using
 
 WORDS, CLASSES, STEPS = 19, 5, 3
 WAYS = list(HERE)

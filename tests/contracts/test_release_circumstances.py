@@ -38,8 +38,8 @@ from with_tail import together
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.runtime.joining import using
-from shoal.runtime.session import Session, current
+from shoal.front.joining import using
+from shoal.session.session import Session, current
 
 # layers in several transfers
 in_small_parts = partial(shoal.parallelize, search_options=SMALL)

@@ -20,12 +20,12 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
+from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
-from shoal.runtime.joining import using
-from shoal.runtime.servers import Servers, serve
+from shoal.servers.servers import Servers, serve
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 HOSTS = ["ab", "abc", "abcd", "aba", "aabb"]  # a letter is the host of a rank

@@ -41,8 +41,8 @@ from shoal.core import registry
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Topology
 from shoal.exchange.direct import Direct
+from shoal.front.joining import using
 from shoal.planner.search import search
-from shoal.runtime.joining import using
 
 
 @dataclass(frozen=True)

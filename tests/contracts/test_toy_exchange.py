@@ -25,8 +25,8 @@ from shoal.core import registry
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import Topology
+from shoal.front.joining import using
 from shoal.planner.search import search
-from shoal.runtime.joining import using
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def test_ranks_that_registered_other_classes_are_told(monkeypatch: pytest.Monkey
     """Threads share one registry, so each look at it says something else here."""
     number = itertools.count()
     monkeypatch.setattr(
-        "shoal.runtime.request.from_outside", lambda _: {"relay": f"copy {next(number)}"}
+        "shoal.front.request.from_outside", lambda _: {"relay": f"copy {next(number)}"}
     )
 
     def work(comm: ThreadComm) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.front.joining import using
 from shoal.launch.lab import Lab
-from shoal.runtime.joining import using
 
 FUNCTIONS = [name for name in shoal.__all__ if inspect.isfunction(getattr(shoal, name))]
 

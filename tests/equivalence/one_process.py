@@ -31,10 +31,10 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
 from shoal.core.role import Role
+from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import profile_model
-from shoal.runtime.joining import using
-from shoal.runtime.servers import serve
+from shoal.servers.servers import serve
 
 LEARNING_RATE = 0.05
 ROWS = 12  # of a whole batch: even on 1, 2, 3 and 4 ranks

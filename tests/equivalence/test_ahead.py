@@ -22,8 +22,8 @@ from shoal.contracts.transfer import Slice
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.plan import Plan
 from shoal.planner.search_options import DEFAULT
-from shoal.runtime.ahead import Shelf
-from shoal.runtime.session import current
+from shoal.servers.ahead import Shelf
+from shoal.session.session import current
 
 
 class Adding:

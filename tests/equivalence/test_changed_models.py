@@ -14,7 +14,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.runtime.joining import using
+from shoal.front.joining import using
 
 
 def converted(model: nn.Module) -> None:

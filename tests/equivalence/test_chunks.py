@@ -16,11 +16,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shoal
-from shoal.comm import boundary
-from shoal.comm.boundary import Move, Rows
 from shoal.comm.threads import ThreadComm, run
+from shoal.front.joining import using
 from shoal.planner.search_options import SearchOptions
-from shoal.runtime.joining import using
+from shoal.tensors import boundary
+from shoal.tensors.boundary import Move, Rows
 
 ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
 

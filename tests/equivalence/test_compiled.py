@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.runtime.joining import using
+from shoal.front.joining import using
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 

@@ -36,9 +36,9 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import named
+from shoal.front.joining import using
 from shoal.planner.search import search
 from shoal.profiling.layers import profile_model
-from shoal.runtime.joining import using
 from shoal.tensors.cut import part_of
 
 CUT = pytest.mark.parametrize("way", CUTS)

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.boundary import Rows
-from shoal.comm.cut_output import CutOutput
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
-from shoal.runtime.joining import using
+from shoal.front.joining import using
+from shoal.tensors.boundary import Rows
+from shoal.tensors.cut_output import CutOutput
 
 CLASSES = 11
 

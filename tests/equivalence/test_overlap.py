@@ -26,9 +26,9 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.facts import Cluster, Link, Topology
-from shoal.runtime.joining import using
-from shoal.runtime.routes import Routes
-from shoal.runtime.servers import serve
+from shoal.engine.routes import Routes
+from shoal.front.joining import using
+from shoal.servers.servers import serve
 
 
 def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at():

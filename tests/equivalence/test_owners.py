@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.runtime.joining import using
+from shoal.front.joining import using
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

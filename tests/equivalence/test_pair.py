@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.boundary import Rows
-from shoal.comm.cut_output import CutOutput
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError
+from shoal.front.joining import using
 from shoal.profiling.layers import profile_model
-from shoal.runtime.joining import using
 from shoal.strategies.pair import PairFacts
+from shoal.tensors.boundary import Rows
+from shoal.tensors.cut_output import CutOutput
 
 WIDTH, CLASSES = 9, 5
 Between = Callable[[Tensor], Tensor]

@@ -30,9 +30,9 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.core.errors import PlanError
+from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
-from shoal.runtime.joining import using
-from shoal.runtime.session import current
+from shoal.session.session import current
 
 GIVEN = {"*.weight": 1, "3": 0, "1.*": 1}  # and "0.bias" is cut
 

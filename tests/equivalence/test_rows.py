@@ -29,8 +29,8 @@ from torch import Tensor, nn
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.runtime.joining import using
-from shoal.runtime.weights import Weigher
+from shoal.engine.weights import Weigher
+from shoal.front.joining import using
 from shoal.strategies.landing import divide, num_shares, weigh
 
 

@@ -30,9 +30,9 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer
 from shoal.core.facts import ModelProfile
+from shoal.front.joining import using
+from shoal.front.recipe import load
 from shoal.profiling.layers import profile_model
-from shoal.runtime.joining import using
-from shoal.runtime.recipe import load
 from shoal.strategies.cutting import CutFacts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -27,10 +27,10 @@ from shoal.comm.threads import ThreadComm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.errors import UsageError
 from shoal.core.plan import Plan
+from shoal.engine.engine import Engine
+from shoal.optim.owners import Owners
 from shoal.remote.orders import send_orders
-from shoal.runtime.engine import Engine
-from shoal.runtime.owners import Owners
-from shoal.runtime.session import current
+from shoal.session.session import current
 from shoal.strategies.server import shares
 
 
@@ -180,7 +180,7 @@ def test_a_step_takes_two_orders_however_many_buckets_there_are(
         sent.append(orders.keys())
         send_orders(orders, comm)
 
-    monkeypatch.setattr("shoal.runtime.servers.send_orders", counted)
+    monkeypatch.setattr("shoal.servers.servers.send_orders", counted)
 
     def loop(model: nn.Module, *others: object) -> tuple[int, list[int]]:
         numbers = []

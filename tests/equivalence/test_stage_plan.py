@@ -39,14 +39,14 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import TracedComm
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
+from shoal.front.joining import using
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.tails import tail_of
 from shoal.report import text
 from shoal.rewrite.apply import sites
-from shoal.runtime.joining import using
-from shoal.runtime.session import current
+from shoal.session.session import current
 
 COUNT_BYTES = 32  # a row count that is asked for, to every other rank
 

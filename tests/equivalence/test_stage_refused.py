@@ -33,7 +33,7 @@ import shoal
 from shoal.comm.faulty import Drop, Fault, FaultyComm
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import DeadlinePassed, RanksDiffer, UsageError
-from shoal.runtime.joining import using
+from shoal.front.joining import using
 from shoal.tensors.cut import cut_of
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {

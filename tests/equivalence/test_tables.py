@@ -27,8 +27,8 @@ from with_tables import PINS, ROWS, WIDTH, Twice, Words, assert_same, batches, t
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.runtime.joining import using
-from shoal.runtime.servers import serve
+from shoal.front.joining import using
+from shoal.servers.servers import serve
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw])

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.runtime.joining import using
-from shoal.runtime.servers import serve
+from shoal.front.joining import using
+from shoal.servers.servers import serve
 
 
 def mlp() -> nn.Module:

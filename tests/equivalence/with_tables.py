@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.runtime.joining import using
-from shoal.runtime.servers import serve
+from shoal.front.joining import using
+from shoal.servers.servers import serve
 
 ROWS, WIDTH = 23, 5
 PINS = {"table": "server_rows", "head": "replicate"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.runtime.recipe import Recipe, load
+from shoal.front.recipe import Recipe, load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -27,11 +27,11 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.launcher import Job, Launcher
 from shoal.core.errors import DeadlinePassed, PeerLost
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.front.joining import using
 from shoal.launch.lab import Lab
 from shoal.launch.local import Local
 from shoal.launch.namespaces import NAMES
 from shoal.launch.torchrun import Torchrun
-from shoal.runtime.joining import using
 
 # on a loaded machine: about 3 to tell who is lost or what passed, 1 for PyTorch to end
 _SOON_S = 10.0
@@ -50,7 +50,7 @@ from torch import nn
 import shoal
 from shoal.comm import heartbeat
 from shoal.core.facts import Link
-from shoal.runtime.session import current
+from shoal.session.session import current
 
 heartbeat._SILENT_S = 2.0
 world = shoal.init(timeout_s=float(os.environ["TIMEOUT_S"]), start_timeout_s=60)
@@ -326,7 +326,7 @@ import torch
 from torch import nn
 import shoal
 from shoal.core.facts import Link
-from shoal.runtime.session import current
+from shoal.session.session import current
 
 where = Path(os.environ["PID_FILE"])
 if os.environ["RANK"] == os.environ["DIES"]:

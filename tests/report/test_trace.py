@@ -12,9 +12,9 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.trace import MAIN, Event
+from shoal.front.joining import using
 from shoal.planner.timeline import Predictor
 from shoal.report.trace import chrome
-from shoal.runtime.joining import using
 
 
 def test_events_become_rows_of_a_trace() -> None:

@@ -133,7 +133,7 @@ class OwnedTransfer(Transfer):
     """A transfer whose sums stay with their owners, who update their pieces and send them back.
 
     After `run` each rank holds the global gradients of its own pieces, until they are dropped. What
-    the owners do with them (runtime/owners.py) goes over the same lane, where servers are owners
+    the owners do with them (optim/owners.py) goes over the same lane, where servers are owners
     over one for the way back: `gather` brings any values of the pieces to every rank.
     """
 

@@ -1,3 +1,1 @@
-"""Facts, costs, plans and contracts: what everything else is made of. Knows no network and no
-model.
-"""
+"""Facts, costs and plans: the data. It knows no network and no model."""

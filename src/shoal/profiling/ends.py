@@ -3,7 +3,7 @@
 A linear layer whose output goes into a cross entropy and nowhere else can have its loss computed
 cut; one whose output goes to one other linear layer, with element-wise work between, can leave it
 cut for that. Found by trying, whatever the modules between: one forward in which every linear
-layer's output is what a cut layer would give (comm/cut_output.py), on a lone rank; outputs tell
+layer's output is what a cut layer would give (tensors/cut_output.py), on a lone rank; outputs tell
 what is done with them.
 """
 
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.boundary import Rows
-from shoal.comm.cut_output import CutOutput, Use
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.probe import Trial
 from shoal.profiling.rowwise import rowwise
+from shoal.tensors.boundary import Rows
+from shoal.tensors.cut_output import CutOutput, Use
 
 
 @dataclass(frozen=True)

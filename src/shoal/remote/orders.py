@@ -1,4 +1,4 @@
-"""Orders to servers: what they are to do beside the workers (runtime/servers.py).
+"""Orders to servers: what they are to do beside the workers (servers/servers.py).
 
     End                             there is nothing more
     Duplex                          measure the links, with all workers

@@ -1,6 +1,6 @@
 """A model whose end runs on hosts of its own: a worker's way to them.
 
-    worker w                                                   tail host w mod T (runtime/stage.py)
+    worker w                                                   tail host w mod T (tail/stage.py)
       forward of micro-batch i  Forward  the activation    ──▶ joins its workers' rows, runs the
       … of the next, meanwhile                                 tail
       loss_fn(output, target)   Loss     the target        ──▶ the loss of all of this worker's
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.comm.boundary import refuse_second_derivative
 from shoal.comm.threads import DONE
 from shoal.contracts.comm import Pending
 from shoal.core.errors import UsageError
@@ -38,6 +37,7 @@ from shoal.core.trace import MAIN
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tail_hosts import backward_message, forward_message, loss_message
 from shoal.remote.tail_messages import Output
+from shoal.tensors.boundary import refuse_second_derivative
 
 
 @final

@@ -1,6 +1,6 @@
 """Tables whose rows are all with servers: how a worker looks at them, and has them learn.
 
-    worker                         each server, for its rows (runtime/tables.py)
+    worker                         each server, for its rows (servers/tables.py)
       Pull                   ──▶
         their rows           ◀──   as soon as this worker's steps have been applied
       Push                   ──▶   kept until the step

@@ -1,7 +1,7 @@
 """Hosts that run the end of a model, and a worker's way to its own.
 
 Every worker has one of them, and writes to that alone; it writes the same as every other worker, in
-the same order (tail_messages.py). What they do with it: runtime/stage.py.
+the same order (tail_messages.py). What they do with it: tail/stage.py.
 """
 
 from __future__ import annotations

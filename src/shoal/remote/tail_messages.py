@@ -1,4 +1,4 @@
-"""What a worker says to its tail host (runtime/stage.py), the same as every other worker.
+"""What a worker says to its tail host (tail/stage.py), the same as every other worker.
 
     Open           what the end of the model is
     Forward        a micro-batch's activation

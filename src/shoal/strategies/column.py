@@ -20,10 +20,10 @@ from typing import final
 
 from torch import Tensor
 
-from shoal.comm.boundary import Rows
 from shoal.core.cost import Traffic
 from shoal.core.facts import LayerProfile, Topology
 from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move
+from shoal.tensors.boundary import Rows
 
 
 @final

@@ -8,7 +8,7 @@
     4  backward   the same way back; the weight's gradient stays where the weight is, and is the
                   global mean at once
 
-The moves are autograd's (comm/boundary.py); between them it is the layer's own function, or for
+The moves are autograd's (tensors/boundary.py); between them it is the layer's own function, or for
 nn.Linear one that does the same, so autocast, hooks on modules and checkpointing work as ever.
 Parameters, their gradients and the optimizer's state are divided by P (tensors/cut.py).
 
@@ -29,8 +29,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.boundary import Move, Rows, call_of, linear, rows_of_all
-from shoal.comm.cut_output import CutOutput
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.strategy import Place, Strategy
@@ -43,7 +41,9 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.rowwise import row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
+from shoal.tensors.boundary import Move, Rows, call_of, linear, rows_of_all
 from shoal.tensors.cut import OverRanks, cut, is_cut, restore
+from shoal.tensors.cut_output import CutOutput
 
 COUNT_BYTES = 80  # the number of rows, and what for, to every peer
 _SLOT = "_cut_layer"  # where a served layer keeps what runs it
@@ -194,7 +194,7 @@ class CutStrategy(Strategy):
 
 
 class ByOutputs(CutStrategy):
-    """Cuts by outputs; what comes out stays cut (comm/cut_output.py), unless `leave` says
+    """Cuts by outputs; what comes out stays cut (tensors/cut_output.py), unless `leave` says
     otherwise.
     """
 

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.boundary import call_of, dealt, refuse_second_derivative
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Layer, Probe, Trial
@@ -43,6 +42,7 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
+from shoal.tensors.boundary import call_of, dealt, refuse_second_derivative
 from shoal.tensors.cut import OverRanks, cut, cut_of, part_of, restore
 
 _LOOKED_AT = 64  # rows of a gradient

@@ -10,7 +10,7 @@ A softmax on the way tells every peer two sums of each of all P·K rows, and one
 
 Neither the K·N logits nor the M·N gradients cross the network, which is what heads of very many
 classes need. What the model returns is this rank's rows of logits without the memory
-(comm/cut_output.py).
+(tensors/cut_output.py).
 
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3; An et al., "Partial FC", 2020, section
 3.1.

@@ -9,7 +9,7 @@ hidden width stays cut.
                 column_pair   give dx back, summed where the rows are: K·M·s·(P−1)
 
 Against column and row by themselves it spares 4·K·N·s·(P−1)/P. What is between may be any modules
-and functions that comm/cut_output.py leaves cut, found by running the sample once. Dropout there
+and functions that tensors/cut_output.py leaves cut, found by running the sample once. Dropout there
 draws numbers of its own on every rank: it is as random, but not the same, as in one process.
 Reference: Shoeybi et al., "Megatron-LM", 2019, section 3.
 """

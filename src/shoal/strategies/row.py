@@ -18,10 +18,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shoal.comm.boundary import Move, Rows
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut
+from shoal.tensors.boundary import Move, Rows
 
 
 class Row(CutStrategy):

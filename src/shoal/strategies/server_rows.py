@@ -7,7 +7,7 @@ up, push gradients.
                 waits for them
 
 With U different ids a worker sends U·(16 + D·s) and gets U·D·s, instead of 2·V·D·s or so, and holds
-nothing: no table, no gradient, no state. What happens at the servers: runtime/tables.py. Works with
+nothing: no table, no gradient, no state. What happens at the servers: servers/tables.py. Works with
 a staleness.
 
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014,
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.comm.boundary import refuse_second_derivative
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
@@ -38,6 +37,7 @@ from shoal.remote.channel import HEAD_BYTES
 from shoal.remote.tables import ID_BYTES
 from shoal.strategies.cutting import refused
 from shoal.strategies.embedding import IdFacts, IdProbe, run_by, run_by_itself
+from shoal.tensors.boundary import refuse_second_derivative
 from shoal.tensors.cut import restore
 
 

@@ -7,7 +7,7 @@ parameters back.
     2  the last landed    the exchange's first half brings each slice's sum to its owner, while
                           backward goes on
     3  optimizer.step()   returns at once; on the lane the owner updates its pieces
-                          (runtime/owners.py)
+                          (optim/owners.py)
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while
                           the next forward runs
 

@@ -1,0 +1,270 @@
+"""`shoal bench`: Shoal and its peers on one recipe, in turn, in one run.
+
+Machines drift, so contenders alternate (A B A B …) and are compared round by round. A round's
+figure is the median step of the slowest rank; a ratio is the median over rounds of peer ÷ Shoal,
+its interval a bootstrap over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.commands.peers import PEERS, Peer, Workload, ready, slowest_rank, step_times
+from shoal.commands.worker import PlanOptions, pair
+from shoal.core.errors import UsageError
+from shoal.core.trace import MAIN, Recorder
+from shoal.front.joining import init
+from shoal.front.parallel import parallelize, shard
+from shoal.front.recipe import Recipe
+from shoal.planner.explain import explain
+from shoal.planner.timeline import Predictor
+from shoal.profiling.interfaces import watching
+from shoal.profiling.processor import ProcessorTime
+from shoal.report import text
+from shoal.report.trace import chrome
+from shoal.session.memory import Memory, memory, of_one_process
+from shoal.session.session import Attached, current
+
+_BOOTSTRAPS = 10_000
+_SEED = 0
+_EXPECTED = "predicted, one step"
+
+
+def bench(
+    recipe: Recipe,
+    options: PlanOptions,
+    against: Sequence[str],
+    *,
+    rounds: int = 5,
+    steps: int = 5,
+    json_path: Path | None = None,
+    trace_path: Path | None = None,
+) -> dict[str, Any]:
+    """Time the recipe's step under Shoal and the named peers; print medians, ratios and memory.
+
+    Args:
+        recipe: what to train, each rank on its own rows.
+        options: Shoal's plan.
+        against: names of peers: plain, ddp, fsdp2.
+        rounds: turns that each contender takes.
+        steps: timed steps in a turn, after one that is not.
+        json_path: where rank 0 writes every figure.
+        trace_path: where rank 0 writes a Chrome trace of some more of Shoal's steps, the predicted
+            one beside them.
+
+    Returns:
+        What is written as JSON: medians, ratios with 95 % intervals, every round's figure, plan and
+        machine.
+
+    Raises:
+        UsageError: an unknown peer, or no other rank to train with.
+    """
+    unknown = [name for name in against if name not in PEERS]
+    if unknown:
+        raise UsageError(
+            f"there is no peer called {unknown[0]!r}",
+            expected=", ".join(PEERS),
+            do="name one of these",
+        )
+    if init().size == 1:
+        raise UsageError(
+            "a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`"
+        )
+    if current().others:
+        do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"
+        raise UsageError("peers know no servers, and no tail hosts", do=do)
+    batch = pair(next(iter(shard(recipe.data()[0]))))
+    _tell("measuring and planning")
+    work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
+    shoal = _shoal(work, options)
+    attached = current().attached[shoal.model]
+    contenders = {"shoal": shoal}
+    for name in against:
+        _tell(f"making {name} ready")
+        contenders[name] = ready(name, _seeded(work))
+    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    busy: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(1, rounds + 1):
+        for name, peer in contenders.items():
+            step_s, share = _turn(peer, batch, steps)
+            figures[name].append(step_s)
+            busy[name].append(share)
+        steps_s = ", ".join(f"{name} {times[-1] * 1e3:.1f} ms" for name, times in figures.items())
+        _tell(f"round {number} of {rounds}: {steps_s}")
+    report = {
+        "command": ["shoal", *sys.argv[1:]],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "ranks": current().comm.size,
+        "link_mbit_per_s": attached.cluster.link.bytes_per_s * 8e-6,
+        "contenders": {name: peer.name for name, peer in contenders.items()},
+        "median_s": {name: statistics.median(times) for name, times in figures.items()},
+        "rounds_s": figures,
+        "ratio_to_shoal": {name: _ratio(figures[name], figures["shoal"]) for name in against},
+        "processors_busy": {name: statistics.median(shares) for name, shares in busy.items()},
+        "predicted_s": attached.plan.predicted_s,
+        "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
+        "memory_bytes": _memory(shoal.model),
+        "memory_of_one_process_bytes": _told(of_one_process(attached.profile)),
+        "plan": json.loads(attached.plan.to_json()),
+    }
+    if current().comm.rank == 0:
+        _print(
+            recipe,
+            report,
+            explain(attached.plan, attached.profile, attached.cluster, alternatives=False),
+        )
+        if json_path:
+            json_path.write_text(json.dumps(report, indent=1) + "\n")
+    if trace_path:
+        _trace(shoal, attached, batch, steps, trace_path)
+    return report
+
+
+def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]:
+    """The median step of the slowest rank, and how busy the processors of this machine were
+    meanwhile, 1 at most.
+    """
+    start, begin_s = ProcessorTime.now(), time.perf_counter()
+    step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
+    cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
+    return step_s, min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
+
+
+def _tell(what: str) -> None:
+    """Progress, beside the report: a round over slow links takes minutes."""
+    if current().comm.rank == 0:
+        print(f"bench: {what}", file=sys.stderr, flush=True)
+
+
+def _memory(model: torch.nn.Module) -> dict[str, int]:
+    """What Shoal's own model holds, each kind on the rank with the most; the process's peak is the
+    peers' too.
+    """
+    ranks = current().comm.gather_objects(_told(replace(memory(model), process_peak=None)))
+    return {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
+
+
+def _told(held: Memory) -> dict[str, int]:
+    return {kind: nbytes for kind, nbytes in asdict(held).items() if nbytes is not None}
+
+
+def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
+    """Write what every rank and its interfaces did in some steps, and what was expected of one,
+    from backward on.
+    """
+    comm = current().comm
+    comm.gather_objects(None)  # so that they begin at once
+    with attached.engine.recorded() as recorder, watching(recorder):
+        for _ in range(steps):
+            _recorded(shoal, batch, recorder)
+    ranks: list[Recorder] = comm.gather_objects(recorder)
+    if comm.rank > 0:
+        return
+    predicted = Predictor(attached.profile, attached.cluster).as_is(attached.plan)
+    begin_s = next(event.begin_s for event in recorder.events if event.what == "backward")
+    expected = [
+        replace(each, begin_s=begin_s + each.begin_s, end_s=begin_s + each.end_s)
+        for each in predicted.events()
+    ]
+    rates = [
+        replace(each, at_s=begin_s + each.at_s)
+        for each in predicted.rates(attached.cluster.link.bytes_per_s)
+    ]
+    did = {f"rank {rank}": each.events for rank, each in enumerate(ranks)}
+    carried = {f"rank {rank}": each.rates for rank, each in enumerate(ranks)}
+    path.write_text(chrome({**did, _EXPECTED: expected}, {**carried, _EXPECTED: rates}))
+
+
+def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
+    """One step, of which the engine notes the backward."""
+    begin_s = time.perf_counter()
+    loss = shoal.forward(*batch)
+    recorder.note("forward", MAIN, begin_s)
+    shoal.optimizer.zero_grad()
+    loss.backward()
+    update_s = time.perf_counter()
+    shoal.optimizer.step()
+    recorder.note("optimizer", MAIN, update_s)
+    recorder.note("step", "steps", begin_s)
+
+
+def _shoal(work: Workload, options: PlanOptions) -> Peer:
+    peer = Peer("shoal", _seeded(work).model(), work)
+    peer.model, peer.loss, peer.optimizer = parallelize(
+        peer.model,
+        peer.loss,
+        peer.optimizer,
+        sample=work.batch,
+        **vars(options),
+    )
+    return peer
+
+
+def _seeded(work: Workload) -> Workload:
+    """The workload, about to build its model from the same random numbers as every contender's."""
+    torch.manual_seed(_SEED)
+    return work
+
+
+def _ratio(peer: Sequence[float], shoal: Sequence[float]) -> dict[str, float]:
+    """Median over rounds of peer ÷ shoal, with a bootstrap's 95 % interval."""
+    pairs = [a / b for a, b in zip(peer, shoal, strict=True)]
+    draw = random.Random(_SEED)
+    medians = sorted(
+        statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(_BOOTSTRAPS)
+    )
+    low, high = medians[int(0.025 * _BOOTSTRAPS)], medians[int(0.975 * _BOOTSTRAPS)]
+    return {"median": statistics.median(pairs), "low": low, "high": high}
+
+
+def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
+    console = text.console()
+    console.print(text.explained(explanation))
+    rows = [("shoal", report["median_s"]["shoal"], "1")]
+    for name, ratio in report["ratio_to_shoal"].items():
+        interval = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        rows.append((report["contenders"][name], report["median_s"][name], interval))
+    console.print(text.ratios(f"{recipe.path.name}, {report['ranks']} ranks", rows))
+    predicted, measured = report["predicted_s"], report["median_s"]["shoal"]
+    console.print(
+        f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one"
+    )
+    held = Memory(**report["memory_bytes"], process_peak=None)
+    console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
+    alone = Memory(**report["memory_of_one_process_bytes"], process_peak=None)
+    console.print(f"one process would hold: {alone}")
+    floor = report["floor_s"]
+    console.print(
+        f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured "
+        f"{measured / floor:.2f} of it"
+    )
+    if any(report["processors_busy"].values()):
+        shares = ", ".join(
+            f"{share:.0%} under {name}" for name, share in report["processors_busy"].items()
+        )
+        console.print(f"processors of rank 0's machine were busy {shares}")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )

@@ -1,0 +1,349 @@
+"""What every rank executes for the command line: train, check, plan and probe a recipe. Bench is in
+bench.py.
+
+Each function is a collective: all ranks call it with the same arguments, and rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from shoal.contracts.sample import called, own_loss
+from shoal.core.buckets import MEMORY
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster
+from shoal.core.placement import BALANCED
+from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.front.joining import init, is_tail_host, serve_and_end
+from shoal.front.parallel import measured_cluster, parallelize, shard
+from shoal.front.recipe import Recipe
+from shoal.planner.explain import explain
+from shoal.planner.sharing import plan_for
+from shoal.profiling.identity import model_digest
+from shoal.profiling.layers import profile_model
+from shoal.remote.tail_hosts import TailHosts
+from shoal.report import text
+from shoal.report.progress import Progress
+from shoal.rewrite.apply import cuts
+from shoal.session.memory import memory, of_one_process
+from shoal.session.session import Session, current, world
+
+CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
+# the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
+_CHECK_S = 3600.0
+_SEED = 0
+_LOCAL = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command line says of the plan: keyword arguments of `parallelize`, under their names
+    there.
+    """
+
+    plan: Plan | str = "auto"
+    pins: Mapping[str, str] | None = None
+    strategies: tuple[str, ...] | None = None
+    memory: str = MEMORY[0]
+    placement: str = BALANCED
+    memory_limit: float | None = None
+    micro_batches: int = MICRO_BATCHES
+    staleness: int | None = 0
+
+
+def train(
+    recipe: Recipe,
+    options: PlanOptions,
+    *,
+    save: Path | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+) -> None:
+    """Train the recipe on all ranks.
+
+    Rank 0 prints the plan, progress, step times, memory and the test accuracy.
+
+    Args:
+        recipe: what to train, on what.
+        options: of the plan.
+        save: where to write the plan.
+        epochs: passes over the data; the recipe's own number by default.
+        max_steps: after which to end, however many passes they take.
+    """
+    # 1  join the others, and take a share of the data
+    init()
+    torch.manual_seed(_SEED)
+    training_data, test_data = recipe.data()
+    loader = shard(training_data)
+    # 2  spread the model over the ranks
+    model, loss_fn = recipe.model(), recipe.loss()
+    optimizer = recipe.optimizer(model.parameters())
+    sample = pair(next(iter(loader)))
+    model, loss_fn, optimizer = parallelize(
+        model, loss_fn, optimizer, sample=sample, **vars(options)
+    )
+    _show_plan(model, save)
+    # 3  the ordinary loop
+    epochs, num_steps = _length(recipe, len(loader), epochs, max_steps)
+    model.train()
+    with Progress(text.console(), num_steps, world().size, speaks=world().rank == 0) as progress:
+        for epoch in range(epochs):
+            for x, y in islice(map(pair, loader), num_steps - progress.num_steps):
+                seconds, loss = timed_step(model, loss_fn, optimizer, x, y)
+                progress.count(epoch, seconds, loss, rows=len(pytree.tree_leaves(x)[0]))
+            progress.end_epoch(epoch)
+    # 4  what came of it
+    progress.end()
+    _show_outcome(model, progress.median_step_s)
+    if test_data is not None:
+        _show_accuracy(recipe, model, test_data)
+
+
+def _length(
+    recipe: Recipe, num_batches: int, epochs: int | None, max_steps: int | None
+) -> tuple[int, int]:
+    """How many epochs training has, and how many steps in all."""
+    if epochs is None:
+        epochs = math.ceil(max_steps / num_batches) if max_steps else recipe.epochs
+    num_steps = epochs * num_batches
+    return epochs, min(num_steps, max_steps or num_steps)
+
+
+def _show_plan(model: nn.Module, save: Path | None) -> None:
+    """Have rank 0 print the plan that a model follows, and write it to `save`, if that is given."""
+    attached = current().attached.get(model)
+    if attached is None:
+        if save:
+            raise UsageError(
+                "one process trains without a plan, so there is none to save", do="add --workers 2"
+            )
+    elif world().rank == 0:
+        explanation = explain(attached.plan, attached.profile, attached.cluster)
+        text.console().print(text.explained(explanation, refused=False))
+        if save:
+            attached.plan.save(save)
+
+
+def _show_outcome(model: nn.Module, median_step_s: float) -> None:
+    """Have rank 0 print the prediction beside the measured step, and what memory it holds."""
+    if world().rank > 0:
+        return
+    console, attached = text.console(), current().attached.get(model)
+    if attached is not None:
+        predicted_s = attached.plan.predicted_s
+        console.print(
+            f"predicted step {predicted_s * 1e3:.1f} ms: "
+            f"{abs(predicted_s - median_step_s) / median_step_s:.0%} "
+            f"{'under' if predicted_s < median_step_s else 'over'} the measured one"
+        )
+    console.print(f"memory of this rank: {memory(model)}")
+    if attached is not None:
+        console.print(f"one process would hold: {of_one_process(attached.profile)}")
+
+
+def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any]) -> None:
+    """Have rank 0 print the accuracy; of a model that is cut all ranks must find it together."""
+    attached = current().attached.get(model)
+    is_cut = attached is not None and cuts(attached.plan)
+    if recipe.accuracy is None or (world().rank > 0 and not is_cut):
+        return
+    accuracy = _accuracy(recipe, model, test_data)
+    if world().rank == 0:
+        text.console().print(f"test accuracy {accuracy:.2%}")
+
+
+def timed_step(
+    model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any
+) -> tuple[float, float]:
+    """One ordinary training step: its seconds, and its loss over this rank's rows."""
+    began = time.perf_counter()
+    output = called(model, x)
+    loss = own_loss(output) if loss_fn is None else loss_fn(output, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    value = float(loss.detach())
+    return time.perf_counter() - began, value
+
+
+def pair(batch: Any) -> tuple[Any, Any]:
+    """A loader's batch as (x, y); one that is not a pair is all x."""
+    return (
+        (batch[0], batch[1])
+        if isinstance(batch, list | tuple) and len(batch) == 2
+        else (batch, None)
+    )
+
+
+@torch.no_grad()
+def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
+    """Share of right answers over all of it."""
+    assert recipe.accuracy is not None
+    model.eval()
+    counts = [recipe.accuracy(model(x), y) for x, y in map(pair, test)]
+    model.train()
+    return sum(right for right, _ in counts) / sum(total for _, total in counts)
+
+
+def check(
+    recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.dtype = torch.float64
+) -> float:
+    """Train a few steps on all ranks, and on one process with the global batch; the largest
+    relative difference.
+
+    By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
+    (BatchNorm's statistics, dropout's random numbers) are set to evaluation in both.
+    """
+    init(timeout_s=_CHECK_S)
+    console, comm = text.console(), current().comm
+    torch.manual_seed(_SEED)
+    loader = shard(recipe.data()[0])
+    model, loss_fn = recipe.model(), recipe.loss()
+    # before the optimizer sees its parameters
+    options = replace(options, plan=_retyped(options.plan, model, dtype))
+    local = [module for module in model.modules() if isinstance(module, _LOCAL)]
+    optimizer = recipe.optimizer(model.parameters())
+    batches = [_as_type(batch, dtype) for batch in _take(loader, steps)]
+    for module in local:
+        module.eval()
+    parallelize(
+        model,
+        loss_fn,
+        optimizer,
+        sample=batches[0],
+        **vars(options),
+    )
+    single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
+    attached = current().attached.get(model)
+    if comm.rank == 0 and attached is not None:
+        console.print(
+            text.explained(
+                explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
+            )
+        )
+    for x, y in batches:
+        timed_step(model, loss_fn, optimizer, x, y)
+    trained = [parameter.detach() for parameter in model.parameters()]
+    everyone = comm.gather_objects(batches)
+    worst = 0.0
+    if comm.rank == 0:
+        single_optimizer = recipe.optimizer(single.parameters())
+        for parts in zip(*everyone, strict=True):
+            x, y = _joined(parts)
+            timed_step(single, recipe.loss(), single_optimizer, x, y)
+        rate = max(float(group["lr"]) for group in single_optimizer.param_groups)
+        rows = [
+            (name, float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate))
+            for (name, a), b in zip(single.named_parameters(), trained, strict=True)
+        ]
+        console.print(text.differences(rows))
+        if local:
+            names = sorted({type(module).__name__ for module in local})
+            console.print(
+                f"{', '.join(names)}: local to a rank in training, so set to evaluation for this "
+                "check"
+            )
+        worst = max(difference for _, difference in rows)
+        console.print(
+            f"{comm.size} ranks against one process, {steps} steps in "
+            f"{str(dtype).removeprefix('torch.')}: "
+            f"largest relative difference {worst:.1e}"
+            + (
+                f" ({'the same' if worst <= CRITERION else 'not the same'})"
+                if dtype == torch.float64
+                else ""
+            )
+        )
+    differences: list[float] = comm.gather_objects(worst)
+    return max(differences)
+
+
+def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
+    """Convert the model; a saved plan that was made for it as it was is then one for the model as
+    it is.
+    """
+    before = model_digest(model)
+    model.to(dtype)
+    if plan == "auto":
+        return plan
+    given = Plan.load(plan) if isinstance(plan, str) else plan
+    return replace(given, model=model_digest(model)) if given.model == before else given
+
+
+def plan(
+    recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save: Path | None = None
+) -> Plan:
+    """Plan the recipe for a cluster, or for the ranks that call this, and print why; write it to
+    `save`.
+    """
+    init()
+    session = current()
+    torch.manual_seed(_SEED)
+    model = recipe.model()
+    sample = pair(next(iter(shard(recipe.data()[0]))))
+    optimizer = recipe.optimizer(model.parameters())
+    _stay_behind(session)
+    pieces = options.micro_batches if session.other(TailHosts) else None
+    profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, pieces)
+    where = cluster or measured_cluster(session)
+    asked = {name: value for name, value in vars(options).items() if name != "plan"}
+    made = plan_for(profile, where, **asked)
+    if session.comm.rank == 0:
+        text.console().print(text.explained(explain(made, profile, where)))
+        if save:
+            made.save(save)
+    return made
+
+
+def probe() -> Cluster:
+    """Measure the links between the ranks, and print what was found."""
+    init()
+    _stay_behind(current())
+    cluster = measured_cluster(current())
+    if world().rank == 0:
+        text.console().print(text.measured_cluster(cluster))
+    return cluster
+
+
+def _stay_behind(session: Session) -> None:
+    """On a tail host, where no model is parallelised: wait until the workers have ended, and
+    end.
+    """
+    if is_tail_host(session):
+        serve_and_end(session)
+
+
+def _take(loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:
+    """The first `count` batches, going round where the loader is shorter."""
+
+    def forever() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    return [pair(batch) for batch, _ in zip(forever(), range(count), strict=False)]
+
+
+def _as_type(batch: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map(
+        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, batch
+    )
+
+
+def _joined(parts: tuple[Any, ...]) -> Any:
+    """The ranks' batches as one."""
+    return pytree.tree_map(
+        lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts
+    )

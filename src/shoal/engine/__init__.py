@@ -1,0 +1,1 @@
+"""Who runs when: rounds, lanes, and how backward gets in and is weighed."""

@@ -1,0 +1,283 @@
+"""The model's border as autograd sees it: gradients that come in are weighed, those that go out
+weighed back.
+
+    forward     x ──▶ [inward] ──▶ model ──▶ [outward] ──▶ output
+    backward   dx ◀──  ÷ w    ◀── model ◀──    × w    ◀── d output    here the engine's round opens
+
+w is this rank's weight in the global mean (weights.py). Divided out again, it weighs every
+parameter once where one model feeds another (a GAN) or itself, and a gradient with respect to
+inputs is what it is without shoal. A gradient penalty makes a graph of backward itself, whose
+border the same identities form with their places changed.
+
+Where the model is called once until backward, as nearly always, w is 1 here, and the rank's share
+goes with what the engine sends (Engine.called): nobody waits for the others' rows. What comes of an
+earlier call besides is weighed over that. Costs nothing but two calls a tensor. Guarded by
+tests/equivalence/test_rows.py and test_backward.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.core.errors import UsageError
+from shoal.engine.engine import Engine
+from shoal.engine.weights import DEPTH, OPAQUE, Weight
+from shoal.remote.stage_output import StageOutput
+from shoal.tensors.cut import is_cut
+from shoal.tensors.cut_output import CutOutput
+
+
+@final
+class Border:
+    """Where gradients come into one parallelised model, and go out of it."""
+
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
+        self.engine = engine
+        self._model = ref(model)  # whose hooks have this
+        self._given = [
+            _Given(name, p, p.dtype, p.device, None if is_cut(p) else p.stride())
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+        self._checked = -1  # autograd's number of the backward before which the model was looked at
+        self._known = {id(p) for p in model.parameters()}
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        # Autograd makes a parameter's accumulator on first use and tells by node whether a backward
+        # will run it.
+        self._accumulators = [_accumulator(p) for p in self._trainable]
+        # every crossing hangs on it: see `_trains`
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
+        self._anchored = _accumulator(self.anchor)
+
+    def check(self) -> None:
+        """Raise UsageError if a parameter trains that was frozen when the plan was made, or is of
+        another type now.
+        """
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name} was frozen when the model was parallelised, and trains now",
+                    where=name,
+                    do="parallelise while it is trainable and freeze it afterwards, until it is to "
+                    "train",
+                )
+        for given in self._given:
+            given.check()
+
+    def outward(self, output: Any, weight: Weight) -> Any:
+        """The same output, its tensors through the border. Objects of unknown classes are changed
+        in place.
+        """
+        return _mapped(
+            output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH
+        )
+
+    def inward(self, inputs: Any, weight: Weight) -> Any:
+        """The same inputs, through the border."""
+        return _mapped(
+            inputs, lambda tensor: _cross(tensor, Crossing(self, weight, outward=False)), 0
+        )
+
+    def weight(self, weight: Weight) -> float | None:
+        """A gradient is at the border: open the engine's round; what weighs it (None: nothing)."""
+        if not self._trains():
+            return None
+        task = torch._C._current_graph_task_id()
+        if task != self._checked:
+            self._check_whole()
+            self._checked = task
+        shared = self.engine.begin().weight
+        if shared is None:
+            return weight.value()
+        return None if shared is weight else weight.over(shared)
+
+    def _check_whole(self) -> None:
+        """Raise UsageError if the model trains others than it was given with: nobody would exchange
+        their gradients.
+
+        In backward, as during forward `torch.func.functional_call` may have its own in their
+        places.
+        """
+        if (model := self._model()) is None:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            here = {
+                id(parameter): name
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad
+            }
+            gone = [
+                each.name
+                for each in self._given
+                if id(each.parameter) not in here and each.parameter.requires_grad
+            ]
+        added = [name for number, name in here.items() if number not in self._known]
+        for name in gone[:1] or added[:1]:
+            what = "is no longer the model's" if gone else "is new"
+            raise UsageError(
+                f"parameter {name} {what}: the model was changed after parallelize",
+                where=name,
+                do="add, replace and tie layers before parallelize; freeze what is to be taken out "
+                "later",
+            )
+
+    def _trains(self) -> bool:
+        """Whether the running backward is one of the model's parameters, and not a gradient of
+        something else.
+        """
+        runs = torch._C._will_engine_execute_node
+        try:
+            if any(runs(node) for node in self._accumulators):
+                return True
+        except RuntimeError as error:
+            raise UsageError(
+                "torch.autograd.grad with respect to parameters gives a rank its own gradients, "
+                "which nobody exchanges",
+                do="use loss.backward() and read .grad; with respect to inputs torch.autograd.grad "
+                "is right",
+            ) from error
+        # The accumulators of what reentrant checkpointing holds run in a backward of their own
+        # inside this one. Then, too, it is a backward of everything, in which the anchor takes
+        # part.
+        return runs(self._anchored) and any(p.requires_grad for p in self._trainable)
+
+
+@final
+@dataclass(frozen=True)
+class _Given:
+    """A trainable parameter as it was when the model was parallelised."""
+
+    name: str
+    parameter: Tensor
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] | None  # None: of a part, whose own they are
+
+    def check(self) -> None:
+        """Raise UsageError unless it is still so."""
+        with torch._C.DisableTorchFunctionSubclass():
+            its, trains = self.parameter, self.parameter.requires_grad
+            now = its.dtype, its.device, None if self.strides is None else its.stride()
+        then = self.dtype, self.device, self.strides
+        if trains and now != then:
+            raise UsageError(
+                f"parameter {self.name} was converted after parallelize",
+                where=self.name,
+                got="{} on {}, with strides {}".format(*now),
+                expected="{} on {}, with strides {}, as it was then".format(*then),
+                do="convert the model, model.to(...), before parallelize; for mixed precision use "
+                "torch.autocast",
+            )
+
+
+@final
+@dataclass(frozen=True)
+class Crossing:
+    """One call's way over the border, in one direction."""
+
+    border: Border
+    weight: Weight
+    outward: bool
+
+    def back(self, grad: Tensor) -> Tensor:
+        """The gradient, weighed; where it is itself part of a graph, what comes back through it is
+        weighed, too.
+        """
+        weight = self.border.weight(self.weight)
+        if weight is not None and self.outward:
+            grad = grad * weight
+        elif weight:  # at weight 0 the gradient is 0
+            grad = grad / weight
+        return (
+            _cross(grad, Crossing(self.border, self.weight, not self.outward))
+            if grad.requires_grad
+            else grad
+        )
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        # An output may be changed in place, which torch refuses on a view; an input that is, is
+        # better refused, since the caller's own tensor would change without its history.
+        return value.detach() if crossing.outward else value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.crossing.back(grad), None, None
+
+
+def _cross(tensor: Tensor, crossing: Crossing) -> Tensor:
+    if isinstance(tensor, StageOutput):
+        return tensor.over(lambda ticket: _cross(ticket, crossing))
+    # what is made of it crosses the border, with this rank's rows alone
+    if isinstance(tensor, CutOutput):
+        return tensor.over(lambda made: _cross(made, crossing) if made.requires_grad else made)
+    crossed: Tensor = _Identity.apply(tensor, crossing.border.anchor, crossing)  # type: ignore[no-untyped-call]
+    return crossed
+
+
+def _accumulator(parameter: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():  # of a parameter that is cut, the part's
+        function = parameter.view_as(parameter).grad_fn
+    assert function is not None
+    return function.next_functions[0][0]
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor], depth: int) -> Any:
+    """The value with every tensor that needs a gradient changed, each once.
+
+    Containers are rebuilt if anything in them changed; of other objects, down to `depth` of them,
+    items and attributes are set.
+    """
+    done: dict[int, Any] = {}
+    originals: list[Any] = []  # alive, so that an id stays one thing's
+
+    def tree(value: Any, depth: int) -> Any:
+        leaves, form = pytree.tree_flatten(value)
+        changed = [leaf_of(leaf, depth) for leaf in leaves]
+        if all(new is old for new, old in zip(changed, leaves, strict=True)):
+            return value
+        return pytree.tree_unflatten(changed, form)
+
+    def leaf_of(leaf: Any, depth: int) -> Any:
+        if id(leaf) not in done:
+            originals.append(leaf)
+            done[id(leaf)] = leaf
+            if isinstance(leaf, Tensor):
+                new = change(leaf) if leaf.requires_grad else leaf
+                done[id(leaf)] = done[id(new)] = new
+            elif depth and not isinstance(leaf, OPAQUE):
+                inside(leaf, depth - 1)
+        return done[id(leaf)]
+
+    def inside(holder: Any, depth: int) -> None:
+        if isinstance(holder, MutableMapping):
+            for key, item in list(holder.items()):
+                new = tree(item, depth)
+                if new is not item:
+                    holder[key] = new
+        for name in {
+            **getattr(holder, "__dict__", {}),
+            **getattr(holder, "__dataclass_fields__", {}),
+        }:
+            old = getattr(holder, name, None)
+            new = tree(old, depth)
+            if new is not old:
+                object.__setattr__(holder, name, new)
+
+    try:
+        return tree(value, depth)
+    # these functions know one another, and would keep outputs until Python looks for circles
+    finally:
+        done.clear()
+        originals.clear()

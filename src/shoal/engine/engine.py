@@ -1,0 +1,190 @@
+"""The engine: gradients travel while backward still runs.
+
+It owns order and errors; what it runs (`Transfer.run`) is straight-line and blocking, on lanes.
+
+    2, 4, 8  round.py       one backward that sends: opened by its first gradient, closed with all
+                            of them published
+    5        routes.py      which lane each transfer takes, and what is under way
+             timetable.py   what else happens on the engine's events: listeners, and transfers that
+                            go by a cadence of their own
+
+The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
+
+After `loss.backward()` every `.grad` is the global one: clipping, scalers, accumulation and reading
+need no more. A transfer whose sums stay with their owners is not waited for. Where memory is to be
+low, backward waits before it fills another bucket for owners while two a lane are not summed yet.
+
+Every rank sends the same in the same order in each channel. What goes with gradients goes in the
+plan's order, whichever lands first; what goes by a cadence goes at an event. Both are the same on
+every rank, as every rank makes the same calls: forward, backward, optimizer.step().
+Guarded by tests/engine/test_engine.py (order under random delays, errors, no thread left) and
+tests/contracts/test_cadence.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import final
+
+import torch
+
+from shoal.contracts.cadence import Event
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import Rounds, Transfer
+from shoal.core.buckets import Buckets
+from shoal.core.errors import UsageError
+from shoal.core.trace import Recorder
+from shoal.engine.round import BackwardRound
+from shoal.engine.routes import Routes
+from shoal.engine.timetable import Timetable
+from shoal.engine.weights import Weight
+
+
+@final
+class Engine(Rounds):
+    """Runs the transfers of one parallelised model, each by its cadence."""
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        lanes: Sequence[Comm],
+        served: Sequence[Comm] = (),
+        back: Sequence[Comm] = (),
+        buckets: Buckets | None = None,
+        device: torch.device | None = None,
+        main: Sequence[Comm] = (),
+    ) -> None:
+        """Start the lanes, and connect the transfers.
+
+        Args:
+            transfers: in the order in which they are sent.
+            lanes: channels among the workers, each for a lane.
+            served: channels among all ranks, for transfers that servers take part in.
+            back: channels for these transfers' way back; without any they come back as they went.
+            buckets: the memory that the transfers' buckets have.
+            device: where the model is, if that computes in streams.
+            main: channels that the main thread itself waits for, in forward or backward.
+        """
+        self.transfers = tuple(transfers)
+        self.buckets = buckets or Buckets()
+        self.routes = Routes(self.transfers, lanes, served, back, device)
+        self._main = tuple(main)
+        self._timetable = Timetable(self.transfers, self.routes)
+        landing = [each for each in transfers if each.cadence.on is Event.GRADIENTS_LANDED]
+        self._landing = tuple(landing)
+        self._accumulating = 0  # contexts inside one another
+        self._round = self._next_round()
+        for transfer in self.transfers:
+            transfer.connect(self)
+
+    def _next_round(self) -> BackwardRound:
+        return BackwardRound(
+            self._landing, self.routes, self.buckets, self._main, bool(self._accumulating)
+        )
+
+    def current(self) -> BackwardRound:
+        backward = self._round  # walk 2
+        if backward.accumulating:
+            backward.unsent = True
+        elif backward.running() is None:
+            # backward came in by another way than the model's output, or the last one never ended
+            self.begin()
+        return backward
+
+    def begin(self) -> BackwardRound:
+        """Open a round for the backward that is running. Called as it enters the model, once for
+        each output.
+
+        Raises:
+            WorldError: the backward before this one ended half-way, so the ranks no longer agree on
+                what was sent.
+        """
+        self.happened(Event.BACKWARD_ENTERED)
+        backward = self._round
+        if backward.accumulating:
+            backward.unsent = True
+        else:
+            backward.open(self._opened, self._finish)
+        return backward
+
+    def _opened(self) -> None:
+        self.happened(Event.ROUND_OPENED)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        ended = self._round
+        ended.finish()
+        self.routes.step += 1
+        self._round = self._next_round()
+        self._timetable.happened(Event.BACKWARD_ENDED, ended)
+        self.routes.reached(f"after backward {self.routes.step - 1}")
+
+    def called(self, weight: Weight, asks: bool) -> None:
+        """The model is called, and what comes of it is to be weighed (BackwardRound.called)."""
+        self._round.called(weight, asks)
+
+    def listen(self, event: Event, listener: Callable[[], None]) -> None:
+        """Have a function called whenever that event happens, before transfers go on it."""
+        self._timetable.listen(event, listener)
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether anything goes, or anybody listens, as an optimizer steps."""
+        return self._timetable.waits_for(Event.STEP_BEGUN, Event.STEP_ENDED)
+
+    def happened(self, event: Event) -> None:
+        """An event is here. Called on the main thread or in backward, alike on every rank."""
+        self._timetable.happened(event, self._round)
+
+    @contextmanager
+    def recorded(self) -> Iterator[Recorder]:
+        """Note what the lanes and the main thread do inside."""
+        recorder = Recorder()
+        self._record(recorder)
+        try:
+            yield recorder
+        finally:
+            self._record(None)
+
+    def _record(self, recorder: Recorder | None) -> None:
+        self.routes.record(recorder)
+        for comm in self._main:
+            comm.recorder = recorder
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keep the gradients of backwards inside on this rank; the next backward outside sends them
+        with its own.
+        """
+        self._accumulate(+1)
+        try:
+            yield
+        finally:
+            self._accumulate(-1)
+
+    def _accumulate(self, deeper: int) -> None:
+        self._accumulating += deeper
+        self._round.accumulating = bool(self._accumulating)
+
+    def check_sent(self) -> None:
+        """Raise UsageError where gradients would be taken for global ones that were never sent."""
+        if self._round.unsent:
+            raise UsageError(
+                "gradients that were accumulated on this rank have not been sent",
+                do="do the last backward before optimizer.step() outside optimizer.accumulate()",
+            )
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients are kept on this rank, or are going to be."""
+        return self._round.accumulating or self._round.unsent
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is open: a backward runs, or has ended with an error."""
+        return self._round.is_open
+
+    def close(self) -> None:
+        """End the lanes' threads and give back their channels."""
+        self.routes.close()

@@ -1,0 +1,175 @@
+"""One backward that sends: from the calls of the model before it to the gradients behind it.
+
+       called    the model is called: what it counts is this round's share, if it is the only call
+    2  open      backward enters the model, or else its first gradient is there; autograd is asked
+                 to call at the end
+    4  ready     a transfer has everything: it is packed, and sent as soon as all before it in the
+                 plan's order are
+    8  finish    backward is over: what never got ready is packed as it is, lanes are waited for,
+                 gradients published
+
+The numbers are those of docs/ideas/walk-gradient.md, which follows one gradient all the way.
+A round whose backward ended half-way stays the engine's last one: the ranks no longer agree on what
+was sent. Guarded by tests/engine/test_engine.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import RLock
+from time import perf_counter
+from typing import final
+from weakref import ref
+
+import torch
+from torch.autograd import Variable
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Round, Transfer
+from shoal.core.buckets import BUCKETS_A_LANE, Buckets
+from shoal.core.errors import WorldError
+from shoal.engine.lanes import Errand, after, now
+from shoal.engine.routes import Routes
+from shoal.engine.weights import Weight
+
+
+def _nothing() -> None:
+    return None
+
+
+@final
+class BackwardRound(Round):
+    """The round of one model that is open, or that the next backward opens.
+
+    Args:
+        transfers: those that go as their gradients land, in the order in which they are sent.
+        routes: the lanes that they go over.
+        buckets: the memory that their buckets have.
+        main: the channels that the main thread itself waits for.
+        accumulating: whether it begins within `accumulate`.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        routes: Routes,
+        buckets: Buckets,
+        main: Sequence[Comm],
+        accumulating: bool,
+    ) -> None:
+        self.accumulating = accumulating
+        self.unsent = False  # gradients were accumulated that no backward has sent yet
+        self.weight: Weight | None = None  # whose share goes with all that is sent
+        self._transfers, self._routes, self._buckets, self._main = transfers, routes, buckets, main
+        self._called = False  # the model, in this round
+        self._lone: Weight | None = None  # of that call, as long as there is no other
+        self._task: int | None = None  # autograd's number of the backward, once it is open
+        # gives what that one calls at its end, as long as gradients may land; then None
+        self.running: Callable[[], object | None] = _nothing
+        self._opening = RLock()  # autograd has a thread for each device
+        # and since when: each on the stream that brought it
+        self._ready: dict[Transfer, torch.Event | None] = {}
+        self._sent: list[Errand] = []
+        self._began_s = 0.0  # by perf_counter
+
+    @property
+    def share(self) -> float:
+        return 1.0 if self.weight is None else self.weight.share
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward has opened it; it may have ended with an error."""
+        return self._task is not None
+
+    def called(self, weight: Weight, asks: bool) -> None:
+        """The model is called, and what comes of it is to be weighed.
+
+        If it is the only call until backward, its share goes with all that is sent (also by a rank
+        on which backward does not come by way of the model), unless it `asks`. Else the ranks'
+        counts are exchanged, beside forward.
+        """
+        if self._called or asks or not self._sends_all:
+            if self._lone is not None:
+                self._lone.ask()
+            self._lone = None
+            weight.ask()
+        else:
+            self._lone = weight
+        self._called = True
+
+    @property
+    def _sends_all(self) -> bool:
+        """Whether all that the next backward brings goes over lanes, and nothing else does."""
+        return not (self.accumulating or self.unsent or self._main)
+
+    def open(self, opened: Callable[[], None], finish: Callable[[], None]) -> None:
+        """Open it for the backward that is running, which has `finish` called at its end. Once it
+        is open this does nothing.
+
+        Raises:
+            WorldError: it was open for another backward, which ended half-way.
+        """
+        with self._opening:
+            task = torch._C._current_graph_task_id()  # walk 2
+            if self._task is None:
+                self._task, self._began_s = task, perf_counter()
+                self.weight = self._lone if self._sends_all else None
+                self._routes.reached(f"backward {self._routes.step}")
+                opened()
+                at_end = partial(finish)
+                # only the backward holds it: gone when that has ended, however it did
+                self.running = ref(at_end)
+                Variable._execution_engine.queue_callback(at_end)
+            elif self._task != task or self.running() is None:
+                raise WorldError(
+                    "the backward before this one ended with an error after a part of its "
+                    "gradients was sent",
+                    do="end the job and start again from a checkpoint",
+                )
+
+    def ready(self, transfer: Transfer) -> None:
+        with self._opening:
+            self._ready[transfer] = now(self._routes.device)  # walk 4
+            self._send_in_order()
+
+    def make_room(self, transfer: Transfer) -> None:
+        """Wait until a transfer may fill its bucket: no lane works on it, and not too many buckets
+        have memory.
+
+        What is waited for was sent before, so every rank sends it without our doing; what was not
+        sent yet is not waited for, even if there are too many then. Lanes, which all ranks wait
+        for, open buckets without asking. Nor is it waited for where main threads meet in backward:
+        one that has not used it sends it when backward is over.
+        """
+        routes = self._routes
+        routes.settle(transfer)
+        if not self._buckets.freed or self._main:
+            return
+        for errand, sent in zip(self._sent, self._transfers, strict=False):  # the oldest first
+            if self._buckets.live < BUCKETS_A_LANE * len(routes.going):
+                break
+            if isinstance(sent, OwnedTransfer):
+                routes.wait(errand, sent, "wait for room")
+
+    def _send_in_order(self, everything: bool = False) -> None:
+        while len(self._sent) < len(self._transfers):
+            transfer = self._transfers[len(self._sent)]
+            if not (everything or transfer in self._ready):
+                return
+            after(self._ready.get(transfer), self._routes.device)
+            transfer.pack(self)
+            self._sent.append(self._routes.send(transfer))
+
+    def finish(self) -> None:
+        """Send what never got ready, wait for what is to be waited for, and publish."""
+        routes = self._routes
+        routes.note("backward", self._began_s)  # walk 8
+        waits_s = perf_counter()
+        self.running = _nothing
+        self._send_in_order(everything=True)
+        for errand, transfer in zip(self._sent, self._transfers, strict=True):
+            if not isinstance(transfer, OwnedTransfer):
+                routes.wait(errand, transfer)
+            transfer.publish()
+        routes.note("wait for gradients", waits_s)

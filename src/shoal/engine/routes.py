@@ -1,0 +1,165 @@
+"""Routes: which lane each transfer takes, there and back, and what is under way on it.
+
+    to peers        transfer i of its kind takes lane i mod L. On a GPU all that is NCCL's takes the
+                    first: NCCL's communicators, called in another order on each rank, may wait for
+                    one another
+    to servers      over lanes that they are on
+    from servers    over others: what goes there and what comes back do not share a link
+
+The order of messages in a channel is the order in which its lane is given work. All of it is given
+by the main thread or in backward, in the same order on every rank, whatever the lanes' threads do.
+A transfer whose sums stay with their owners is not waited for in backward. What follows it comes
+behind it (`later`), and whoever needs it waits (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from threading import RLock
+from time import perf_counter
+from typing import final
+
+import torch
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Transfer
+from shoal.core.trace import MAIN, Recorder
+from shoal.engine.lanes import Errand, Lane
+
+
+def _is_served(transfer: Transfer) -> bool:
+    return isinstance(transfer, OwnedTransfer) and transfer.served
+
+
+@final
+class Routes:
+    """The lanes of one parallelised model.
+
+    Args:
+        transfers: all that go over them.
+        lanes: channels among the workers, each for a lane.
+        served: channels among all ranks, for transfers that servers take part in.
+        back: channels for these transfers' way back; without any they come back as they went.
+        device: where the model is, if that computes in streams.
+    """
+
+    def __init__(
+        self,
+        transfers: Sequence[Transfer],
+        lanes: Sequence[Comm],
+        served: Sequence[Comm] = (),
+        back: Sequence[Comm] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device
+        self.step = 0  # backwards that have sent: where messages say that something happened
+        among_workers = [Lane(comm, f"lane {number}", device) for number, comm in enumerate(lanes)]
+        from_servers = [
+            Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)
+        ]
+        self.served = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
+        self.going = among_workers + self.served
+        self.lanes = self.going + from_servers
+        by_nccl = {t for t in transfers if t.native} if device is not None else set()
+        rest = among_workers[1:] if by_nccl and len(among_workers) > 1 else among_workers
+        ways = {False: cycle(rest), True: cycle(self.served)}
+        self._there = {
+            t: among_workers[0] if t in by_nccl else next(ways[_is_served(t)]) for t in transfers
+        }
+        self._back = self._there | dict(
+            zip(filter(_is_served, transfers), cycle(from_servers), strict=False)
+        )
+        # the last errand of each transfer that is not waited for
+        self._last: dict[Transfer, Errand] = {}
+        self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
+        self._recorder: Recorder | None = None
+
+    def send(self, transfer: Transfer) -> Errand:
+        """Have a transfer's lane run it. It has been packed, and nothing of it is under way."""
+        what = f"exchange {transfer.label}"
+        errand = self._there[transfer].run(transfer.run, what)  # walk 5
+        if isinstance(transfer, OwnedTransfer):
+            with self._changing_last:
+                self._last[transfer] = errand
+        return errand
+
+    def exchange(self, transfer: Transfer) -> None:
+        """The same, behind all that its lanes have to do for it."""
+        self._behind(transfer, self._there[transfer], transfer.run, f"exchange {transfer.label}")
+
+    def later(self, transfer: Transfer, work: Callable[[Comm], None], what: str) -> None:
+        """Have a transfer's lane do `what` on its way back, behind all that it has to do. The same
+        calls in order on every rank.
+        """
+        self._behind(transfer, self._back[transfer], work, f"{what} {transfer.label}")
+
+    def beside(
+        self, transfer: Transfer, work: Callable[[Comm], None], what: str, back: bool
+    ) -> Errand:
+        """Have the lane of a transfer's way there, or `back`, do `what`, whatever the transfer
+        itself is at.
+        """
+        return (self._back if back else self._there)[transfer].run(work, what)
+
+    def _behind(
+        self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], what: str
+    ) -> None:
+        with self._changing_last:
+            before = self._last.get(transfer)
+
+            def behind(comm: Comm) -> None:
+                if before is not None:
+                    before.result()  # another lane may be at it; if it fails, so does this
+                work(comm)
+
+            self._last[transfer] = lane.run(behind, what)
+
+    def settle(self, transfer: Transfer) -> None:
+        """Wait until the lanes are done with a transfer; an error there is raised here."""
+        errand = self._last.get(transfer)
+        if errand is None:
+            return
+        # an error here comes again at the next look
+        self.wait(errand, transfer, f"wait for {errand.what}")
+        with self._changing_last:
+            if self._last.get(transfer) is errand:
+                del self._last[transfer]
+
+    def wait(self, errand: Errand, transfer: Transfer, what: str = "") -> None:
+        """Wait for an errand of a transfer, and note it as `what` if that is given."""
+        begin_s = perf_counter()
+        errand.wait(f"step {self.step}, {transfer.label}")
+        if what:
+            self.note(what, begin_s)
+
+    def is_busy(self, transfer: Transfer) -> bool:
+        """Whether a lane has something to do with a transfer that nobody has waited for."""
+        return transfer in self._last
+
+    def check(self) -> None:
+        """Raise the error of a transfer that has ended with one and that nobody has waited for."""
+        for transfer, errand in list(self._last.items()):
+            if errand.failed():
+                self.settle(transfer)
+
+    def reached(self, where: str) -> None:
+        """Say how far this rank is, for the messages of others that wait for it."""
+        for lane in self.lanes[:1]:  # they share one comm's word
+            lane.reached(where)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Note from here on what the lanes do, or no longer."""
+        self._recorder = recorder
+        for lane in self.lanes:
+            lane.recorder = recorder
+
+    def note(self, what: str, begin_s: float) -> None:
+        """Note what the main thread has just done, which began at `begin_s`."""
+        if self._recorder is not None:
+            self._recorder.note(what, MAIN, begin_s)
+
+    def close(self) -> None:
+        """End the lanes' threads and give back their channels."""
+        for lane in self.lanes:
+            lane.close()

@@ -1,0 +1,70 @@
+"""The timetable: who listens to the engine's events, and the transfers that go on them by their
+cadence.
+
+    1  told        listeners first, in the order in which they came
+    2  published   what was sent `lag` events ago is waited for and published
+    3  sent        what goes now is packed and sent
+    4  waited for  what goes without a lag is waited for and published
+
+Each in the plan's order, on the main thread, at an event that comes alike on every rank. So the
+order of work in a lane is the same on every rank: by event, and within it in the plan's order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import final
+
+from shoal.contracts.cadence import Event
+from shoal.contracts.transfer import Round, Transfer
+from shoal.engine.lanes import Errand
+from shoal.engine.routes import Routes
+
+
+@final
+class Timetable:
+    """What happens on which event, but for transfers that go as their gradients land."""
+
+    def __init__(self, transfers: Sequence[Transfer], routes: Routes) -> None:
+        self._routes = routes
+        self._listeners: dict[Event, list[Callable[[], None]]] = {event: [] for event in Event}
+        self._transfers = {
+            event: [each for each in transfers if each.cadence.on is event] for event in Event
+        }
+        self._counts: Counter[Event] = Counter()
+        # what is under way, and the number of the event that it is published at
+        self._under_way: dict[Transfer, tuple[Errand, int]] = {}
+
+    def listen(self, event: Event, listener: Callable[[], None]) -> None:
+        """Have a function called whenever that event happens."""
+        self._listeners[event].append(listener)
+
+    def waits_for(self, *events: Event) -> bool:
+        """Whether anything is to be done on any of these events."""
+        return any(self._listeners[event] or self._transfers[event] for event in events)
+
+    def happened(self, event: Event, backward: Round) -> None:
+        """An event is here: tell, publish and send what is due."""
+        for listener in self._listeners[event]:  # 1
+            listener()
+        transfers = self._transfers[event]
+        if not transfers:
+            return
+        number = self._counts[event]
+        self._counts[event] += 1
+        self._publish(transfers, number)  # 2
+        for transfer in transfers:  # 3
+            if transfer.cadence.goes(number):
+                transfer.pack(backward)
+                due = number + transfer.cadence.lag
+                self._under_way[transfer] = self._routes.send(transfer), due
+        self._publish(transfers, number)  # 4
+
+    def _publish(self, transfers: Sequence[Transfer], number: int) -> None:
+        for transfer in transfers:
+            errand, due = self._under_way.get(transfer, (None, 0))
+            if errand is not None and due <= number:  # later, where it failed then
+                self._routes.wait(errand, transfer, f"wait for {errand.what}")
+                transfer.publish()
+                del self._under_way[transfer]

@@ -1,0 +1,250 @@
+"""Uneven rows: how much each rank's loss weighs in the global mean.
+
+The loss is a mean over local rows and gradients are averaged over ranks, so a rank with K rows of
+ΣK weighs K·P/ΣK. With equal counts nothing is multiplied. Who knows ΣK, and when:
+
+    share    mostly nobody asks: the model is called once until backward. What is sent is multiplied
+             by K ÷ (what was usual in the first forward) and divided by the mean of the ranks'
+             shares, which goes with it (strategies/landing.py). Nobody waits, and where all have
+             the usual number nothing is multiplied
+    weight   where several calls meet in what is sent, layers are cut, or `count=` weighs the loss
+             but nothing that is added to it, counts cross the network beside forward (32 bytes to
+             each peer), and the gradient is multiplied where backward enters the model (border.py)
+
+The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a
+mistake that nothing else would show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.contracts.comm import Comm
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.engine.lanes import Errand, Lane
+from shoal.profiling.identity import content
+
+OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
+DEPTH = 3  # objects within objects
+# what is under way, and where it puts what the ranks say
+_Asked = tuple[Errand | None, list[Tensor]]
+
+
+@final
+class Weigher:
+    """Counts rows, and exchanges the counts over a channel of its own; without one, every rank
+    weighs the same.
+    """
+
+    def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
+        self._comm, self._alike = comm, inputs_alike
+        self._lane = None if comm is None else Lane(comm, "row counts")
+        self._asked = 0
+        self._usual = 1.0  # rows of the rank that has most of them in the first forward
+
+    def weight(self, count: float, batch: Any = None) -> Weight:
+        """The weight of this rank's count; the first also looks whether batches (anything with
+        tensors) differ.
+
+        Raises:
+            RanksDiffer: every rank was fed the same batch.
+        """
+        if self._comm is None:
+            return Weight(1.0, 1.0, _nobody, 0, "")
+        where = f"forward {self._asked}"
+        self._comm.reached(where)
+        first = self._asked == 0
+        digest = _digest(batch) if first and _tensors(batch) else (0, 0)
+        mine = torch.tensor([count, self._asked, *digest], dtype=torch.float64, device="cpu")
+        self._asked += 1
+        weight = Weight(
+            count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts"
+        )
+        if first:
+            self._usual = weight.usual = max(weight.counts()) or 1.0
+            if not self._alike and weight.same_batch():
+                raise RanksDiffer(
+                    f"all {self._comm.size} ranks were fed the same batch, so every rank would "
+                    "compute the same "
+                    "gradients",
+                    where="the first forward",
+                    do="wrap the loader on every rank: loader = shoal.shard(loader); or, where "
+                    "inputs are the same on "
+                    "purpose, give parallelize samples whose targets differ",
+                )
+        return weight
+
+    def _ask(self, mine: Tensor) -> _Asked:
+        assert self._comm is not None and self._lane is not None
+        theirs = [torch.empty_like(mine) for _ in range(self._comm.size)]
+        return self._lane.run(lambda comm: comm.all_gather(theirs, mine), "row counts"), theirs
+
+    def drain(self) -> None:
+        """Wait for the counts that were asked for."""
+        if self._lane is not None:
+            self._lane.drain()
+
+    def abandon(self) -> None:
+        """Leave what the lane has still to do: this rank ends for an error."""
+        if self._lane is not None:
+            self._lane.abandon()
+
+    def close(self) -> None:
+        """End the lane."""
+        if self._lane is not None:
+            self._lane.close()
+
+
+@final
+class Weight:
+    """This rank's weight in the global mean: its share, at once; or, once every rank's count has
+    come, all of it.
+
+    Args:
+        count: its rows, or terms of its loss.
+        usual: what that is mostly; the same on every rank.
+        ask: starts the exchange of counts; nothing is exchanged where it is not called.
+        rank: this one.
+        where: what the messages call it.
+    """
+
+    def __init__(
+        self, count: float, usual: float, ask: Callable[[], _Asked], rank: int, where: str
+    ) -> None:
+        self.usual = usual
+        self._count, self._ask, self._rank, self._where = count, ask, rank, where
+        self._asked: _Asked | None = None
+
+    @property
+    def share(self) -> float:
+        """The count over the usual one."""
+        return self._count / self.usual
+
+    def ask(self) -> None:
+        """Start the exchange of counts, if it was not: on every rank, of the same weights in the
+        same order.
+        """
+        if self._asked is None:
+            self._asked = self._ask()
+
+    def value(self) -> float | None:
+        """K·P/ΣK, or None where every rank counts the same. Waits for the counts."""
+        counts = self.counts()
+        if len(set(counts)) <= 1:
+            return None
+        return counts[self._rank] * len(counts) / sum(counts)
+
+    def over(self, other: Weight) -> float | None:
+        """This weight, where that of `other` comes on top; None where there is nothing to multiply.
+        Waits for both.
+
+        Raises:
+            UsageError: the other is 0.
+        """
+        other.ask()
+        mine, its = self.value(), other.value()
+        if its == 0:
+            raise UsageError(
+                "one backward has gradients of two calls of the model, and this rank had no rows "
+                "in the later call",
+                do="call backward once for each call of the model, or give every rank rows",
+            )
+        return (
+            None if mine == its else (1.0 if mine is None else mine) / (1.0 if its is None else its)
+        )
+
+    def counts(self) -> list[float]:
+        """Every rank's count. Waits for them.
+
+        Raises:
+            RanksDiffer: another rank asks for those of another call.
+        """
+        if len(set(self._arrived(1))) > 1:
+            raise RanksDiffer(
+                "ranks weigh the gradients of different calls of the model in one backward",
+                where=self._where,
+                got=f"calls {', '.join(f'{call:.0f}' for call in self._arrived(1))}, by rank",
+                do="call the model, and backward of the same losses, on every rank alike",
+            )
+        return self._arrived(0)
+
+    def same_batch(self) -> bool:
+        """Whether every rank's digest is the same. Waits for the counts."""
+        digests = set(zip(self._arrived(2), self._arrived(3), strict=True))
+        return len(digests) == 1 and digests != {(0.0, 0.0)}
+
+    def _arrived(self, column: int) -> list[float]:
+        self.ask()
+        assert self._asked is not None
+        errand, counts = self._asked
+        if errand is not None:
+            errand.wait(self._where)
+        return [float(count[column]) for count in counts]
+
+
+def _nobody() -> _Asked:
+    return None, []
+
+
+def rows(batch: Any) -> int:
+    """Rows of a batch: the first dimension of its first tensor that has one (1 where there is
+    none).
+    """
+    return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
+
+
+def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
+    """Whether the ranks' samples have the same inputs, as of one grid, for targets that differ (a
+    collective).
+    """
+    inputs, targets = zip(*comm.gather_objects((_digest(x), _digest(y))), strict=True)
+    return len(set(inputs)) == 1 < len(set(targets))
+
+
+def warn_of_rows(x: Any, y: Any) -> None:
+    """Warn where the rows of x seem to be none of the target's: the mean is over those, and the
+    weight by these.
+    """
+    of_input, of_target = rows(x), rows(y)
+    if any(leaf.dim() for leaf in _tensors(y)) and of_input and of_target % of_input:
+        warnings.warn(
+            f"the first dimension of x is {of_input} and of y {of_target}: a rank's loss is "
+            "weighed by x's; where "
+            "ranks' batches may be of unlike size, say what the loss is a mean over: count=lambda "
+            "output, y: len(y)",
+            stacklevel=3,
+        )
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    """The tensors in containers; where there are none, those in the attributes of objects."""
+    seen: set[int] = set()
+    level = [batch]
+    for _ in range(1 + DEPTH):
+        leaves = [leaf for value in level for leaf in pytree.tree_leaves(value)]
+        if found := [leaf for leaf in leaves if isinstance(leaf, Tensor)]:
+            return found
+        objects = {
+            id(leaf): leaf
+            for leaf in leaves
+            if hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE)
+        }
+        level = [vars(leaf) for number, leaf in objects.items() if number not in seen]
+        seen |= objects.keys()
+    return []
+
+
+def _digest(batch: Any) -> tuple[int, int]:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in _tensors(batch):
+        digest.update(content(tensor))
+    high, low = digest.digest()[:4], digest.digest()[4:]
+    return int.from_bytes(high, "big"), int.from_bytes(low, "big")

@@ -1,0 +1,229 @@
+"""How a session begins and ends: joining the other ranks, and serving them.
+
+    init     joins. On a host that does not train it serves in place of the script's training,
+             then raises `Served`, which ends the script as it stands
+    serve    for hosts that do not train, with a program of their own: returns when all is done
+    using    a rank that is a thread
+
+The environment says which rank this is, and is read in launch/rendezvous.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.util import Finalize
+from typing import Any, NoReturn, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.comm.process_group import has_joined, join
+from shoal.comm.threads import Hub, ThreadComm
+from shoal.contracts.comm import Comm
+from shoal.core.errors import UsageError, WorldError
+from shoal.core.facts import Cluster
+from shoal.front.request import listed
+from shoal.launch import rendezvous
+from shoal.remote.tail_hosts import TailHosts
+from shoal.report import text
+from shoal.servers.servers import Servers
+from shoal.servers.servers import serve as serve_workers
+from shoal.session.session import Session, World, begin, found, leave, of_thread
+from shoal.tail.stage import serve_tail
+
+
+@final
+class Served(SystemExit):
+    """This process is a server or a tail host, and has served until the workers ended.
+
+    `init` or `parallelize` raise it there, since the rest of a training script is not for such a
+    host. It is a SystemExit: a script that does not catch it ends, with exit code 0. A program that
+    is to go on calls `serve` instead.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
+    """Join the other ranks, as torchrun's environment variables say; without them this process is
+    alone.
+
+    Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server").
+    On those this call serves until the workers have ended, and then raises `Served`. Where
+    SHOAL_TAIL=T is set, the last T run the end of the model (strategy "stage"). On those
+    `parallelize` does so.
+
+    Args:
+        timeout_s: seconds after which an exchange that a rank does not take part in is an error.
+            Whatever this says, a rank that dies is noticed within seconds, and one that is stopped
+            within 20.
+        start_timeout_s: seconds to wait for every rank to start.
+
+    Returns:
+        This process's place among the workers; `rank` is `size` or more on a tail host. A second
+        call gives the same.
+
+    Raises:
+        MissingRank: a rank did not start in time; it is named.
+        UsageError: torchrun's variables are incomplete, or differ between ranks.
+        WorldError: on a server, a rank was lost.
+        Served: on a server, behind its work. Not caught, it ends the script, with exit code 0.
+
+    Example:
+        >>> import shoal
+        >>> shoal.init().size
+        1
+    """
+    session = found()
+    if session is None:
+        comm = _joined_ranks(timeout_s, start_timeout_s)
+        if _is_server(comm):
+            _serve_workers(comm)
+            raise Served
+        session = _begin(comm)
+    return session.world
+
+
+def serve(
+    model: nn.Module | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Any = (),
+    *,
+    timeout_s: float = 300.0,
+    start_timeout_s: float = 60.0,
+) -> None:
+    """Be a server or a tail host until the workers have ended; for a program that only serves.
+
+    It needs no training script: `python -c "import shoal; shoal.serve()"` is a server, where the
+    environment is that of one of the last SHOAL_SERVERS ranks.
+
+    Args:
+        model, loss_fn, optimizer: on a tail host, the same as workers give `parallelize`.
+        timeout_s, start_timeout_s: as for `init`.
+
+    Raises:
+        MissingRank: a rank did not start in time; it is named.
+        UsageError: this rank is a worker, or torchrun's variables are incomplete.
+        WorldError: a rank was lost, or workers ask for different things.
+
+    Example:
+        >>> import shoal
+        >>> shoal.serve()
+        Traceback (most recent call last):
+        shoal.core.errors.UsageError: this rank is a worker, and nobody asks it to serve
+          where: rank 0 of 1
+          do this: call shoal.init() and train; or set SHOAL_SERVERS or SHOAL_TAIL on every rank
+    """
+    session = found()
+    if session is None:
+        comm = _joined_ranks(timeout_s, start_timeout_s)
+        if _is_server(comm):
+            _serve_workers(comm)
+            return
+        session = _begin(comm)
+    if not is_tail_host(session):
+        raise UsageError(
+            "this rank is a worker, and nobody asks it to serve",
+            where=f"rank {session.world.rank} of {session.world.size}",
+            do="call shoal.init() and train; or set SHOAL_SERVERS or SHOAL_TAIL on every rank",
+        )
+    serve_tail(session, model, loss_fn, listed(optimizer))
+    leave(None)
+
+
+def is_tail_host(session: Session) -> bool:
+    """Whether this process runs the end of models, and does not train."""
+    tail = session.other(TailHosts)
+    return tail is not None and tail.is_one
+
+
+def serve_and_end(
+    session: Session,
+    model: nn.Module | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizers: Sequence[Optimizer] = (),
+) -> NoReturn:
+    """Be a tail host until the workers have ended, and then raise `Served`."""
+    serve_tail(session, model, loss_fn, optimizers)
+    leave(None)
+    raise Served
+
+
+def _is_server(comm: Comm) -> bool:
+    return comm.rank >= comm.workers and not comm.topology.tail
+
+
+def _serve_workers(comm: Comm) -> None:
+    """Be a server until the workers have ended; say how far they were ahead of one another."""
+    for observed in filter(None, serve_workers(comm)):
+        text.console().print(text.staleness(comm.rank, observed))
+    comm.leave(None)
+
+
+def _begin(comm: Comm) -> Session:
+    """The process's session, which ends with the process."""
+    session = _among_workers(comm)
+    begin(session)
+    # Before what tells the others that this rank has left; multiprocessing's children know no
+    # atexit.
+    atexit.register(_drain_at_exit, session)
+    Finalize(None, _drain_at_exit, (session,), exitpriority=10)
+    return session
+
+
+def _joined_ranks(timeout_s: float, start_timeout_s: float) -> Comm:
+    """All ranks, as the environment or the program's own process group say."""
+    if min(timeout_s, start_timeout_s) <= 0:
+        raise UsageError(
+            "a time-out is more than 0 s",
+            got=f"{timeout_s}, {start_timeout_s}",
+            do="give seconds",
+        )
+    if rendezvous.is_alone() and not has_joined():
+        return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
+    return join(rendezvous.seat(has_joined=has_joined()), timeout_s, start_timeout_s)
+
+
+def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
+    """The session of a worker, or of a tail host; where there are servers or a tail all of them
+    call this at once.
+    """
+    world = World(comm.rank, comm.workers, comm.topology.hosts[comm.rank])
+    if comm.workers == comm.size:
+        return Session(comm, world, cluster=cluster)
+    if comm.topology.tail:
+        tail = TailHosts(comm)
+        return Session(comm.group(tail.peers), world, (tail,), cluster)
+    return Session(comm.group(range(comm.workers)), world, (Servers(comm),), cluster)
+
+
+def _drain_at_exit(session: Session) -> None:
+    if session.process != os.getpid():  # forked from a rank, whose threads it has not
+        return
+    # an uncaught error leaves nothing to finish
+    if session.broken or getattr(sys, "last_value", None) is not None:
+        session.abandon()
+        return
+    with suppress(WorldError):  # a rank that is lost is told of by those who still need it
+        session.drain()
+
+
+@contextmanager
+def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
+    """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the
+    links.
+    """
+    session = _among_workers(comm, cluster)
+    with of_thread(session):
+        try:
+            yield session
+            session.drain()
+            session.close()  # after an error a lane may wait for a message that will not come
+        except BaseException:
+            session.abandon()
+            raise

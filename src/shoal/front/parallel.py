@@ -1,0 +1,486 @@
+"""`parallelize` and `plan`: from a model on one device to the same model on every rank.
+
+    1  compare   every rank gave the same model, plan, pins and strategies, or all of them hear who
+                 did not
+    2  measure   one sample through the model on all ranks at once; the links, once a session
+    3  plan      rank 0 chooses, all take its plan
+    4  rewrite   the model's layers change in place; transfers come out
+    5  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
+
+A lone process stops after checking what it was given.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shoal.codecs.coded import exchange_named
+from shoal.comm.agreement import agreed, from_first
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.sample import Sample
+from shoal.contracts.strategy import Strategy
+from shoal.core.cores import bound_cores, container, quota_cores
+from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.facts import Cluster, Link, ModelProfile
+from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.core.registry import named, of
+from shoal.engine.weights import inputs_alike, warn_of_rows
+from shoal.exchange.direct import Direct
+from shoal.front import feed
+from shoal.front.joining import is_tail_host, serve_and_end
+from shoal.front.request import Request, checked, exchanges_of, listed, require_same
+from shoal.optim.extend import extend
+from shoal.planner.search import LANES, repredicted
+from shoal.planner.search_options import DEFAULT, SearchOptions
+from shoal.planner.sharing import plan_for, with_sharing
+from shoal.planner.timeline import as_planned
+from shoal.profiling.layers import profile_model
+from shoal.profiling.links import probe_link
+from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
+from shoal.profiling.tails import tail_of
+from shoal.remote.far_tail import FarTail
+from shoal.remote.tail_hosts import TailHosts
+from shoal.remote.tail_messages import Open
+from shoal.rewrite.apply import check_served
+from shoal.servers.servers import Servers
+from shoal.session.attach import attach
+from shoal.session.memory import give_back_freed, keep_freed
+from shoal.session.session import Attached, Session, current, ranks
+
+T = TypeVar("T")
+# of a slow link, for a bucket of those that show how its directions hinder one another
+_BUCKET_S = 0.05
+
+
+def parallelize(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    *,
+    sample: Any = None,
+    plan: Plan | str | Path = "auto",
+    pins: Mapping[str, str] | None = None,
+    strategies: Iterable[str] | None = None,
+    count: Callable[[Any, Any], float | Tensor] | None = None,
+    staleness: int | None = 0,
+    memory: str = "fast",
+    placement: str | dict[str, int] = "balanced",
+    memory_limit: float | None = None,
+    micro_batches: int = MICRO_BATCHES,
+    search_options: SearchOptions = DEFAULT,
+) -> tuple[Any, Any, Any]:
+    """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all
+    ranks as one.
+
+    After `loss.backward()` every `.grad` is the mean over the global batch, the same on every rank.
+
+    Args:
+        model: any module; names, state_dict keys and parameter objects stay as they are. Compile
+            blocks afterwards.
+        loss_fn: a module or function of (output, target) that gives a mean over local rows; None
+            where the model returns its own loss.
+        optimizer: one optimizer, or a list of them.
+        sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or
+            a dict of keyword arguments of the model; y the target, None without a loss_fn.
+        plan: "auto", a `Plan`, or the path of a saved one.
+        pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange
+            ("replicate:ring").
+        strategies: names of the strategies that the planner may use; all by default.
+        count: a function of (output, target) that gives how many terms the local mean is over,
+            where that is not the number of rows (ignore_index, token losses). Without a loss_fn its
+            target is what the model was called with. Each step waits for the number, so on a GPU it
+            is better one that the host knows already.
+        staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for
+            the synchronous step, None for any number. Otherwise all layers are served, every rank
+            weighs the same however many rows it has, and there is no one gradient to read or to
+            clip.
+        memory: "fast", or "low": buckets of layers that have owners take memory only while they are
+            on their way, backward waits where more than two a lane would, and a plan that is made
+            here has small ones. One plan gives the same results either way, bit for bit.
+        placement: who owns what in layers that have owners: "balanced" (equal shares of bytes,
+            parameters are cut), "round-robin" or "hash" (whole parameters, to the servers where
+            there are any), or a rank by dotted layer or parameter name or glob, as {"head.*": 0};
+            those layers are then given to owners, the rest is balanced.
+        memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets
+            and optimizer state; layers are given to owners, or cut over the ranks, until they are
+            kept. `shoal.memory` tells what is held.
+        micro_batches: that a batch is cut into where the end of the model runs on hosts of its own
+            ("stage").
+        search_options: sizes of buckets and the like that the planner may try.
+
+    Returns:
+        `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function,
+        which may be wrapped.
+
+    Raises:
+        UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled
+            model, or ranks that differ.
+        WorldError: a rank was lost while they prepared.
+        Served: on a tail host, behind its work. Not caught, it ends the script, with exit code 0.
+
+    Example:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> x, y = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> model, loss_fn, optimizer = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y))
+        >>> loss_fn(model(x), y).backward()
+        >>> optimizer.step()
+    """
+    session = current()
+    comm = session.comm
+    if is_tail_host(session):
+        serve_and_end(session, model, loss_fn, listed(optimizer))
+    tail = session.other(TailHosts)
+    if tail is not None:
+        tail.calls += 1
+    names = (
+        tuple(strategies)
+        if isinstance(strategies, Iterable) and not isinstance(strategies, str)
+        else strategies
+    )
+    asked = Request(
+        plan,
+        pins,
+        names,
+        count,
+        staleness,
+        memory,
+        placement,
+        memory_limit,
+        micro_batches,
+        search_options,
+    )
+    comm.reached("parallelize: comparing what the ranks were given")
+    given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
+    optimizers = listed(optimizer)
+    require_same(comm, asked, given, model, optimizers)
+    session.optimizers[model] = tuple(optimizers)
+    session.released.discard(model)
+    if comm.size == 1:
+        if sample is not None:
+            Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
+        for each in optimizers:
+            extend(each)
+        return model, loss_fn, optimizer
+    keep_freed()
+    comm.reached("parallelize: measuring the model")
+    first = tail is not None and tail.calls == 1  # whose end may be elsewhere
+    pieces = (given.micro_batches if given else micro_batches) if first else None
+    profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
+    alike = inputs_alike(comm, *sample)
+    if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
+        warn_of_rows(*sample)
+    comm.reached("parallelize: measuring the links")
+    cluster = measured_cluster(session, exchanges_of(given, pins))
+    give_back_freed()
+    comm.reached("parallelize: planning and rewriting")
+    chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
+    stage = _open_tail(session, model, loss_fn, chosen, profile)
+    loss_fn, running = attach(
+        session,
+        model,
+        loss_fn,
+        optimizers,
+        chosen,
+        count=count,
+        memory=memory,
+        stage=stage,
+        inputs_alike=alike,
+    )
+    placed = as_planned(profile, chosen)
+    session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
+    cluster = replace(cluster, ahead=chosen.staleness != 0)
+    session.attached[model] = Attached(running, chosen, placed, cluster)
+    return model, loss_fn, optimizer
+
+
+def _open_tail(
+    session: Session,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    plan: Plan,
+    profile: ModelProfile,
+) -> FarTail | None:
+    """The way to the end of the model, if the plan has it on tail hosts."""
+    at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).role.is_at_tail}
+    hosts = session.other(TailHosts)
+    if hosts is None or not at_tail:
+        return None
+    if hosts.calls > 1:
+        raise PlanError(
+            "tail hosts run the end of the model that is parallelised first",
+            do='parallelise this one first, or leave "stage" out of its plan',
+        )
+    tail = tail_of(map(profile.layer, at_tail))
+    assert tail is not None, "a layer is at the tail that is in no end of the model"
+    if set(tail.layers) != set(at_tail):
+        raise PlanError(
+            "the layers that the plan gives to tail hosts are no end of the model",
+            got=", ".join(at_tail),
+            expected=", ".join(tail.layers),
+            do="give all of these to them, or none",
+        )
+    modules = {name: model.get_submodule(name) for name in tail.modules}
+    shared = {name: choice.exchange for name, choice in at_tail.items()}
+    hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared))
+    others = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
+    alike = any(strategy.role.is_cut for strategy in others)
+    return FarTail(hosts, model, modules, loss_fn, plan.micro_batches, alike=alike)
+
+
+def plan(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizer: Any,
+    *,
+    sample: Any,
+    cluster: Cluster | None = None,
+    pins: Mapping[str, str] | None = None,
+    strategies: Iterable[str] | None = None,
+    placement: str | dict[str, int] = "balanced",
+    memory_limit: float | None = None,
+    micro_batches: int = MICRO_BATCHES,
+    search_options: SearchOptions = DEFAULT,
+) -> Plan:
+    """Plan without changing anything. With a `cluster` it needs no network; without, it measures
+    the session's.
+
+    Args:
+        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit, micro_batches,
+            search_options: as for `parallelize`.
+        cluster: the ranks and links to plan for.
+
+    Raises:
+        UsageError: as for `parallelize`; or no cluster and no session.
+
+    Example:
+        >>> import shoal, torch
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> sample = torch.ones(8, 4), torch.zeros(8, 2)
+        >>> hosts = shoal.Topology(("one", "other"))
+        >>> link = shoal.Link(latency_s=1e-4, bytes_per_s=125e6)
+        >>> cluster = shoal.Cluster(hosts, link)
+        >>> plan = shoal.plan(model, loss_fn, optimizer, sample=sample, cluster=cluster)
+        >>> plan.ranks, len(plan.choices)
+        (2, 1)
+    """
+    comm = ranks() if cluster else current().comm
+    tail = cluster.tail if cluster else current().other(TailHosts)
+    profile = profile_model(
+        model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None
+    )
+    where = cluster or measured_cluster(current(), exchanges_of(None, pins))
+    return from_first(
+        comm,
+        lambda: plan_for(
+            profile,
+            where,
+            pins=pins,
+            strategies=strategies,
+            placement=placement,
+            memory_limit=memory_limit,
+            micro_batches=micro_batches,
+            options=search_options,
+        ),
+    )
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """The plan that a parallelised model follows; None where a process trains it by itself.
+
+    That is where there is one process only, and after `unparallelize`.
+
+    Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`.
+
+    Raises:
+        UsageError: the model was not parallelised, or before `init`.
+
+    Example:
+        >>> import shoal, torch
+        >>> alone = shoal.init().size == 1
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> _ = shoal.parallelize(
+        ...     model, loss_fn, optimizer, sample=(torch.ones(8, 4), torch.zeros(8, 2))
+        ... )
+        >>> (shoal.plan_of(model) is None) == alone
+        True
+    """
+    session = current()
+    if model in session.released:
+        return None
+    if model not in (session.attached if session.comm.size > 1 else session.optimizers):
+        raise UsageError(
+            "the model is not parallelised",
+            got=type(model).__name__,
+            do="call shoal.parallelize first",
+        )
+    attached = session.attached.get(model)
+    return attached.plan if attached else None
+
+
+def shard(loader: DataLoader[T]) -> DataLoader[T]:
+    """A DataLoader that gives this rank its own rows: none twice, none lost, as many batches on
+    every rank.
+
+    On a tail host, which has no rows of its own, it is the loader itself.
+
+    Args:
+        loader: the loader as one process would use it; `batch_size` is the number of rows on one
+            rank. Its sampler and all its other options are kept; shuffling follows a seed that the
+            ranks agree on and the epoch, which advances with every pass.
+
+    Returns:
+        A copy of it (alone, the loader itself).
+
+    Raises:
+        UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or
+            (RanksDiffer) loaders of other lengths or batch sizes on other ranks.
+
+    Example:
+        >>> import shoal
+        >>> from torch.utils.data import DataLoader
+        >>> _ = shoal.init()
+        >>> [batch.tolist() for batch in shoal.shard(DataLoader(range(5), batch_size=2))]
+        [[0, 1], [2, 3], [4]]
+    """
+    session = current()
+    if is_tail_host(session):
+        return loader
+    comm = session.comm
+    seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
+    mine = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
+    if comm.size > 1:
+        rows = len(mine.sampler)  # type: ignore[arg-type]  # feed.shard has asked for it
+        _require_same_batches(comm, f"{len(mine)} batches of {mine.batch_size} rows, {rows} rows")
+    return mine
+
+
+def _require_same_batches(comm: Comm, mine: str) -> None:
+    """Raise RanksDiffer where ranks cut the same rows in different ways: some would come twice,
+    some never.
+    """
+    first, *others = comm.gather_objects(mine)
+    for rank, theirs in enumerate(others, start=1):
+        if theirs != first:
+            raise RanksDiffer(
+                f"rank {rank} and rank 0 shard different loaders",
+                got=f"rank {rank}: {theirs}",
+                expected=f"as on rank 0: {first}",
+                do="give the same loader on every rank; for shares of unlike size, give each its "
+                "rows by hand",
+                rank=rank,
+            )
+
+
+def measured_cluster(session: Session, asked: Iterable[str] = ()) -> Cluster:
+    """The session's ranks and links, measured at the first call (a collective).
+
+    Exchanges that are `asked` for are measured too, where others were and they were not.
+    """
+    cluster = _measured(session)
+    more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
+    if more and cluster.paces:
+        comm = session.comm
+        sharing = comm.gather_objects(_machine()).count(_machine())
+        lanes = [comm.channel(f"probe{i} of {', '.join(more)}") for i in range(LANES)]
+        paces = probe_paces(comm, cluster.link, more, lanes=lanes, sharing=sharing)
+        for lane in lanes:
+            lane.close()
+        session.cluster = replace(cluster, paces={**cluster.paces, **paces})
+    return _measured(session)
+
+
+def _measured(session: Session) -> Cluster:
+    if session.cluster is None:
+        comm = session.comm
+        seats = comm.gather_objects(
+            (_machine(), (_machine(), container()), bound_cores(), quota_cores())
+        )
+        machines = Counter(machine for machine, _, _, _ in seats)
+        boxes = Counter(box for _, box, _, _ in seats)
+        cores = min(
+            min(bound / machines[machine], quota / boxes[box])
+            for machine, box, bound, quota in seats
+        )
+        if comm.size == 1:
+            session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
+        else:
+            sharing = machines[_machine()]
+            link = probe_link(comm, sharing=sharing)
+            lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
+            usable = {
+                name: exchange
+                for name, exchange in ((name, kind()) for name, kind in of(Exchange).items())
+                if exchange.exact and exchange.fits(comm.topology)
+            }
+            paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
+            moves = probe_moves(comm, link, Direct(), lane=lanes[0], sharing=sharing)
+            for lane in lanes:
+                lane.close()
+            servers, tail = session.other(Servers), session.other(TailHosts)
+            bucket = min(DEFAULT.least_bytes, int(link.bytes_per_s * _BUCKET_S))
+            duplex = servers.duplex(LANES, bucket) if servers else 1.0
+            session.cluster = Cluster(
+                comm.topology,
+                link,
+                cores,
+                paces,
+                pack_byte_s=probe_pack(comm),
+                servers=servers.hosts if servers else (),
+                tail=tail.hosts if tail else (),
+                moves=moves,
+                duplex=duplex,
+            )
+    return session.cluster
+
+
+def _machine() -> str:
+    """A name for the machine under all its containers and network namespaces: ranks with one name
+    share its cores.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
+
+
+def _chosen(
+    given: Plan | None,
+    profile: ModelProfile,
+    cluster: Cluster,
+    asked: Request,
+) -> Plan:
+    if given is None:
+        stale = asked.staleness != 0
+        kinds = of(Strategy)
+        served = [name for name, kind in kinds.items() if kind.role.takes_servers]
+        return plan_for(
+            profile,
+            cluster,
+            pins=asked.pins,
+            strategies=served if stale else asked.strategies,
+            placement=asked.placement,
+            staleness=asked.staleness,
+            memory=asked.memory,
+            memory_limit=asked.memory_limit,
+            micro_batches=asked.micro_batches,
+            options=asked.search_options,
+        )
+    check_served(given, profile, cluster)
+    cluster = replace(cluster, ahead=given.staleness != 0)
+    return with_sharing(repredicted(given, profile, cluster), profile, cluster)

@@ -1,0 +1,123 @@
+"""`unparallelize`: from a model on every rank back to an ordinary model in each process.
+
+    1  compare   every rank releases the same model, and it can be released
+    2  extend    optimizers have their own methods again, and all of their state
+    3  owners    parameters have their values, gradients and classes again
+    4  watch     hooks come off the model and the loss
+    5  rewrite   layers are what they were, with whole tensors          (rewrite/apply.py)
+    6  open      threads end, channels are given back, servers forget the model
+
+The way back of session/attach.py, whose steps have the same names.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shoal.comm.agreement import agreed
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.optim.extend import release as release_optimizer
+from shoal.rewrite.apply import release as release_layers
+from shoal.servers.servers import Servers
+from shoal.session.running import Running
+from shoal.session.session import Session, current
+
+
+def unparallelize(model: nn.Module) -> None:
+    """Undo `parallelize`, in place: an ordinary model and its optimizers on every rank.
+
+    A collective: every rank calls it, between a step and the next forward. Modules, parameters and
+    optimizers are the same objects as before, whole, with no trace of Shoal. Each rank has all
+    values, all of the optimizer's state, and gradients where there are any. A loss that
+    `parallelize` wrapped stays usable and weighs nothing. Then each process trains by itself, or
+    `parallelize` is called again, also for another plan.
+
+    Args:
+        model: one that `parallelize` was given.
+
+    Raises:
+        UsageError: the model is not parallelised, gradients were accumulated and not sent, its end
+            is on tail hosts, or workers run ahead of one another.
+        RanksDiffer: another rank releases another model.
+        WorldError: a rank was lost; then start again from a checkpoint.
+
+    Example:
+        >>> import torch, shoal
+        >>> _ = shoal.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> _ = shoal.parallelize(model, None, optimizer)
+        >>> shoal.unparallelize(model)
+        >>> hasattr(optimizer, "accumulate")
+        False
+    """
+    session = current()
+    session.comm.reached("unparallelize: comparing what the ranks were given")
+    running = agreed(session.comm, lambda: _checked(session, model))
+    _require_same(session, running)
+    optimizers = session.optimizers.pop(model)
+    others = {id(each) for of_other in session.optimizers.values() for each in of_other}
+    for optimizer in optimizers:
+        if running is not None:
+            release_optimizer(optimizer, running.engine)
+        elif id(optimizer) not in others:
+            release_optimizer(optimizer)
+    if running is not None:
+        _release(session, model, running)
+    session.released.add(model)
+
+
+def _checked(session: Session, model: nn.Module) -> Running | None:
+    """What runs the model; None where this process is alone."""
+    if model not in session.optimizers:
+        raise UsageError(
+            "the model is not parallelised",
+            got=type(model).__name__,
+            do="call shoal.parallelize first",
+        )
+    attached = session.attached.get(model)
+    if attached is None:
+        return None
+    if attached.plan.staleness != 0:
+        raise UsageError(
+            "workers run ahead of one another, so there is no one state to give back",
+            got=f"a staleness of {attached.plan.staleness}",
+            do="save a checkpoint, and start again from it",
+        )
+    attached.running.check_release(model)
+    return attached.running
+
+
+def _require_same(session: Session, running: Running | None) -> None:
+    numbers = session.comm.gather_objects(None if running is None else running.number)
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise RanksDiffer(
+                f"rank {rank} and rank 0 release different models",
+                got=f"rank {rank}: the model that was parallelised as number {number}",
+                expected=f"as on rank 0: number {numbers[0]}",
+                do="call unparallelize for the same models in the same order on every rank",
+                rank=rank,
+            )
+
+
+def _release(session: Session, model: nn.Module, running: Running) -> None:
+    """Give the model back; its optimizers are ordinary already (2)."""
+    threads = session.threads.pop(running.number)
+    if running.owners is not None:
+        running.owners.release()  # 3
+    threads.drain()
+    threads.counts.drain()
+    running.watched.release()  # 4
+    release_layers(model, running.rewritten)  # 5
+    session.comm.gather_objects("released")  # nobody needs a channel of the model any more
+    threads.close()  # 6
+    threads.close_boundary()
+    servers = session.other(Servers)
+    if servers is not None and running.tables is not None:
+        servers.close_tables(running.tables)
+    if servers is not None and running.at_servers is not None:
+        servers.close_model(running.at_servers)
+    del session.attached[model]
+    for parameter in model.parameters():
+        session.served.pop(parameter, None)

@@ -1,0 +1,97 @@
+"""What is cut over the ranks: each updates its part with the optimizer's own code.
+
+    step              the parameters are the parts, for as long as the optimizer's own code runs
+    state_dict        every rank's parts are put together (a collective)
+    load_state_dict   this rank keeps its parts
+
+A part's update is the same part of the whole's update, or the layer would not have been cut
+(profiling/updates.py). Guarded by tests/equivalence/test_cut.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.comm import Comm
+from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.optim.owners import norm, scale
+from shoal.optim.part import Part, States
+from shoal.profiling.updates import part_of as part_of_state
+from shoal.tensors.cut import Cut, cut_of, is_cut, laid_as, opened, part_of
+
+
+@final
+class CutPart(Part):
+    """The parameters that are cut over the ranks of one model.
+
+    Args:
+        optimizer: the user's.
+        boundary: the channel that the model's cut layers use, by which they are known.
+    """
+
+    def __init__(self, optimizer: Optimizer, boundary: Comm) -> None:
+        super().__init__(optimizer)
+        self._boundary = boundary
+        self._opened = ExitStack()
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        return is_cut(parameter) and cut_of(parameter).comm is self._boundary
+
+    def open(self) -> None:
+        """Let the parameters be the parts, with gradients that lie in memory as they do.
+
+        Fused optimizers rely on that. A gradient that somebody has looked at is a view of the whole
+        one, and may lie otherwise.
+        """
+        parameters = self.parameters()
+        for parameter in parameters:
+            gradient, part = local_gradient(parameter), part_of(parameter)
+            if gradient is not None and gradient.stride() != part.stride():
+                self._opened.callback(set_local_gradient, parameter, gradient)
+                set_local_gradient(parameter, torch.empty_like(part).copy_(gradient))
+        self._opened.enter_context(opened(parameters))  # 7
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def norms(self, order: float) -> list[Tensor]:
+        """The norm of every rank's parts, in rank order."""
+        if not self.parameters():
+            return []
+        local = norm([gradient for gradient in self.local_gradients() if gradient.numel()], order)
+        norms = [torch.empty_like(local) for _ in range(self._boundary.size)]
+        self._boundary.all_gather(norms, local)
+        return norms
+
+    def scale(self, factor: Tensor) -> None:
+        scale(self.local_gradients(), factor)
+
+    def whole_state(self) -> States:
+        state = self.optimizer.state
+        held = [parameter for parameter in self.parameters() if parameter in state]
+        return {p: _whole(cut_of(p), part_of(p), state[p]) for p in held}
+
+    def take_state(self) -> None:
+        state = self.optimizer.state
+        for parameter in self.parameters():
+            if parameter in state:
+                cut = cut_of(parameter)
+                state[parameter] = part_of_state(state[parameter], cut.like, cut.part)
+
+
+def _whole(cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A part's state, with the whole of every tensor of the part's shape, laid as the parameter."""
+
+    def is_part(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape == part.shape
+
+    return {
+        name: laid_as(cut.layout, cut.whole(value)) if is_part(value) else value
+        for name, value in state.items()
+    }

@@ -1,0 +1,261 @@
+"""Extends an optimizer by parts: its methods are replaced once, and loop over them.
+
+    optimizer.step()            1  closure, if any
+                                2  checks
+                                3  the engines hear of it, and every part opens: behind the hooks
+                                   that users have put before
+                                8  the optimizer's own code, on what the parts have left in place
+                                9  every part closes, and the engines hear of it: before the hooks
+                                   that users have put behind
+    optimizer.accumulate()      a context: backwards inside send nothing, the next one sends all
+    optimizer.clip_grad_norm_   the norm from every part's norms, then every part is scaled
+    optimizer.state_dict()      in one-process form: every part's whole state (a collective)
+    optimizer.load_state_dict() takes that form, and every part takes what is its own
+
+An optimizer without parts keeps its own state_dict. It keeps its own step, too, if no engine
+waits for one. `release` takes parts away again.
+The numbers are those of docs/ideas/walk-optimizer-step.md; the parts have the others. Guarded by
+tests/equivalence/test_owners.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from shoal.contracts.cadence import Event
+from shoal.engine.engine import Engine
+from shoal.optim.checks import Arguments, check_known, checked_step
+from shoal.optim.methods import Methods
+from shoal.optim.part import Part, put, shown
+from shoal.optim.whole import WholePart
+
+_EXTENSION = "_shoal_extension"
+
+
+def extend(optimizer: Optimizer) -> None:
+    """Give an optimizer `accumulate` and `clip_grad_norm_`, as one process has them."""
+    _extension(optimizer)
+
+
+def add_parts(
+    optimizer: Optimizer, model: nn.Module, engine: Engine, parts: Sequence[Part]
+) -> None:
+    """Let parts have what they are made for of a model's parameters, and of the optimizer's state.
+
+    Args:
+        optimizer: the user's; it may get parts of several models.
+        model: has been parallelised.
+        engine: runs the model's exchange.
+        parts: in the order in which a step opens them, the same on every rank.
+    """
+    _extension(optimizer).add(_Trained(engine, set(model.parameters()), tuple(parts)))
+
+
+def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
+    """Take away the parts of an engine's model, whose state goes back into `optimizer.state`.
+
+    A collective, to be called while parameters are still owned and cut. The optimizer has its own
+    methods again when no model is left. Without an engine it is one that has no parts.
+    """
+    extension = _extension(optimizer)
+    extension.remove(engine)
+    if not extension.trained:
+        del optimizer.__dict__[_EXTENSION]
+
+
+def _extension(optimizer: Optimizer) -> _Extension:
+    if _EXTENSION not in optimizer.__dict__:
+        optimizer.__dict__[_EXTENSION] = _Extension(optimizer)
+    extension: _Extension = optimizer.__dict__[_EXTENSION]
+    return extension
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """One parallelised model whose parameters an optimizer has."""
+
+    engine: Engine
+    parameters: set[Tensor]
+    parts: tuple[Part, ...]
+
+
+@final
+class _Extension:
+    """What an optimizer has been extended by."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.trained: list[_Trained] = []
+        self._parts: list[Part] = []  # of all models
+        self._whole = WholePart(optimizer, self._parts)
+        self._open = 0  # a step that calls its base class's runs the hooks of both
+        self._check: RemovableHandle | None = None
+        self._declared = signature(type(optimizer).step)
+        self._added, self._replaced = Methods(optimizer), Methods(optimizer)
+        self._stepping = Methods(optimizer)
+        self._added.put("accumulate", MethodType(self._accumulate, optimizer))
+        self._added.put("clip_grad_norm_", MethodType(self._clip_grad_norm, optimizer))
+
+    def add(self, trained: _Trained) -> None:
+        """Let a model's parts take over what is theirs."""
+        if self._check is None:
+            self._check = self._optimizer.register_step_pre_hook(self._check_step)
+        if (trained.parts or trained.engine.follows_steps) and not self._follows_steps:
+            self._stepping.replace("step", self._step)
+        if trained.parts and not self._parts:
+            self._replaced.replace("state_dict", self._state_dict)
+            self._replaced.replace("load_state_dict", self._load_state_dict)
+            self._replaced.refuse_copies()
+        self.trained.append(trained)
+        self._parts += trained.parts
+        for part in trained.parts:
+            if any(self._optimizer.state.get(parameter) for parameter in part.parameters()):
+                part.take_state()
+
+    def remove(self, engine: Engine | None) -> None:
+        """Give the optimizer back what a model's parts have, and its methods if none are left."""
+        for removed in [trained for trained in self.trained if trained.engine is engine]:
+            states = [part.whole_state() for part in removed.parts]
+            self.trained.remove(removed)
+            for part, state in zip(removed.parts, states, strict=True):
+                self._parts.remove(part)
+                put(self._optimizer, state)
+        if not self._parts:
+            self._replaced.restore()
+        if not self._follows_steps:
+            self._stepping.restore()
+        if not self.trained:
+            self._added.restore()
+            if self._check is not None:
+                self._check.remove()
+
+    @property
+    def _follows_steps(self) -> bool:
+        """Whether the step has been replaced, as somebody does something in it."""
+        return any(trained.parts or trained.engine.follows_steps for trained in self.trained)
+
+    def _check_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Before a step: all that it updates must have been exchanged."""
+        # 2
+        changed = checked_step(self._declared, args, kwargs, self._check_sent)
+        check_known(optimizer, [trained.parameters for trained in self.trained])
+        return changed
+
+    def _check_sent(self) -> None:
+        for trained in self.trained:
+            trained.engine.check_sent()
+
+    def _step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():  # 1
+                loss = closure()
+        hooks = self._optimizer._optimizer_step_post_hooks
+        before = self._optimizer.register_step_pre_hook(self._enter)  # users' may clip, edit groups
+        behind = self._optimizer.register_step_post_hook(self._leave)
+        # `behind` is the last: the others go behind it, in their order
+        hooks.update({key: hooks.pop(key) for key in list(hooks) if key != behind.id})
+        try:
+            result = original()  # 8
+        finally:
+            self._open = 0
+            self._close()
+            behind.remove()
+            before.remove()
+        return result if closure is None else loss
+
+    def _enter(self, *_: object) -> None:
+        self._open += 1
+        if self._open == 1:  # 3
+            self._happened(Event.STEP_BEGUN)
+            for part in self._parts:
+                part.open()
+
+    def _leave(self, *_: object) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self._close()
+            self._happened(Event.STEP_ENDED)
+
+    def _happened(self, event: Event) -> None:
+        for trained in self.trained:
+            trained.engine.happened(event)
+
+    def _close(self) -> None:
+        for part in reversed(self._parts):  # 9  the first sees the groups as they were
+            part.close()
+
+    @contextmanager
+    def _accumulate(self, optimizer: Optimizer) -> Iterator[None]:
+        """Send nothing in the backwards inside; the next one outside sends the sum of all.
+
+        Until then `.grad` is this rank's own, or an error where ranks own it.
+        """
+        with ExitStack() as stack:
+            for trained in self.trained:
+                stack.enter_context(trained.engine.accumulating())
+            yield
+
+    def _clip_grad_norm(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clip the norm of all gradients of this optimizer, taken as one vector (a collective).
+
+        As torch.nn.utils.clip_grad_norm_ does. What others have stays with them, where torch's
+        function would bring it to every rank.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            norm_type: the p of the norm; may be infinite.
+            error_if_nonfinite: raise where the norm is not finite.
+
+        Returns:
+            The norm before, the same on every rank.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` was given.
+        """
+        self._check_sent()
+        parts = [self._whole, *self._parts]
+        norms = [norm for part in parts for norm in part.norms(norm_type)]
+        total = torch.zeros((), device="cpu")
+        if norms:
+            total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"the gradients' norm of order {norm_type} is not finite: {float(total)}"
+            )
+        # a norm that is only asked for leaves gradients alone, also such as are not finite
+        if max_norm != math.inf:
+            factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            for part in parts:
+                part.scale(factor)
+        first = next(p for group in self._optimizer.param_groups for p in group["params"])
+        return total.to(first.device, first.dtype)
+
+    def _state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        states = {p: state for part in self._parts for p, state in part.whole_state().items()}
+        with shown(self._optimizer, states):
+            return original()
+
+    def _load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
+        original(state_dict)
+        for part in self._parts:
+            part.take_state()

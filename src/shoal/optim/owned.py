@@ -1,0 +1,138 @@
+"""What ranks or servers own in pieces: each owner updates its own, on lanes.
+
+step              4  settings are captured
+                  5  servers are told
+                  6  updates are sent off, and the parameters leave their groups
+state_dict        the owners' pieces are put together (a collective)
+load_state_dict   each owner keeps its pieces
+
+Guarded by tests/equivalence/test_owners.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.transfer import OwnedTransfer
+from shoal.optim.owners import Owners, norms_of, scale
+from shoal.optim.part import Part, States
+from shoal.optim.update import Update, state_of_pieces, steps_of
+from shoal.profiling.updates import attributes, like, settings
+from shoal.remote.orders import GatherState, OfRank, TakeState, UpdatePieces
+from shoal.remote.wire import Data
+
+
+@final
+class OwnedPart(Part):
+    """The parameters of one model that have owners.
+
+    Args:
+        optimizer: the user's.
+        number: its place among the model's optimizers.
+        owners: of the model.
+    """
+
+    def __init__(self, optimizer: Optimizer, number: int, owners: Owners) -> None:
+        super().__init__(optimizer)
+        self._number, self._owners = number, owners
+        self._updates = {
+            transfer: Update(like(optimizer), transfer) for transfer in owners.transfers
+        }
+        # the groups that a step has taken parameters out of, with all that they had
+        self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._owners
+
+    def open(self) -> None:
+        """Send the updates off, and take the parameters out of the groups."""
+        groups = self.optimizer.param_groups
+        group_of = {p: i for i, group in enumerate(groups) for p in group["params"] if self.has(p)}
+        self._send_off(group_of)
+        self._taken = [(group, group["params"]) for group in groups]
+        for group, parameters in self._taken:
+            group["params"] = [p for p in parameters if p not in group_of]
+
+    def close(self) -> None:
+        """Put the parameters back into their groups."""
+        for group, parameters in self._taken:
+            group["params"] = parameters
+        self._taken = []
+
+    def norms(self, order: float) -> list[Tensor]:
+        """Of gradients that somebody has brought to every rank, and of those at their owners."""
+        owned = self._owners.norms(self.parameters(), order)
+        return [*norms_of(self.local_gradients(), order), *owned]
+
+    def scale(self, factor: Tensor) -> None:
+        scale(self.local_gradients(), factor)
+        self._owners.scale(self.parameters(), factor)
+
+    def whole_state(self) -> States:
+        self._owners.settle()
+        self._owners.tell(GatherState(self._number))
+        whole: States = {}
+        for transfer, update in self._updates.items():
+            self._owners.together(transfer, partial(update.gather_state, whole))
+        return {parameter: whole.get(parameter, {}) for parameter in self.parameters()}
+
+    def take_state(self) -> None:
+        self._owners.settle()
+        state = self.optimizer.state
+        self._owners.tell(OfRank(self._state_for))
+        for transfer, update in self._updates.items():
+            update.take_state(state_of_pieces(transfer, self._owners.rank, state))
+        for parameter in self.parameters():
+            if parameter in state:
+                state[parameter] = {}
+
+    def state_bytes(self) -> int:
+        self._owners.settle()
+        return sum(update.state_bytes() for update in self._updates.values())
+
+    def _state_for(self, server: int) -> TakeState:
+        """What a server is to take of `optimizer.state`."""
+        state = self.optimizer.state
+        of_transfers = (state_of_pieces(each, server, state) for each in self._owners.served)
+        states = ({n: Data(piece) for n, piece in pieces.items()} for pieces in of_transfers)
+        return TakeState(self._number, tuple(states))
+
+    def _send_off(self, group_of: Mapping[nn.Parameter, int]) -> None:
+        """Have lanes and servers update what has a gradient, in the order that forward needs."""
+        # 4
+        captured = [settings(group) for group in self.optimizer.param_groups]
+        attributes_now = attributes(self.optimizer)
+        leaving = self._leaving(group_of)
+        updated = [parameter for _, parameters in leaving for parameter in parameters]
+        self._owners.tell_changes(set(updated))
+        numbers = {transfer: number for number, transfer in enumerate(self._owners.served)}
+        if served := [transfer for transfer, _ in leaving if transfer in numbers]:
+
+            def update_for(server: int) -> UpdatePieces:
+                steps = {numbers[each]: steps_of(each, group_of, server) for each in served}
+                return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
+
+            self._owners.tell(OfRank(update_for))  # 5  order 1
+        self.mark(updated)
+        for transfer, parameters in leaving:
+            steps = steps_of(transfer, group_of, self._owners.rank)
+            update = self._updates[transfer]
+            work = update.work(steps, captured, attributes_now, set(parameters))
+            self._owners.send_off(transfer, parameters, work)  # 6
+
+    def _leaving(
+        self, group_of: Mapping[nn.Parameter, int]
+    ) -> Sequence[tuple[OwnedTransfer, Sequence[nn.Parameter]]]:
+        """The transfers that have a gradient, and those of their parameters that are in a group."""
+        leaving = []
+        for transfer in self._owners.returning:
+            parameters = [p for p in transfer.parameters if p in group_of]
+            if any(map(self._owners.has_gradient, parameters)):
+                self._updates[transfer].check_strides()
+                leaving.append((transfer, parameters))
+        return leaving

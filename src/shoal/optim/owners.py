@@ -1,0 +1,321 @@
+"""Owners: the gradients, updates and optimizer state of the parameters that ranks own in pieces.
+
+    backward           slices' sums go to their owners                         OwnedTransfer.run
+    optimizer.step()   settings are captured; the rest is updated as always; returns at once
+     on each lane      own pieces are updated by a copy of the optimizer,
+                       the new values go to all                                Update.run
+    next forward       the first use of a parameter waits for its own
+                       transfer, and for nothing else                          arrive
+
+Exactly one synchronous step: whoever looks at a parameter or a gradient in between gets the right
+one (guarded.py). Collectives, called by every rank: reading `.grad` before it is cleared,
+optimizer.clip_grad_norm_, state_dict. Guarded by tests/equivalence/test_owners.py and
+test_access.py.
+
+Reference: Xu et al., "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training",
+2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
+from threading import RLock
+from typing import final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Turn
+from shoal.core.pieces import line, local_gradient, set_local_gradient, unlined
+from shoal.engine.engine import Engine
+from shoal.remote.orders import (
+    AnyModelOrder,
+    FetchAll,
+    Norms,
+    Numbers,
+    OfRank,
+    Scale,
+    TakeValues,
+    Tell,
+    Values,
+)
+from shoal.tensors.guarded import ComingParameter, GuardedParameter, guard, unguard
+
+
+def tell_nobody(order: AnyModelOrder | OfRank, /) -> None:
+    """Where there are no servers."""
+
+
+def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
+    """Each one's norm, in float64, on the CPU; for a GPU all wait at once."""
+    norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64) for t in tensors]
+    return torch.stack([each.to(norms[0].device) for each in norms]).cpu().unbind() if norms else ()
+
+
+def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
+    """The norm of all their elements together, in float64, on the CPU."""
+    norms = norms_of(tensors, order) or (torch.zeros((), dtype=torch.float64, device="cpu"),)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+    return total
+
+
+def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a number, which is brought once to where each of them is."""
+    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    for gradient in gradients:
+        where = gradient.device, gradient.dtype
+        if where not in factors:
+            factors[where] = factor.to(*where, non_blocking=True)
+        gradient.mul_(factors[where])
+
+
+def values_of(
+    transfers: Mapping[int, OwnedTransfer], parameters: Set[Tensor], rank: int
+) -> TakeValues:
+    """Copies of a rank's pieces of those parameters, of these transfers by number."""
+    return TakeValues(
+        {
+            number: {
+                index: piece.of(piece.parameter).clone()
+                for index, piece in enumerate(transfer.owned[rank])
+                if piece.parameter in parameters
+            }
+            for number, transfer in transfers.items()
+        }
+    )
+
+
+def put_values(transfers: Sequence[OwnedTransfer], values: Values) -> None:
+    """Take those values of the own pieces."""
+    for number, pieces in values.items():
+        for index, value in pieces.items():
+            piece = transfers[number].pieces[index]
+            piece.of(piece.parameter).copy_(value)
+
+
+@final
+class Owners:
+    """What the ranks own of one model, and what is on its way."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        transfers: Sequence[OwnedTransfer],
+        rank: int,
+        tell: Tell = tell_nobody,
+        late: int = 0,
+    ) -> None:
+        self.transfers = tuple(transfers)
+        self.served = served = tuple(transfer for transfer in transfers if transfer.served)
+        # sent when backward is over: back when they are summed
+        first = served[max(0, len(served) - late) :]
+        # In the order in which forward needs them. Autograd runs nodes from last to first, so the
+        # parameter that has all of its gradient first is the one that forward comes to last.
+        self.returning = (*first, *(each for each in reversed(self.transfers) if each not in first))
+        self.rank = rank
+        self.tell: Tell = tell
+        known = (p for transfer in self.served for p in transfer.parameters)
+        self._versions = {p: p._version for p in known}  # of what servers know
+        self._open: dict[Tensor, list[ref[Tensor]]] = {}  # whose memory others have, and by what
+        self._engine = engine
+        # which parameters are on their way: any thread may look at one while a step begins
+        self._marking = RLock()
+        # a large parameter is cut among several
+        self._transfers: dict[nn.Parameter, list[OwnedTransfer]] = {}
+        for transfer in transfers:
+            for parameter in transfer.parameters:
+                self._transfers.setdefault(parameter, []).append(transfer)
+                guard(parameter, self)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return parameter in self._transfers
+
+    def fetch(self, parameter: nn.Parameter) -> None:
+        """Bring the owners' gradients, all of them, to every rank, unless this one is here."""
+        self._engine.check_sent()
+        if self._is_held(parameter):
+            self.fetch_all()
+
+    @torch.inference_mode(False)  # what is read in it is stepped with outside
+    def fetch_all(self) -> None:
+        """Bring all gradients that are at their owners to every rank (a collective)."""
+        self.tell(FetchAll())
+        holding = [transfer for transfer in self.transfers if transfer.held]
+        held = {parameter for transfer in holding for parameter in transfer.held}
+        lines = {parameter: torch.empty_like(line(parameter, parameter)) for parameter in held}
+        fetched = [_Fetch(transfer, lines) for transfer in holding]
+        for fetch in fetched:
+            self._engine.routes.later(fetch.transfer, fetch.run, "fetch gradients of")
+        for fetch in fetched:
+            self._engine.routes.settle(fetch.transfer)
+            fetch.publish()
+
+    def assign(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """From here on this is the gradient."""
+        set_local_gradient(parameter, gradient)
+        for transfer in self._transfers[parameter]:
+            transfer.held.discard(parameter)
+
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """Wait for the new values of the transfers that bring this parameter's."""
+        for transfer in self._transfers[parameter]:
+            self._engine.routes.settle(transfer)  # 12
+        with self._marking:
+            for each in {
+                each for transfer in self._transfers[parameter] for each in transfer.parameters
+            }:
+                came = isinstance(each, ComingParameter) and not any(
+                    map(self._engine.routes.is_busy, self._transfers[each])
+                )
+                if came:
+                    each.__class__ = GuardedParameter
+                    if each in self._versions:
+                        self._versions[each] = each._version
+
+    def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
+        """Take a parameter for changed, as long as somebody has its memory, and once more."""
+        if parameter in self._versions:
+            kept = [each for each in self._open.get(parameter, ()) if each() is not None]
+            self._open[parameter] = [*kept, ref(memory)]
+
+    def tell_changes(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give servers the values of those parameters that were changed since these sent them."""
+        here = [p for p in parameters if p in self._versions and not isinstance(p, ComingParameter)]
+        changed = {p for p in here if p._version != self._versions[p] or p in self._open}
+        if changed:
+            numbered = dict(enumerate(self.served))
+            self.tell(OfRank(partial(values_of, numbered, changed)))
+            self._versions |= {p: p._version for p in changed}
+            for parameter in changed & self._open.keys():
+                self._open[parameter] = [
+                    each for each in self._open[parameter] if each() is not None
+                ]
+                if not self._open[parameter]:
+                    del self._open[parameter]
+
+    def settle(self) -> None:
+        """Wait for everything that is on its way."""
+        for transfer in self.transfers:
+            self.arrive(transfer.parameters[0])
+
+    def release(self) -> None:
+        """Make the parameters ordinary ones, which have their gradients (a collective)."""
+        self.settle()
+        if any(transfer.held for transfer in self.transfers):
+            self.fetch_all()
+        for parameter in self._transfers:
+            unguard(parameter)
+
+    def check_sent(self) -> None:
+        """Raise UsageError where gradients are only this rank's own."""
+        self._engine.check_sent()
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Whether an optimizer would find a gradient, at the owners or here. Waits for nothing."""
+        return self._is_held(parameter) or local_gradient(parameter) is not None
+
+    def _is_held(self, parameter: nn.Parameter) -> bool:
+        return any(parameter in transfer.held for transfer in self._transfers[parameter])
+
+    def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
+        """The norm of each owner's pieces of those parameters' gradients, in rank order (a
+        collective).
+        """
+        self.tell(Norms(self._numbers(parameters), order))
+        self.settle()
+        numbers: list[Tensor] = []
+        for served in (False, True):
+            some = [transfer for transfer in self.transfers if transfer.served == served]
+            mine = norm(_gradients(some, parameters), order)
+
+            def gather(comm: Comm, mine: Tensor = mine) -> None:
+                all_of_them = [torch.empty_like(mine) for _ in range(comm.size)]
+                comm.all_gather(all_of_them, mine)
+                numbers.extend(all_of_them)
+
+            if some:
+                self.together(some[0], gather)
+        return numbers
+
+    def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
+        """Multiply those parameters' gradients, where it is the owners that hold them."""
+        self.tell(Scale(self._numbers(parameters), factor))
+        self.settle()
+        scale(_gradients(self.transfers, parameters), factor)
+
+    def _numbers(self, parameters: Iterable[Tensor]) -> Numbers:
+        """What servers know of those parameters."""
+        wanted = set(parameters)
+        return tuple(
+            (number, index)
+            for number, transfer in enumerate(self.served)
+            for index, parameter in enumerate(transfer.parameters)
+            if parameter in wanted
+        )
+
+    def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
+        """Do something with all ranks that a transfer is among, at once (a collective)."""
+        self._engine.routes.later(transfer, work, "gather beside")
+        self._engine.routes.settle(transfer)
+
+    def send_off(
+        self,
+        transfer: OwnedTransfer,
+        parameters: Iterable[nn.Parameter],
+        work: Callable[[Comm], None],
+    ) -> None:
+        """Let a lane bring new values of some of a transfer's parameters; until then, whoever uses
+        one waits.
+        """
+        with self._marking:
+            self._engine.routes.later(transfer, work, "update and return")
+            for parameter in parameters:
+                torch.autograd.graph.increment_version(parameter)
+                parameter.__class__ = ComingParameter
+
+
+def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor]) -> list[Tensor]:
+    """This rank's pieces of those parameters' gradients, where it is the owners that hold them."""
+    wanted = set(parameters)
+    return [
+        gradient
+        for transfer in transfers
+        for piece, gradient in zip(transfer.pieces, transfer.gradients(), strict=True)
+        if gradient is not None and piece.parameter in wanted and piece.parameter in transfer.held
+    ]
+
+
+@final
+class _Fetch:
+    """The gradients of one transfer, on their way into the lines of their parameters on every
+    rank.
+    """
+
+    def __init__(self, transfer: OwnedTransfer, lines: Mapping[nn.Parameter, Tensor]) -> None:
+        self.transfer = transfer
+        self._lines = lines
+        self._used: set[nn.Parameter] = set()
+
+    def run(self, comm: Comm) -> None:
+        mine = [
+            torch.zeros_like(piece.of(piece.parameter)) if gradient is None else gradient
+            for piece, gradient in zip(self.transfer.pieces, self.transfer.gradients(), strict=True)
+        ]
+        for piece, value in self.transfer.gather(mine, Turn.GRADIENTS, comm):
+            if piece.parameter in self._lines:
+                self._lines[piece.parameter][piece.start : piece.stop] = value
+        self._used = self.transfer.used()
+        self.transfer.close_bucket()
+
+    def publish(self) -> None:
+        for parameter in self.transfer.held:
+            gradient = (
+                unlined(self._lines[parameter], parameter).detach()
+                if parameter in self._used
+                else None
+            )
+            set_local_gradient(parameter, gradient)
+        self.transfer.held.clear()

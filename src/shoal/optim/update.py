@@ -1,0 +1,196 @@
+"""One optimizer's update of the pieces that a rank owns, made on a lane by a copy of the optimizer.
+
+10  the update of the own pieces
+11  the return: their new values go to all ranks
+
+Workers and servers make it in the same way. The numbers are those of
+docs/ideas/walk-optimizer-step.md. Guarded by tests/equivalence/test_owners.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer, Turn
+from shoal.core.errors import UsageError
+from shoal.core.pieces import Piece, line, local_gradient
+from shoal.optim.part import States
+from shoal.profiling.updates import make_step, part_of
+from shoal.remote.orders import Given
+from shoal.remote.wire import Data
+
+
+def steps_of(
+    transfer: OwnedTransfer, group_of: Mapping[nn.Parameter, int], rank: int
+) -> dict[int, Given]:
+    """What a rank is to do with its pieces of a transfer, by number, as of now."""
+    steps = {}
+    for number, piece in enumerate(transfer.owned[rank]):
+        parameter = piece.parameter
+        if parameter in group_of:
+            whole = local_gradient(parameter)
+            gradient = None if whole is None else piece.of(whole).clone()
+            steps[number] = Given(group_of[parameter], parameter in transfer.held, gradient)
+    return steps
+
+
+def state_of_pieces(
+    transfer: OwnedTransfer, rank: int, states: Mapping[Tensor, Any]
+) -> dict[int, dict[str, Any]]:
+    """A rank's pieces of a state in one-process form, by number, if they have a state."""
+    return {
+        number: part_of(states[piece.parameter], piece.parameter, partial(_formed_part, piece))
+        for number, piece in enumerate(transfer.owned[rank])
+        if piece.parameter in states
+    }
+
+
+def put_states(
+    updates: Mapping[OwnedTransfer, Update], states: Sequence[Mapping[int, Data]]
+) -> None:
+    """Have updates keep those states of the own pieces, by number."""
+    for update, pieces in zip(updates.values(), states, strict=True):
+        update.take_state({number: state.value for number, state in pieces.items()})
+
+
+def _formed_part(piece: Piece, whole: Tensor) -> Tensor:
+    """A piece of a tensor of its parameter's shape, as the optimizer is given it."""
+    return piece.formed(piece.of(whole))
+
+
+@final
+class Update:
+    """The update of this rank's pieces of one transfer; it has their state.
+
+    Args:
+        optimizer: a copy, which this has to itself.
+        transfer: whose pieces they are.
+    """
+
+    def __init__(self, optimizer: Optimizer, transfer: OwnedTransfer) -> None:
+        self._transfer = transfer
+        self._copy = optimizer
+        self._strides = [parameter.stride() for parameter in transfer.parameters]
+        self._tensors = {
+            piece: nn.Parameter(_formed_part(piece, piece.parameter)) for piece in transfer.pieces
+        }
+
+    def check_strides(self) -> None:
+        """Raise UsageError where a parameter's line is no longer what it was."""
+        if self._strides != [parameter.stride() for parameter in self._transfer.parameters]:
+            raise UsageError(
+                "a parameter lies otherwise in memory than when the model was parallelised",
+                where=self._transfer.label,
+                do="convert the model (memory_format, …) before parallelize",
+            )
+
+    def work(
+        self,
+        steps: Mapping[int, Given],
+        groups: Sequence[dict[str, Any]],
+        attributes: Mapping[str, Any],
+        parameters: Collection[Tensor] = (),
+    ) -> Callable[[Comm], None]:
+        """What a lane is to do: the update, and the return of new values.
+
+        Args:
+            steps: of this rank's pieces, by number.
+            groups: settings of the optimizer's groups.
+            attributes: of the optimizer.
+            parameters: whose new values are taken from their owners.
+        """
+
+        def update(comm: Comm) -> None:
+            # 10
+            self._transfer.open_update(parameters)
+            # order 8
+            values = self.step(self._transfer.gradients(), steps, groups, attributes)
+            # 11
+            gathered = self._transfer.gather(values, Turn.VALUES, comm)
+            taken = [
+                (piece.of(piece.parameter), value)
+                for piece, value in gathered
+                if piece.parameter in parameters
+                and not (self._transfer.exact and piece in self._tensors)
+            ]
+            if taken:
+                torch._foreach_copy_([old for old, _ in taken], [new for _, new in taken])
+            self._transfer.close_bucket()
+
+        return update
+
+    def step(
+        self,
+        gradients: Sequence[Tensor | None],
+        steps: Mapping[int, Given],
+        groups: Sequence[dict[str, Any]],
+        attributes: Mapping[str, Any],
+    ) -> list[Tensor]:
+        """Update the own pieces by their gradients, in order; their new values."""
+        members: list[list[Tensor]] = [[] for _ in groups]
+        pieces = zip(self._tensors.items(), gradients, strict=True)
+        for number, ((piece, tensor), gradient) in enumerate(pieces):
+            tensor.data = _formed_part(piece, piece.parameter)
+            if (step := steps.get(number)) is not None:
+                flat = gradient if step.at_owner else step.gradient
+                tensor.grad = None if flat is None else piece.formed(flat)
+                members[step.group].append(tensor)
+        filled = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
+        make_step(self._copy, filled, attributes)
+        return self.values()
+
+    def values(self) -> list[Tensor]:
+        """The own pieces of the parameters, as they are."""
+        return [piece.of(piece.parameter) for piece in self._tensors]
+
+    def state_bytes(self) -> int:
+        """Bytes of the own pieces' state."""
+        values = (value for state in self._copy.state.values() for value in state.values())
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def take_state(self, states: Mapping[int, dict[str, Any]]) -> None:
+        """Keep the state of the own pieces, by number, where there is one."""
+        for number, tensor in enumerate(self._tensors.values()):
+            self._copy.state.pop(tensor, None)
+            if number in states:
+                self._copy.state[tensor] = states[number]
+
+    def gather_state(self, whole: States | None, comm: Comm) -> None:
+        """Put every rank's pieces of the state into `whole`, if one is given (a collective)."""
+        own = [_on_cpu(self._copy.state.get(tensor, {})) for tensor in self._tensors.values()]
+        of_ranks = comm.gather_objects(own)
+        if whole is None:
+            return
+        for pieces, states in zip(self._transfer.owned, of_ranks, strict=True):
+            for piece, state in zip(pieces, states, strict=True):
+                for name, value in state.items():
+                    _put_together(whole.setdefault(piece.parameter, {}), piece, name, value)
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()
+    }
+
+
+def _put_together(state: dict[str, Any], piece: Piece, name: str, value: Any) -> None:
+    """Put a piece's value into its parameter's state.
+
+    What has the piece's form goes into a whole tensor, all else as it is.
+    """
+    parameter, is_all = piece.parameter, piece.numel == piece.parameter.numel()
+    form = parameter.shape if is_all else (piece.numel,)
+    if not (isinstance(value, Tensor) and value.shape == form):
+        state[name] = value
+        return
+    if name not in state:
+        state[name] = torch.zeros_like(parameter, dtype=value.dtype)
+    flat = line(value, parameter) if is_all else value
+    line(state[name], parameter)[piece.start : piece.stop] = flat.to(parameter.device)

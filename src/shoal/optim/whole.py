@@ -1,0 +1,45 @@
+"""What the optimizer itself updates: parameters that this rank has, all of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.optim.owners import norms_of, scale
+from shoal.optim.part import Part, States
+
+
+@final
+class WholePart(Part):
+    """The parameters that no other part has.
+
+    Args:
+        optimizer: the user's.
+        others: the other parts, a list that may grow.
+    """
+
+    def __init__(self, optimizer: Optimizer, others: Sequence[Part]) -> None:
+        super().__init__(optimizer)
+        self._others = others
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        return not any(part.has(parameter) for part in self._others)
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def norms(self, order: float) -> list[Tensor]:
+        return list(norms_of(self.local_gradients(), order))
+
+    def scale(self, factor: Tensor) -> None:
+        scale(self.local_gradients(), factor)
+
+    def whole_state(self) -> States:
+        """Nothing: it is where it always was."""
+        return {}
+
+    def take_state(self) -> None: ...

@@ -1,1 +1,0 @@
-"""Runs a rewritten model: the engine, the session, the data."""

@@ -1,0 +1,1 @@
+"""The servers' own side: ranks that own parameters and train nothing."""

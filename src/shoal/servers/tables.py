@@ -1,0 +1,365 @@
+"""Tables: rows that servers keep whole, and give and change as workers ask
+(remote/table_messages.py).
+
+    each worker has a thread here, for all tables of a model:
+      Pull           wait until the worker's steps have been applied, but for as many as it may be
+                     ahead; its rows
+      Push           keep ids and gradients, as they come
+      Step           when all workers have made it: add up what they have kept, in the order of the
+                     ranks; one dense update by a copy of the optimizer, as in one process, where
+                     momentum moves rows nobody looked up
+      Read…, Write…  of gradients, and changes of values: when all workers have asked
+
+Without a bound on the staleness each step is an update of its own, as it comes. Guarded by
+tests/equivalence/test_tables.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.contracts.comm import Comm
+from shoal.core.errors import RanksDiffer
+from shoal.core.pieces import cut_sizes
+from shoal.engine.lanes import Answering
+from shoal.optim.owners import norm
+from shoal.profiling.updates import made_of, make_step
+from shoal.remote.channel import Channel
+from shoal.remote.optimizers import OptimizerForm
+from shoal.remote.orders import TableForm
+from shoal.remote.table_messages import AnyTableMessage, End, Gradient, TableRole, Work
+from shoal.remote.wire import Data
+from shoal.servers.ahead import POLL_S, Clocks
+from shoal.strategies.embedding import is_written
+
+_ALIKE = (
+    "look at and change a table's gradients, and change its values and the optimizer's state, "
+    "on every rank alike"
+)
+
+
+@final
+class ServedTables:
+    """A server's rows of a model's tables.
+
+    Args:
+        comm: all ranks; the workers' main threads are at its other end.
+        forms: of the tables, in their order.
+        optimizers: what updates them.
+        staleness: by how many steps a worker may be ahead; None for any number.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        forms: Sequence[TableForm],
+        optimizers: Sequence[OptimizerForm],
+        staleness: int | None,
+    ) -> None:
+        self._in_step = staleness == 0
+        index, servers = comm.rank - comm.workers, comm.size - comm.workers
+        self._tables = [
+            _Table(form, cut_sizes(form.rows, servers)[index], comm.workers, optimizers, staleness)
+            for form in forms
+        ]
+        answering = Answering()
+        self.check, self.finish, self.close = answering.check, answering.finish, answering.close
+        for worker in range(comm.workers):
+            answering.begin(worker, partial(self._answer, worker), comm)
+
+    def observed(self) -> Counter[int]:
+        """How often a worker was ahead of the slowest by how many steps, when it was given rows."""
+        if self._in_step:
+            return Counter()
+        return sum((table.clocks.observed for table in self._tables), Counter())
+
+    def _answer(self, worker: int, comm: Comm) -> None:
+        channel = Channel[AnyTableMessage](comm, worker, AnyTableMessage)
+        desks = [_Desk(table, channel) for table in self._tables]
+        while not isinstance(message := channel.next(), End):
+            desk = desks[message.table]
+            desk.table.mark(worker, used=message.has_gradient)
+            message.do(desk)
+            channel.settle()
+        for table in self._tables:
+            table.leave(worker)
+
+
+@final
+class _Desk(TableRole):
+    """Where one worker is served from one table."""
+
+    def __init__(self, table: _Table, channel: Channel[AnyTableMessage]) -> None:
+        self.table, self._channel, self._worker = table, channel, channel.peer
+        self._check = partial(channel.comm.check, "serving")
+
+    def pull(self, ids: Tensor) -> None:
+        self._channel.post_rows(self.table.pull(self._worker, ids, self._check))
+
+    def push(self, ids: Tensor, gradients: Tensor) -> None:
+        self.table.push(self._worker, ids, gradients)
+
+    def step(self, work: Work | None) -> None:
+        self.table.step(self._worker, work)
+
+    def read_values(self) -> None:
+        self._channel.post_rows(self.table.values(self._worker, self._check))
+
+    def read_gradient(self) -> None:
+        rows = self._together("read gradients", None, lambda _: self.table.gradient())
+        self._channel.post(Gradient(rows))
+
+    def read_state(self, optimizer: int) -> None:
+        self._channel.post(Data(self.table.state(self._worker, optimizer, self._check)))
+
+    def write_values(self, rows: Tensor | None) -> None:
+        self._together("write values", rows, self.table.take_values)
+
+    def write_gradient(self, rows: Tensor | None) -> None:
+        self._together("write gradients", rows, self.table.take_gradient)
+
+    def write_state(self, optimizer: int, state: Data) -> None:
+        take = partial(self.table.take_state, optimizer)
+        self._together("load the optimizer's state", state.value, take)
+
+    def norm(self, order: float) -> None:
+        self._channel.post(self._together("norm", order, self.table.norm))
+
+    def scale(self, factor: Tensor) -> None:
+        self._together("scale", factor, self.table.scale)
+
+    def _together(self, what: str, content: Any, do: Callable[[Any], Any]) -> Any:
+        return self.table.together(self._worker, what, content, do, self._check)
+
+
+_Pushed = list[tuple[Tensor, Tensor]]  # ids, which are different, and gradients of their rows
+# to a step: None where it has no gradient, or lets others speak
+_Brought = tuple[_Pushed | None, Work | None]
+
+
+@dataclass
+class _Meeting:
+    """Workers who wait until all have asked for the same."""
+
+    asked: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    number: int = 0
+    waiting: int = 0  # who has not taken the result
+    result: Any = None
+
+
+@final
+class _Table:
+    """A server's rows of one table, with their gradients and the optimizer's state."""
+
+    def __init__(
+        self,
+        form: TableForm,
+        rows: int,
+        workers: int,
+        optimizers: Sequence[OptimizerForm],
+        staleness: int | None,
+    ) -> None:
+        self.weight = nn.Parameter(torch.zeros(rows, form.width, dtype=form.dtype))
+        self.clocks: Clocks[_Brought] = Clocks(workers, staleness)
+        self._name = form.name
+        self._copies = [made_of(form) for form in optimizers]
+        # None: it has no gradient
+        self._pushed: dict[int, _Pushed | None] = dict.fromkeys(range(workers))
+        self._dense: Tensor | None = None  # zeros, but within an update
+        self._meeting = _Meeting()
+
+    def pull(self, worker: int, ids: Tensor, check: Callable[[], None]) -> Tensor:
+        """The rows of these ids, as soon as this worker may have them."""
+        with self.clocks.moved:
+            self._wait(worker, check)
+            self.clocks.count(worker)
+            return self.weight.detach().index_select(0, ids)
+
+    def push(self, worker: int, ids: Tensor, rows: Tensor) -> None:
+        """Keep a worker's gradients, beside those that it has brought since it had none."""
+        with self.clocks.moved:
+            brought = [*(self._pushed[worker] or ()), (ids, rows)]
+            # never more than a table of them
+            if sum(len(its) for its, _ in brought) > len(self.weight):
+                brought = [_folded(brought)]
+            self._pushed[worker] = brought
+
+    def mark(self, worker: int, *, used: bool) -> None:
+        """Drop what a worker has brought, unless it has a gradient still."""
+        with self.clocks.moved:
+            self._pushed[worker] = (self._pushed[worker] or []) if used else None
+
+    def step(self, worker: int, work: Work | None) -> None:
+        """Count a worker's step, and apply what may be."""
+        with self.clocks.moved:
+            for brought in self.clocks.step(worker, (self._pushed[worker], work)):
+                self._apply(brought)
+
+    def leave(self, worker: int) -> None:
+        """A worker has ended."""
+        with self.clocks.moved:
+            for brought in self.clocks.leave(worker):
+                self._apply(brought)
+
+    def values(self, worker: int, check: Callable[[], None]) -> Tensor:
+        """All rows, as soon as this worker may have them."""
+        with self.clocks.moved:
+            self._wait(worker, check)
+            return self.weight.detach().clone()
+
+    def state(self, worker: int, optimizer: int, check: Callable[[], None]) -> dict[str, Any]:
+        """An optimizer's state, as soon as this worker may have it."""
+        with self.clocks.moved:
+            self._wait(worker, check)
+            return dict(self._copies[optimizer].state.get(self.weight, {}))
+
+    def take_values(self, rows: Tensor) -> None:
+        """Have these values."""
+        self.weight.detach().copy_(rows)
+
+    def take_gradient(self, rows: Tensor) -> None:
+        """Have this gradient in place of what workers have brought."""
+        first, *others = sorted(self.clocks.workers)
+        self._pushed[first] = [(torch.arange(len(rows)), rows)]
+        self._pushed |= {worker: [] for worker in others}
+
+    def gradient(self) -> Tensor | None:
+        """The sum of what workers have brought, if any has."""
+        brought = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
+        if all(pushed is None for pushed in brought):
+            return None
+        with self._summed(brought) as gradient:
+            return gradient.clone()
+
+    def norm(self, order: float) -> Tensor:
+        """The norm of the gradient."""
+        gradient = self.gradient()
+        return norm([] if gradient is None else [gradient], order)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the gradient."""
+        for pushed in self._pushed.values():
+            for _, rows in pushed or ():
+                rows.mul_(factor.to(rows.dtype))
+
+    def take_state(self, optimizer: int, state: Mapping[str, Any]) -> None:
+        """Have this state."""
+        self._copies[optimizer].state.pop(self.weight, None)
+        if state:
+            self._copies[optimizer].state[self.weight] = dict(state)
+
+    def together(
+        self,
+        worker: int,
+        what: str,
+        given: Any,
+        do: Callable[[Any], Any],
+        check: Callable[[], None],
+    ) -> Any:
+        """Do something once, when every worker has asked for it, with what the first of them gives;
+        its result.
+        """
+        with self.clocks.moved:
+            self._wait(worker, check)
+            meeting = self._meeting
+            number = meeting.number
+            meeting.asked[worker] = what, given
+            if len(meeting.asked) == len(self._pushed):
+                self._require_same(meeting)
+                meeting.result = do(meeting.asked[min(meeting.asked)][1])
+                meeting.asked, meeting.number, meeting.waiting = {}, number + 1, len(self._pushed)
+                self.clocks.moved.notify_all()
+            while meeting.number == number:
+                if ended := self._pushed.keys() - self.clocks.workers:
+                    raise RanksDiffer(
+                        f"rank {min(ended)} has ended, but rank {worker} asks for {what!r} of "
+                        f"table {self._name}",
+                        do=_ALIKE,
+                        rank=min(ended),
+                    )
+                if not self.clocks.moved.wait(POLL_S):
+                    check()
+            result = meeting.result
+            meeting.waiting -= 1
+            if not meeting.waiting:
+                meeting.result = None
+            return result
+
+    def _wait(self, worker: int, check: Callable[[], None]) -> None:
+        """Wait until a worker may go on; not for one that waits itself until all ask for the
+        same.
+        """
+
+        def check_meeting() -> None:
+            check()
+            for other in self.clocks.slowest() & self._meeting.asked.keys():
+                raise RanksDiffer(
+                    f"rank {other} asks for {self._meeting.asked[other][0]!r} of table "
+                    f"{self._name}, and rank {worker} "
+                    f"went on without",
+                    do=_ALIKE,
+                    rank=other,
+                )
+
+        self.clocks.wait(worker, check_meeting)
+
+    def _require_same(self, meeting: _Meeting) -> None:
+        for worker, (what, _) in meeting.asked.items():
+            first = meeting.asked[min(meeting.asked)][0]
+            if what != first:
+                raise RanksDiffer(
+                    f"rank {worker} wants another thing of table {self._name} than rank "
+                    f"{min(meeting.asked)}",
+                    got=f"{what}, {first}",
+                    do=_ALIKE,
+                    rank=worker,
+                )
+
+    def _apply(self, brought: Sequence[_Brought]) -> None:
+        """One update by the sum of what workers have brought to a step."""
+        if all(pushed is None for pushed, _ in brought):
+            return
+        work = next((work for _, work in brought if work is not None), None)
+        if work is None:
+            raise RanksDiffer(
+                f"rank 0 has ended without a step of table {self._name} that others have made",
+                do="let every rank make the same steps",
+                rank=0,
+            )
+        with self._summed([pushed for pushed, _ in brought]) as gradient:
+            self.weight.grad = gradient
+            group = {**work.settings.value, "params": [self.weight]}
+            make_step(self._copies[work.optimizer], [group], work.attributes.value)
+            self.weight.grad = None
+
+    @contextmanager
+    def _summed(self, brought: Iterable[_Pushed | None]) -> Iterator[Tensor]:
+        """The dense sum of gradients, in memory that is kept: only the rows it has are cleared."""
+        rows = [each for pushed in brought for each in pushed or ()]
+        if self._dense is None:
+            self._dense = torch.zeros_like(self.weight.detach())
+        for ids, slopes in rows:
+            self._dense.index_add_(0, ids, slopes)
+        version = self._dense._version
+        yield self._dense
+        changed = self._dense._version != version
+        if not changed:
+            for ids, _ in rows:
+                self._dense.index_fill_(0, ids, 0.0)
+        if changed or is_written(self._dense):  # by the optimizer
+            self._dense.zero_()
+
+
+def _folded(brought: _Pushed) -> tuple[Tensor, Tensor]:
+    """The same as ids that are different, and the sums of their rows' gradients."""
+    ids, place = torch.unique(torch.cat([its for its, _ in brought]), return_inverse=True)
+    rows = torch.cat([rows for _, rows in brought])
+    return ids, torch.zeros(len(ids), rows.shape[1], dtype=rows.dtype).index_add_(0, place, rows)

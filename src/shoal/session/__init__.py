@@ -1,0 +1,1 @@
+"""This process among the ranks, and what it keeps of each parallelised model."""

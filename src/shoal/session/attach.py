@@ -1,0 +1,228 @@
+"""Puts a plan into a model and has an engine run it: what ranks do once they have agreed on a plan.
+
+1  open      servers, tables, a boundary for cut layers: channels, made in the same order on every
+             rank
+2  rewrite   the model's layers change in place; transfers come out           (rewrite/apply.py)
+3  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
+4  extend    optimizers learn what ranks own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.comm.agreement import agreed
+from shoal.contracts.cadence import Event
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer
+from shoal.core.buckets import MEMORY, Buckets
+from shoal.core.errors import PlanError
+from shoal.core.plan import Plan
+from shoal.engine.engine import Engine
+from shoal.engine.lanes import streaming
+from shoal.engine.weights import Weigher
+from shoal.optim.cut import CutPart
+from shoal.optim.extend import add_parts
+from shoal.optim.owned import OwnedPart
+from shoal.optim.owners import Owners, tell_nobody
+from shoal.optim.part import Part
+from shoal.optim.table import TablePart
+from shoal.optim.tail import TailPart
+from shoal.remote.far_tail import FarTail
+from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, Tell
+from shoal.remote.tables import Tables
+from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
+from shoal.servers.servers import Servers, check_sendable
+from shoal.session.running import Running
+from shoal.session.session import Session, Threads
+from shoal.session.watch import watch
+from shoal.strategies.stage import loss_at_tail
+
+
+def attach(
+    session: Session,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    optimizers: Sequence[Optimizer],
+    plan: Plan,
+    *,
+    count: Callable[[Any, Any], float | Tensor] | None = None,
+    memory: str = MEMORY[0],
+    stage: FarTail | None = None,
+    weighs: bool = True,
+    inputs_alike: bool = False,
+) -> tuple[Callable[..., Any] | None, Running]:
+    """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
+
+    `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
+    inputs on purpose.
+    """
+    session.end_gone()
+    comm, buckets = session.comm, Buckets(memory)
+    servers = session.other(Servers)
+    num_servers = len(servers.hosts) if servers else 0
+    check(plan, model, comm.size, num_servers)
+    boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
+    sites = placed(model, plan, comm.rank, num_servers, buckets)
+    tables = _open_tables(session, sites, plan, optimizers)
+    rewritten = apply(
+        model,
+        [
+            replace(each, place=replace(each.place, comm=boundary, tables=tables, tail=stage))
+            for each in sites
+        ],
+        comm,
+    )
+    counts = (
+        comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
+    )
+    weigher = Weigher(counts, inputs_alike)
+    waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
+    main = [comm for comm in waited_for if comm is not None]
+    engine, owners, at_servers = _started(
+        session, model, plan, rewritten, optimizers, buckets, main
+    )
+    model_number = session.models
+    session.threads[model_number] = Threads(
+        ref(model), engine.routes.lanes, weigher, boundary, lasting=servers is not None
+    )
+    session.models += 1
+    for table in tables.all if tables else ():
+        engine.listen(Event.BACKWARD_ENTERED, table.begin)
+    if stage is not None:
+        engine.listen(Event.BACKWARD_ENTERED, stage.entered)
+        assert loss_fn is not None
+        loss_fn = loss_at_tail(loss_fn)
+    all_parts: list[Part] = []
+    for number, optimizer in enumerate(optimizers):
+        parts = _parts(optimizer, number, owners, boundary, stage, tables)
+        add_parts(optimizer, model, engine, parts)
+        all_parts += parts
+    loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners)
+    return loss_fn, Running(
+        model_number, rewritten, engine, owners, tuple(all_parts), watched, tables, at_servers
+    )
+
+
+def _parts(
+    optimizer: Optimizer,
+    number: int,
+    owners: Owners | None,
+    boundary: Comm | None,
+    stage: FarTail | None,
+    tables: Tables | None,
+) -> list[Part]:
+    """What others have of an optimizer's parameters, in the order in which a step opens it."""
+    parts: list[Part] = []
+    if owners is not None:
+        parts.append(OwnedPart(optimizer, number, owners))
+    if boundary is not None:
+        parts.append(CutPart(optimizer, boundary))
+    if stage is not None:
+        parts.append(TailPart(optimizer, number, stage))
+    if tables is not None:
+        parts.append(TablePart(optimizer, number, tables))
+    return parts
+
+
+def _started(
+    session: Session,
+    model: nn.Module,
+    plan: Plan,
+    rewritten: Rewritten,
+    optimizers: Sequence[Optimizer],
+    buckets: Buckets,
+    main: Sequence[Comm],
+) -> tuple[Engine, Owners | None, int | None]:
+    """What runs the transfers, over channels made in the same order on every rank."""
+    comm, prefix, transfers = session.comm, f"model{session.models}", rewritten.transfers
+    owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
+    served = [transfer for transfer in owned if transfer.served]
+    lanes = [
+        comm.channel(f"{prefix}-lane{i}")
+        for i in range(min(plan.lanes, len(transfers) - len(served)))
+    ]
+    number, there, back = _open_servers(session, rewritten, plan, served, optimizers)
+    device = streaming(parameter.device for parameter in model.parameters())
+    engine = Engine(transfers, lanes, there, back, buckets, device, main)
+    tell: Tell = tell_nobody
+    servers = session.other(Servers)
+    if servers is not None and number is not None:
+        tell = servers.tell(number, engine, plan.staleness)
+    engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
+    owners = Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
+    return engine, owners, number
+
+
+def _open_servers(
+    session: Session,
+    rewritten: Rewritten,
+    plan: Plan,
+    served: Sequence[OwnedTransfer],
+    optimizers: Sequence[Optimizer],
+) -> tuple[int | None, Sequence[Comm], Sequence[Comm]]:
+    """Let the servers, if the plan has any use for them, take their part; the channels there and
+    back.
+    """
+    servers = session.other(Servers)
+    if servers is None or not served:
+        return None, (), ()
+    _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
+    sites = [
+        _served_site(each) for each, _ in rewritten.sites if each.strategy.role.owns_at_servers
+    ]
+    return servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
+
+
+def _served_site(placed_site: PlacedSite) -> ServedSite:
+    """What servers are told of a site of which they own a part."""
+    site, place = placed_site.site, placed_site.place
+    return ServedSite(
+        site.strategy,
+        site.exchange,
+        placed_site.label,
+        {
+            name: ParameterForm(tuple(p.shape), p.stride(), p.dtype)
+            for name, p in place.parameters.items()
+        },
+        {name: place.owners[name] for name in place.parameters if name in place.owners},
+        dict(place.spans),
+    )
+
+
+def _open_tables(
+    session: Session,
+    sites: Sequence[PlacedSite],
+    plan: Plan,
+    optimizers: Sequence[Optimizer],
+) -> Tables | None:
+    """The way to the tables that the plan leaves to servers, if to any."""
+    tables = {
+        name: parameter
+        for each in sites
+        if each.strategy.role.has_tables
+        for name, parameter in each.place.parameters.items()
+    }
+    servers = session.other(Servers)
+    if servers is None or not tables:
+        return None
+    _check_for_servers(session, tables.values(), optimizers)
+    forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
+    return servers.open_tables(forms, optimizers, plan.staleness)
+
+
+def _check_for_servers(
+    session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]
+) -> None:
+    """Refuse what servers cannot own (a collective)."""
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        do = 'leave servers out, or "server" and "server_rows" out of strategies'
+        raise PlanError("servers own parameters on CPUs only", do=do)
+    agreed(session.comm, lambda: check_sendable(optimizers))

@@ -1,0 +1,48 @@
+"""What runs a parallelised model: made by `attach`, and taken apart again by `release`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.core.errors import UsageError, WorldError
+from shoal.engine.engine import Engine
+from shoal.optim.owners import Owners
+from shoal.optim.part import Part
+from shoal.remote.tables import Tables
+from shoal.rewrite.apply import Rewritten, check_release
+from shoal.session.watch import Watched
+
+
+@dataclass(frozen=True)
+class Running:
+    """What runs a model that has been rewritten. Does not keep the model alive."""
+
+    number: int  # of the model in its session
+    rewritten: Rewritten
+    engine: Engine
+    owners: Owners | None  # where any parameter has owners
+    parts: tuple[Part, ...]  # of all its optimizers
+    watched: Watched
+    tables: Tables | None  # where servers have any
+    at_servers: int | None  # the model's number there, where they own any parameter
+
+    def check_release(self, model: nn.Module) -> None:
+        """Refuse to release what cannot be released now, or ever.
+
+        Raises:
+            UsageError: it says what to do instead.
+            WorldError: a backward has ended half-way.
+        """
+        check_release(model, self.rewritten)
+        if self.engine.is_accumulating:
+            raise UsageError(
+                "gradients that were accumulated on this rank have not been sent",
+                do="do one more backward, outside optimizer.accumulate()",
+            )
+        if self.engine.is_open:
+            raise WorldError(
+                "a backward has ended half-way, or goes on still",
+                do="start again from a checkpoint; if this is a hook: call it behind backward",
+            )

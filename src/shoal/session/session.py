@@ -1,0 +1,222 @@
+"""The session: this process's place among the ranks, and what is kept between two calls.
+
+It is the process's. Ranks that are threads each have their own, in a context variable. What goes on
+beside the main thread is a part of it: every model's threads, and the ways to hosts that do not
+train. How a session begins and ends: joining.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shoal.comm.threads import ThreadComm
+from shoal.contracts.comm import Comm
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.plan import Plan
+from shoal.engine.engine import Engine
+from shoal.optim.part import Part
+from shoal.session.running import Running
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `rank` of `size` ranks, on `host`."""
+
+    rank: int
+    size: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What runs a parallelised model, and the plan it follows."""
+
+    running: Running
+    plan: Plan
+    profile: ModelProfile
+    cluster: Cluster
+
+    @property
+    def engine(self) -> Engine:
+        """What sends for it."""
+        return self.running.engine
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What is not whole here of its optimizers' parameters."""
+        return self.running.parts
+
+
+class SessionPart(Protocol):
+    """Something that goes on beside the main thread."""
+
+    def drain(self) -> None:
+        """Finish what other ranks wait for."""
+
+    def abandon(self) -> None:
+        """Leave what is still to be done, and end soon: this rank ends for an error."""
+
+    def close(self) -> None:
+        """End, after what is to be done, and give back what was opened."""
+
+
+AnyPart = TypeVar("AnyPart", bound=SessionPart)
+
+
+@dataclass(frozen=True)
+class Threads:
+    """A parallelised model's, which outlive it until the next one comes."""
+
+    model: ref[nn.Module]
+    lanes: Sequence[SessionPart]
+    counts: SessionPart  # of rows; the end of a program does not wait for them
+    boundary: Comm | None  # of cut layers: weights are read over it as long as there is the model
+    lasting: bool = False  # whether hosts that do not train keep their ends until the session ends
+
+    def drain(self) -> None:
+        """Finish what other ranks wait for."""
+        for lane in self.lanes:
+            lane.drain()
+
+    def abandon(self) -> None:
+        """End behind what is being done, whatever there is still to do."""
+        for part in (*self.lanes, self.counts):
+            part.abandon()
+
+    def close(self) -> None:
+        """End, after what there is to do, and give back the channels but for the boundary."""
+        for part in (*self.lanes, self.counts):
+            part.close()
+
+    def close_boundary(self) -> None:
+        """Give back the channel of cut layers."""
+        if self.boundary is not None:
+            self.boundary.close()
+
+
+@dataclass
+class Session:
+    """The ranks, and what is kept between two `parallelize` calls."""
+
+    comm: Comm
+    world: World
+    others: tuple[SessionPart, ...] = ()  # the ways to hosts that do not train
+    cluster: Cluster | None = None
+    attached: WeakKeyDictionary[nn.Module, Attached] = field(default_factory=WeakKeyDictionary)
+    optimizers: WeakKeyDictionary[nn.Module, tuple[Optimizer, ...]] = field(
+        default_factory=WeakKeyDictionary
+    )
+    threads: dict[int, Threads] = field(default_factory=dict)  # by the number of the model
+    released: WeakSet[nn.Module] = field(default_factory=WeakSet)  # ordinary again
+    # parameters, also of models gone
+    served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    models: int = 0  # that were parallelised, whether they are gone or not
+    broken: bool = False  # this rank ends for an error
+    process: int = field(default_factory=os.getpid)
+
+    def other(self, kind: type[AnyPart]) -> AnyPart | None:
+        """The way to hosts of that kind, if there are any."""
+        return next((part for part in self.others if isinstance(part, kind)), None)
+
+    def end_gone(self) -> None:
+        """End the threads of models that are gone on every rank (a collective)."""
+        ending = {n: threads for n, threads in self.threads.items() if not threads.lasting}
+        if not ending:  # as on every rank
+            return
+        gone = {number for number, threads in ending.items() if threads.model() is None}
+        for number in set.intersection(*self.comm.gather_objects(gone)):
+            ended = self.threads.pop(number)
+            ended.drain()
+            ended.close()
+            ended.close_boundary()
+
+    def drain(self) -> None:
+        """Finish what other ranks wait for: models' lanes first, then what goes to other hosts."""
+        for part in self._parts():
+            part.drain()
+
+    def abandon(self) -> None:
+        """Leave what is still to be done: this rank ends for an error."""
+        for part in self._parts():
+            part.abandon()
+
+    def close(self) -> None:
+        """End what goes on; what cut layers send over stays, as weights are read later."""
+        for part in self._parts():
+            part.close()
+
+    def _parts(self) -> Sequence[SessionPart]:
+        return [*self.threads.values(), *self.others]
+
+
+# of a thread that is a rank
+_session: ContextVar[Session | None] = ContextVar("shoal_session", default=None)
+# at most one: the process's, which all its threads and a notebook's cells share
+_joined: list[Session] = []
+
+
+def begin(session: Session) -> None:
+    """Let this be the process's session."""
+    _joined.append(session)
+
+
+@contextmanager
+def of_thread(session: Session) -> Iterator[None]:
+    """Let this be the session of a thread for a while."""
+    token = _session.set(session)
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+def found() -> Session | None:
+    """The session, if there is one."""
+    return _session.get() or next(iter(_joined), None)
+
+
+def world() -> World:
+    """This process's rank, the number of ranks, and its host's name (UsageError before `init`).
+
+    Example:
+        >>> import shoal
+        >>> _ = shoal.init()
+        >>> shoal.world().rank
+        0
+    """
+    return current().world
+
+
+def leave(error: BaseException | None) -> None:
+    """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell
+    by themselves.
+    """
+    session = found()
+    if session is not None:
+        session.broken = error is not None
+        session.comm.leave(error)
+
+
+def current() -> Session:
+    """The session (UsageError before `init`)."""
+    session = found()
+    if session is None:
+        raise UsageError("there is no session yet", do="call shoal.init() first, on every rank")
+    return session
+
+
+def ranks() -> Comm:
+    """The session's ranks; before `init`, this process alone."""
+    session = found()
+    return ThreadComm() if session is None else session.comm

@@ -1,0 +1,281 @@
+"""Hooks on a parallelised model: they see forward begin and end, count its rows, and put the border
+around it.
+
+    before forward   this rank's rows are counted, unless gradients are off: evaluation on one rank
+                     is free
+    after forward    the output goes over the border, where backward opens the engine's round and is
+                     weighed
+    with count=      the loss goes over it instead, since only there output and target meet
+
+A deep copy or a pickle of the model takes none of this along: it is an ordinary model.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shoal.contracts.cadence import Event
+from shoal.engine.border import Border
+from shoal.engine.engine import Engine
+from shoal.engine.weights import Weigher, Weight, rows
+from shoal.optim.owners import Owners
+from shoal.tensors.guarded import ComingParameter
+
+_COUNTED = "_shoal_counted"  # where a function has what weighs it
+Count = Callable[[Any, Any], float | Tensor]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The hooks on a model, or on its loss; keeps neither of them alive."""
+
+    hooks: Sequence[RemovableHandle]
+    counted: ref[_Counted] | None = None  # where the loss weighs itself
+
+    def release(self) -> None:
+        """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.counted is not None and (counted := self.counted()) is not None:
+            counted.release()
+
+
+def watch(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    count: Count | None,
+    engine: Engine,
+    weigher: Weigher,
+    owners: Owners | None,
+) -> tuple[Callable[..., Any] | None, Watched]:
+    """Hang the hooks on the model, or with `count` on the loss; the loss to use from now on."""
+    border = Border(model, engine)
+    hooks = []
+    if owners is not None:
+        hooks.append(model.register_forward_pre_hook(_BeforeCompiled(owners)))
+    if count is None:
+        before = _Before(border, weigher)
+        after = _After(border, before)
+        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+        return loss_fn, Watched(hooks)
+    hooks.append(model.register_forward_pre_hook(_Entered(engine)))
+    counted = _Counted(border, weigher, count, loss_fn)
+    if loss_fn is None:
+        hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
+    elif isinstance(loss_fn, nn.Module):
+        hooks.append(loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True))
+    else:
+        loss_fn = _wrapped(loss_fn, counted)
+    return loss_fn, Watched(hooks, ref(counted))
+
+
+def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., Any]:
+    """A loss that is a plain function, weighed."""
+
+    @functools.wraps(loss_fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return counted(args, kwargs, loss_fn(*args, **kwargs))
+
+    wrapped.__dict__[_COUNTED] = counted
+    return wrapped
+
+
+def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
+    """Whether a loss weighs itself by the `count` of a model that is parallelised."""
+    if isinstance(loss_fn, nn.Module):
+        return any(isinstance(hook, _CountedLoss) for hook in loss_fn._forward_hooks.values())
+    counted: _Counted | None = getattr(loss_fn, _COUNTED, None)
+    return counted is not None and counted.weighs
+
+
+class _StaysBehind:
+    """A hook that a copy or a pickle of its module leaves out."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+@final
+class _BeforeCompiled(_StaysBehind):
+    """Waits for the parameters of compiled blocks, which are compiled for parameters that are
+    there.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for each in module.modules():
+            if each._compiled_call_impl is not None or "_orig_mod" in each._modules:
+                for parameter in each.parameters():
+                    if isinstance(parameter, ComingParameter):
+                        self._owners.arrive(parameter)
+
+
+@final
+class _Entered(_StaysBehind):
+    """Tells the engine of each call of a model whose loss is weighed in its place."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+            self._engine.happened(Event.FORWARD_ENTERED)
+
+
+@final
+class _Before(_StaysBehind):
+    """Makes the weights, and keeps each running call's own: a model that calls itself is weighed
+    outside only.
+    """
+
+    def __init__(self, border: Border, weigher: Weigher) -> None:
+        self._border, self._weigher = border, weigher
+        self._of_thread = threading.local()
+
+    @property
+    def _running(self) -> list[tuple[FrameType, Weight | None]]:
+        """The calls of this thread, each by the frame that makes it."""
+        running: list[tuple[FrameType, Weight | None]] = self._of_thread.__dict__.setdefault(
+            "running", []
+        )
+        return running
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        caller = sys._getframe(1)
+        while self._running and not _is_under(caller, self._running[-1][0]):
+            self._running.pop()  # that call was broken off (Ctrl-C), for which torch calls no hooks
+        self._running.append((caller, None))
+        if (
+            len(self._running) > 1
+            or not torch.is_grad_enabled()
+            or torch._C._are_functorch_transforms_active()
+        ):
+            return None
+        self._border.check()
+        self._border.engine.happened(Event.FORWARD_ENTERED)
+        weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
+        self._running[-1] = (caller, weight)
+        self._border.engine.called(weight, asks=False)
+        return self._border.inward((args, kwargs), weight)
+
+    def ended(self) -> Weight | None:
+        """The weight of the call that ends; None for one that is not weighed."""
+        return self._running.pop()[1] if self._running else None
+
+
+def _is_under(frame: FrameType | None, other: FrameType) -> bool:
+    """Whether `other` has called, by way of any others, what runs in `frame`."""
+    while frame is not None and frame is not other:
+        frame = frame.f_back
+    return frame is not None
+
+
+@final
+class _After(_StaysBehind):
+    def __init__(self, border: Border, before: _Before) -> None:
+        self._border, self._before = border, before
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        weight = self._before.ended()
+        return None if weight is None else self._border.outward(output, weight)
+
+
+@final
+class _Counted:
+    """Weighs a loss by its own count of terms."""
+
+    def __init__(
+        self, border: Border, weigher: Weigher, count: Count, loss_fn: Callable[..., Any] | None
+    ) -> None:
+        self._border: Border | None = border
+        self._weigher, self._count = weigher, count
+        self._names = _argument_names(
+            loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+        )
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it does still."""
+        return self._border is not None
+
+    def release(self) -> None:
+        """Leave losses as they are, from here on."""
+        self._border = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
+        if self._border is None or not torch.is_grad_enabled():
+            return loss
+        by_name = sorted(
+            kwargs,
+            key=lambda name: self._names.index(name) if name in self._names else len(self._names),
+        )
+        output, target = (*args, *(kwargs[name] for name in by_name), None)[:2]
+        return self.weigh(output, target, loss)
+
+    def weigh(self, output: Any, target: Any, loss: Any) -> Any:
+        assert self._border is not None
+        self._border.check()
+        with torch.no_grad():
+            count = float(self._count(output, target))
+        weight = self._weigher.weight(count, (output, target))
+        self._border.engine.called(weight, asks=True)  # what is added to the loss is not weighed
+        return self._border.outward(loss, weight)
+
+
+def _argument_names(function: Callable[..., Any] | None) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters) if function is not None else []
+    except (TypeError, ValueError):  # written in C
+        return []
+
+
+@final
+class _CountedLoss(_StaysBehind):
+    def __init__(self, counted: _Counted) -> None:
+        self._counted = counted
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any
+    ) -> Any:
+        return self._counted(args, kwargs, loss)
+
+
+@final
+class _CountedModel(_StaysBehind):
+    def __init__(self, counted: _Counted) -> None:
+        self._counted = counted
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        called_with = (
+            kwargs if not args else (args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        )
+        return self._counted.weigh(output, called_with, output)

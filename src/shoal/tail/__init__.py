@@ -1,0 +1,1 @@
+"""The tail hosts' own side: ranks that run the end of a model."""

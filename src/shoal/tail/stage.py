@@ -1,0 +1,434 @@
+"""A tail host: runs the end of a model for its workers (remote/tail_messages.py: what they say).
+
+    a thread for each worker    receives messages, a few ahead of what is done (inbox.py)
+    the main thread             takes the next message of every worker, which ask for the same, in
+                                any order of arrival
+      Forward    joins the rows of its workers' micro-batch, or of all of theirs, and runs the tail
+                 on them
+      Loss       each worker's loss, over all of its micro-batches together: as one process would
+                 compute it
+      Backward   one backward through all of it; each activation's gradient goes back as soon as it
+                 is there
+      Step …     what one process would do, with this process's own optimizer
+
+Several tail hosts are an ordinary job of Shoal among themselves: each has the rows of its workers,
+their layers are served by the plan's strategies. So whatever one of them does all do, in the same
+order, as workers do. Guarded by tests/equivalence/test_stage.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.comm import Comm
+from shoal.core.errors import UsageError
+from shoal.core.plan import Choice, Plan
+from shoal.engine.passes import Block, Pass, Run
+from shoal.optim.extend import extend
+from shoal.profiling.identity import model_digest
+from shoal.remote.channel import Channel
+from shoal.remote.tail_hosts import TailHosts, modules_of, parameters_of
+from shoal.remote.tail_messages import (
+    AddGradient,
+    Autocast,
+    Backward,
+    End,
+    Forward,
+    Gradient,
+    Groups,
+    Loss,
+    Modes,
+    Norm,
+    OfOptimizer,
+    Open,
+    Output,
+    ReadGradient,
+    ReadState,
+    ReadValues,
+    Scale,
+    Step,
+    TailRole,
+    WriteGradient,
+    WriteState,
+    WriteValues,
+)
+from shoal.remote.wire import Data
+from shoal.session.attach import attach
+from shoal.session.session import Session
+from shoal.tail.inbox import Inbox
+
+About = TypeVar("About", bound=OfOptimizer)
+
+
+@final
+class Tail(TailRole):
+    """The end of one model, on one of its hosts."""
+
+    def __init__(
+        self,
+        hosts: TailHosts,
+        among: Comm,
+        modules: Sequence[nn.Module],
+        runs: Callable[[Tensor], Tensor],
+        loss_fn: Callable[..., Any],
+        optimizers: Sequence[Optimizer],
+        parameters: Mapping[str, nn.Parameter],
+        opening: Open,
+    ) -> None:
+        self._among = among  # the hosts themselves
+        self._joined, self._micro_batches = opening.joined, opening.micro_batches
+        self._workers, self._hosts = hosts.workers, len(hosts.hosts)
+        self._all_workers = hosts.comm.workers
+        self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}
+        self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
+        self._optimizers, self._parameters = optimizers, parameters
+        self._forwards: dict[int, Run] = {}
+
+    def serve(self, inbox: Inbox) -> None:
+        """Do what workers ask, until they end."""
+        while not isinstance(first := (asked := inbox.next())[self._workers[0]], End):
+            first.do(self, asked)
+            for channel in self._channels.values():  # before memory is used again
+                channel.settle()
+
+    def _answer(self, worker: int, content: Any) -> None:
+        self._channels[worker].post(content)
+
+    def _answer_all(self, content: Any) -> None:
+        for worker in self._workers:
+            self._answer(worker, content)
+
+    def forward(self, asked: Mapping[int, Forward]) -> None:
+        first = asked[self._workers[0]]
+        if first.modes is not None:
+            self._set(first.modes)
+            oldest = min(message.oldest for message in asked.values())
+            self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
+            self._forwards[first.run] = Run(first.of_gradients)
+        run = self._forwards[first.run]
+        # 4  join the rows
+        for worker, message in asked.items():
+            activation = message.activation
+            if activation is not None:
+                block = Block(worker, first.index, len(activation), message.back)
+                run.waiting.append((block, activation))
+        if self._joined and first.index + 1 < self._micro_batches:
+            return
+        if not run.waiting:
+            if self._hosts == 1:
+                return
+            # others may have rows, and all of them are called
+            like, its = run.passes[0].taken, run.passes[0].blocks[0]
+            block = Block(self._workers[0], first.index, 0, its.back)
+            run.waiting = [(block, like.detach().new_empty(0, *like.shape[1:]))]
+        groups = run.alike()
+        if len(groups) > 1 and self._hosts > 1:
+            raise UsageError(
+                "tail hosts that share layers take activations of one shape from all workers",
+                got=", ".join(str(tuple(group[0][1].shape[1:])) for group in groups),
+                do="pad batches alike on every worker, or take one tail host",
+            )
+        # 5  run the tail
+        with torch.set_grad_enabled(first.of_gradients), _cast(first.autocast):
+            for same in groups:
+                blocks, tensors = map(list, zip(*same, strict=True))
+                taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+                taken.requires_grad_(first.of_gradients and any(block.back for block in blocks))
+                # it may begin in place
+                put_out = self._runs(taken.clone() if taken.requires_grad else taken)
+                run.passes.append(Pass(blocks, taken, put_out))
+
+    def _set(self, modes: Modes) -> None:
+        every = modules_of(self._modules, self._loss_fn)
+        for module, training, settings in zip(every, modes.training, modes.settings, strict=True):
+            module.training = training
+            vars(module).update(settings.value if settings else {})
+        for parameter, trainable in zip(self._parameters.values(), modes.trainable, strict=True):
+            if parameter.requires_grad != trainable:
+                parameter.requires_grad_(trainable)
+
+    def _whole(self, run: Run, worker: int) -> Tensor:
+        """All that the tail has put out for a worker, apart from its graph."""
+        if worker not in run.whole:
+            parts = [
+                part
+                for each in run.passes
+                for block, part in each.outputs(each.put_out.detach())
+                if block.worker == worker
+            ]
+            run.whole[worker] = torch.cat(parts).requires_grad_(
+                any(each.put_out.requires_grad for each in run.passes)
+            )
+        return run.whole[worker]
+
+    def output(self, asked: Mapping[int, Output]) -> None:
+        for worker, message in asked.items():
+            self._answer(worker, self._whole(self._forwards[message.run], worker).detach())
+        number = asked[self._workers[0]].run
+        if not self._forwards[number].of_gradients:
+            del self._forwards[number]  # nothing follows an evaluation
+
+    def loss(self, asked: Mapping[int, Loss]) -> None:
+        for worker, message in asked.items():
+            run = self._forwards[message.run]
+            with torch.set_grad_enabled(message.of_gradients), _cast(message.autocast):
+                whole = self._whole(run, worker)
+                loss = self._loss_fn(whole, *message.args.value, **message.kwargs.value)
+            run.losses.setdefault(worker, {})[message.index] = loss
+            self._answer(worker, loss.detach())  # 7  of all of its rows
+
+    def backward(self, asked: Mapping[int, Backward]) -> None:
+        first = asked[self._workers[0]]
+        run, wanted = self._forwards[first.run], first.wanted
+        self._clear(first.cleared)
+        # gradients are the mean over workers, of which this host has some
+        share = self._hosts / self._all_workers
+        for worker, message in asked.items():
+            losses = [run.losses[worker][number] for number in message.slopes]
+            scaled = [slope * (message.weight * share) for slope in message.slopes.values()]
+            torch.autograd.backward(losses, scaled)
+        grads = {worker: iter(self._slopes(run, worker)) for worker in self._workers}
+        slopes = [
+            torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes
+        ]
+        live = [
+            (each, slope)
+            for each, slope in zip(run.passes, slopes, strict=True)
+            if each.put_out.requires_grad
+        ]
+        waiting = [each for each in run.passes if each.taken.requires_grad]
+        there: dict[int, Tensor] = {}
+
+        def ready(its: Pass, grad: Tensor) -> None:
+            """The gradient of a pass's input has come; they go in the order in which workers wait
+            for them.
+            """
+            there[id(its)] = grad / share
+            while waiting and id(waiting[-1]) in there:
+                each = waiting.pop()
+                self._send_back(each, there[id(each)])
+
+        for each in waiting:
+            each.taken.register_hook(partial(ready, each))
+        parameters = zip(self._parameters.values(), wanted, strict=True)
+        into: list[Tensor] = [parameter for parameter, its in parameters if its]
+        into += [each.taken for each in waiting if each.put_out.requires_grad]
+        if into and live:
+            every = all(
+                its
+                for p, its in zip(self._parameters.values(), wanted, strict=True)
+                if p.requires_grad
+            )
+            outputs, their_slopes = zip(*live, strict=True)
+            put_out = [each.put_out for each in outputs]
+            torch.autograd.backward(put_out, list(their_slopes), inputs=None if every else into)
+        for each in reversed(waiting.copy()):  # where the tail does not pass gradients on
+            ready(each, torch.zeros_like(each.taken))
+        run.passes, run.losses = [], {}  # but outputs may still be looked at
+        run.whole = {worker: whole.detach() for worker, whole in run.whole.items()}
+
+    def _slopes(self, run: Run, worker: int) -> list[Tensor]:
+        """The gradients of a worker's blocks of the output, in their order."""
+        whole = self._whole(run, worker)
+        grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        rows = [
+            len(part)
+            for each in run.passes
+            for block, part in each.outputs(each.put_out)
+            if block.worker == worker
+        ]
+        return list(grad.split(rows))
+
+    def _send_back(self, its: Pass, grad: Tensor) -> None:
+        """The gradient of a pass's input to the workers, the last micro-batch first."""
+        parts = grad.split([block.rows for block in its.blocks])
+        for block, part in sorted(
+            zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index
+        ):
+            if block.back and block.rows:
+                self._channels[block.worker].post_rows(part.contiguous())  # 9
+
+    def _clear(self, cleared: Sequence[bool]) -> None:
+        for parameter, none in zip(self._parameters.values(), cleared, strict=True):
+            if none:
+                parameter.grad = None
+
+    def step(self, asked: Mapping[int, Step]) -> None:
+        first = asked[self._workers[0]]
+        assert first.settings is not None  # it speaks for all
+        self._clear(first.settings.cleared)
+        optimizer = self._optimizers[first.optimizer]
+        for name in ("grad_scale", "found_inf"):  # a scaler's, for one step
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(first.settings.attributes.value)
+        self._regroup(first.optimizer, first.settings.groups)
+        optimizer.step()
+
+    def _regroup(self, number: int, groups: Groups) -> None:
+        self._optimizers[number].param_groups[:] = [
+            {
+                **group.settings.value,
+                "params": [self._parameters[name] for name in group.parameters],
+            }
+            for group in groups
+        ]
+
+    def read_values(self, asked: Mapping[int, ReadValues]) -> None:
+        parameter = self._parameters[asked[self._workers[0]].name]
+        self._answer_all(parameter.detach().clone())  # of all tail hosts together
+
+    def read_gradient(self, asked: Mapping[int, ReadGradient]) -> None:
+        gradient = self._parameters[asked[self._workers[0]].name].grad
+        self._answer_all(Gradient(None if gradient is None else gradient.detach().clone()))
+
+    @torch.no_grad()
+    def write_values(self, asked: Mapping[int, WriteValues]) -> None:
+        first = asked[self._workers[0]]
+        assert first.whole is not None  # it speaks for all
+        self._parameters[first.name].copy_(first.whole)
+
+    def write_gradient(self, asked: Mapping[int, WriteGradient]) -> None:
+        first = asked[self._workers[0]]
+        self._parameters[first.name].grad = first.whole
+
+    @torch.no_grad()
+    def add_gradient(self, asked: Mapping[int, AddGradient]) -> None:
+        """A gradient that workers have found without the tail: the mean of all of theirs."""
+        first = asked[self._workers[0]]
+        self._clear(first.cleared)
+        gradients = torch.stack([message.gradient for message in asked.values()])
+        mean = gradients.sum(0) / self._all_workers
+        if self._hosts > 1:
+            self._among.all_reduce(mean)
+        parameter = self._parameters[first.name]
+        before = parameter.grad
+        parameter.grad = mean if before is None else before + mean
+
+    def norm(self, asked: Mapping[int, Norm]) -> None:
+        first = self._prepared(asked)
+        optimizer: Any = self._optimizers[first.optimizer]  # which has been extended
+        self._answer_all(optimizer.clip_grad_norm_(math.inf, first.order))
+
+    @torch.no_grad()
+    def scale(self, asked: Mapping[int, Scale]) -> None:
+        first = self._prepared(asked)
+        for group in self._optimizers[first.optimizer].param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    gradient.mul_(first.factor.to(gradient.dtype))
+
+    def read_state(self, asked: Mapping[int, ReadState]) -> None:
+        """What an optimizer has of every parameter, in one-process form."""
+        number = self._prepared(asked).optimizer
+        state = self._optimizers[number].state_dict()["state"]
+        names = enumerate(self._held(number))
+        self._answer_all(Data({name: state[place] for place, name in names if place in state}))
+
+    def write_state(self, asked: Mapping[int, WriteState]) -> None:
+        first = self._prepared(asked)
+        optimizer, states = self._optimizers[first.optimizer], first.states.value
+        whole = optimizer.state_dict()
+        for place, name in enumerate(self._held(first.optimizer)):
+            whole["state"].pop(place, None)
+            if states.get(name):
+                whole["state"][place] = states[name]
+        optimizer.load_state_dict(whole)
+
+    def _prepared(self, asked: Mapping[int, About]) -> About:
+        """What the first worker says of an optimizer, whose groups are as it says."""
+        first = asked[self._workers[0]]
+        self._clear(first.cleared)
+        self._regroup(first.optimizer, first.groups)
+        return first
+
+    def _held(self, number: int) -> list[str]:
+        """Names of an optimizer's parameters, in their order."""
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        return [
+            names[p] for group in self._optimizers[number].param_groups for p in group["params"]
+        ]
+
+
+def _cast(autocast: Autocast) -> torch.autocast:
+    return torch.autocast("cpu", dtype=autocast.dtype, enabled=autocast.enabled)
+
+
+def serve_tail(
+    session: Session,
+    model: nn.Module | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizers: Sequence[Optimizer] = (),
+) -> None:
+    """Be a tail host of a model, if there is one, until the workers have ended.
+
+    Raises:
+        WorldError: a rank was lost, or workers ask for different things.
+    """
+    hosts = session.other(TailHosts)
+    assert hosts is not None
+    inbox = Inbox(hosts.comm, hosts.workers, session.comm.timeout_s)
+    opening = inbox.next()[hosts.workers[0]]
+    if isinstance(opening, Open):
+        if model is None or loss_fn is None:
+            raise UsageError(
+                "workers leave the end of a model to this tail host, which has none",
+                do="give the tail host the same model, loss and optimizer as the workers",
+            )
+        _made(session, hosts, opening, model, loss_fn, optimizers).serve(inbox)
+    inbox.finish()
+    session.drain()  # lanes among tail hosts, while the others still answer
+    session.close()
+
+
+def _made(
+    session: Session,
+    hosts: TailHosts,
+    opening: Open,
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizers: Sequence[Optimizer],
+) -> Tail:
+    modules = {name: model.get_submodule(name) for name in opening.modules}
+    parameters = parameters_of(modules)
+    kept = set(parameters.values())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p in kept]
+        for parameter in [p for p in optimizer.state if p not in kept]:
+            del optimizer.state[parameter]
+    for parameter in model.parameters():  # of the workers: this process is the tail's from here on
+        if parameter not in kept:
+            parameter.data, parameter.grad = parameter.data.new_empty(0), None
+    tail = nn.Sequential(*modules.values())
+    if len(hosts.hosts) == 1:
+        for optimizer in optimizers:
+            extend(optimizer)
+    else:
+        attach(
+            session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False
+        )
+    return Tail(
+        hosts, session.comm, list(modules.values()), tail, loss_fn, optimizers, parameters, opening
+    )
+
+
+def _plan(tail: nn.Module, opening: Open, hosts: int) -> Plan:
+    """How tail hosts share the layers among themselves, where these have names of their own."""
+
+    def inside(layer: str) -> str:
+        module = next(
+            name for name in opening.modules if layer == name or layer.startswith(f"{name}.")
+        )
+        return f"{opening.modules.index(module)}{layer[len(module) :]}"
+
+    choices = [
+        Choice(inside(layer), *how.partition(":")[::2]) for layer, how in opening.shared.items()
+    ]
+    return Plan(hosts, model_digest(tail), tuple(choices), bucket_bytes=4 << 20, lanes=3)

@@ -1,0 +1,153 @@
+"""What is computed of outputs that are cut over the ranks (tensors/cut_output.py): sums over a row,
+its target, its best.
+
+Rank r has `part`, (all ranks' rows, its own outputs). Of each row a rank makes a few numbers; those
+of all ranks are put together where the row is (`RowTerms`, `best_of_rows`) or everywhere
+(`LogSum`). Gradients are of means over ranks, as in tensors/boundary.py: what comes back into a
+part from outside is divided by P.
+
+Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shoal.tensors.boundary import Rows, refuse_second_derivative, rows_of_all
+
+
+def dropout(
+    part: Tensor, rank: int, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """As torch's, with numbers of this rank's own also where all ranks have one random state: parts
+    are of one row.
+    """
+    if not training or p == 0.0:
+        return F.dropout(part, p, training, inplace)
+    if not 0.0 < p <= 1.0:
+        raise ValueError(f"a probability of dropout is between 0 and 1, and this is {p}")
+    seed = int(torch.randint(1 << 62, ()))
+    numbers = torch.rand(
+        part.shape,
+        device=part.device,
+        generator=torch.Generator(part.device).manual_seed(seed + rank),
+    )
+    kept = (numbers >= p).to(part.dtype).div_(max(1 - p, torch.finfo(part.dtype).tiny))
+    return part.mul_(kept) if inplace else part * kept
+
+
+def _starts(sizes: Sequence[int], rank: int) -> int:
+    return list(accumulate(sizes, initial=0))[rank]
+
+
+class RowTerms(torch.autograd.Function):
+    """Of picked rows: log Σ exp, the logit of the row's target, and Σ w·logit with weights of the
+    classes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part: Tensor,
+        rows: Rows,
+        widths: Sequence[int],
+        numbers: Tensor,
+        targets: Tensor,
+        weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        comm = rows.comm
+        picked = rows_of_all(comm, len(numbers), "terms of rows of an output that is cut")
+        mine = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
+        everyone = mine.new_empty(sum(picked.counts), 2)
+        comm.all_gather(everyone.split(picked.counts), mine)
+        row, wanted = everyone.unbind(1)
+        every_row = len(row) == len(part) and bool(
+            (row == torch.arange(len(part), device=row.device)).all()
+        )
+        logits = part if every_row else part[row]
+        here = wanted - _starts(widths, comm.rank)
+        at = torch.nonzero((here >= 0) & (here < logits.shape[1])).squeeze(1)
+        of_class = None if weights is None else weights.split(list(widths))[comm.rank]
+        sums = part.new_zeros(len(row), 4)
+        sums[:, 0] = logits.amax(1)
+        sums[:, 1] = torch.exp(logits - sums[:, :1]).sum(1)
+        sums[at, 2] = logits[at, here[at]]
+        if of_class is not None:
+            sums[:, 3] = logits @ of_class
+        parts = part.new_empty(comm.size, len(numbers), 4)
+        comm.all_to_all(parts.unbind(), sums.split(picked.counts))
+        log_sum = _log_sum(parts[:, :, 0], parts[:, :, 1])
+        ctx.save_for_backward(part, row, at, here, log_sum, of_class)
+        ctx.picked, ctx.every_row = picked, every_row
+        return log_sum, parts[:, :, 2].sum(0), parts[:, :, 3].sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        part, row, at, here, log_sum, of_class = ctx.saved_tensors
+        comm = ctx.picked.comm
+        mine = torch.stack([*(grad / comm.size for grad in grads), log_sum], 1)
+        everyone = mine.new_empty(len(row), 4)
+        comm.all_gather(everyone.split(ctx.picked.counts), mine)
+        by_sum, by_pick, by_weight, log_sums = everyone.unbind(1)
+        logits = part if ctx.every_row else part[row]
+        slope = torch.exp(logits - log_sums.unsqueeze(1)).mul_(by_sum.unsqueeze(1))
+        slope[at, here[at]] += by_pick[at]
+        if of_class is not None:
+            slope.addr_(by_weight, of_class)
+        if not ctx.every_row:
+            slope = torch.zeros_like(part).index_add_(0, row, slope)
+        return slope, None, None, None, None, None
+
+
+class LogSum(torch.autograd.Function):
+    """log Σ exp over all outputs, of every rank's rows, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, rows: Rows) -> Tensor:
+        comm = rows.comm
+        rows_of_all(comm, len(part), "softmax of an output that is cut")
+        most = part.amax(1)
+        parts = part.new_empty(comm.size, len(part), 2)
+        comm.all_gather(
+            parts.unbind(), torch.stack([most, torch.exp(part - most.unsqueeze(1)).sum(1)], 1)
+        )
+        log_sum = _log_sum(parts[:, :, 0], parts[:, :, 1])
+        ctx.save_for_backward(part, log_sum)
+        ctx.comm = comm
+        return log_sum
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivative()
+        part, log_sum = ctx.saved_tensors
+        everyone = grad.new_empty(ctx.comm.size, len(grad))
+        ctx.comm.all_gather(everyone.unbind(), grad.contiguous())
+        return torch.exp(part - log_sum.unsqueeze(1)).mul_(everyone.sum(0).unsqueeze(1)), None
+
+
+def _log_sum(most: Tensor, sums: Tensor) -> Tensor:
+    """From each rank's largest and its Σ exp below that, both (ranks, rows)."""
+    top = most.amax(0)
+    return top + torch.log((sums * torch.exp(most - top)).sum(0))
+
+
+def best_of_rows(part: Tensor, rows: Rows, widths: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+    """(values, classes) of the k best classes of each of this rank's rows."""
+    comm = rows.comm
+    values, classes = part.topk(min(k, part.shape[1]), 1)
+    offered = [min(k, width) for width in widths]
+    comm.numbers([k] * comm.size, "best of an output that is cut")
+    found = []
+    for own in (values, classes + _starts(widths, comm.rank)):
+        parts = [own.new_empty(rows.counts[comm.rank], number) for number in offered]
+        comm.all_to_all(parts, own.contiguous().split(rows.counts))
+        found.append(torch.cat(parts, 1))
+    best, place = found[0].topk(k, 1)
+    return best, found[1].gather(1, place)

@@ -1,0 +1,425 @@
+"""What a layer cut by its outputs gives: it looks like this rank's rows of all outputs, and is not
+gathered.
+
+Rank r has its own outputs of all ranks' rows. What models do with logits, and between two linear
+layers, stays cut:
+
+    casts, scaling, shifts, activations     done to the part; dropout draws numbers of its own on
+                                            every rank
+    views, slices, picks of rows            done to a tensor of row numbers; the cut dimension stays
+                                            the last
+    a linear layer cut by its inputs        takes the part as it is (strategies/pair.py)
+    cross_entropy, nll_loss, logsumexp      peers are told a row's target, and return four sums;
+    and gather of one output a row          four numbers go back; margins are written with the
+                                            last two
+    softmax, log_softmax                    each rank's two sums of all rows to every rank, and one
+                                            number back
+    argmax, topk                            each rank's best, and the best of those
+
+Anything else gathers the outputs of this rank's rows first. All of it are collectives: every rank
+does the same. Why not torch's loss_parallel: that needs DTensors on a device mesh of processes, and
+parameters that are DTensors, where here parameters stay the user's own objects and ranks may be
+threads.
+
+Reference: Shoeybi et al., "Megatron-LM", 2019, section 3 (the fused parallel cross entropy).
+Guarded by tests/equivalence/test_head.py and test_pair.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from shoal.core.errors import UsageError
+from shoal.tensors.boundary import Rows, rows_of_all
+from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
+
+_After = Callable[[Tensor], Tensor]
+
+
+class Use(NamedTuple):
+    """What an output goes into: a loss, a softmax, or a layer that takes it as it is; without any
+    it is gathered.
+    """
+
+    loss_rows: int = 0
+    softmax_rows: int = 0
+    layer: str = ""
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@final
+class CutOutput(Tensor):
+    """This rank's rows of an output, of which it has a part of all ranks' rows; itself without
+    memory (`meta`).
+    """
+
+    _part: Tensor  # (all ranks' rows, this rank's outputs)
+    _rows: Rows
+    _widths: tuple[int, ...]  # each rank's outputs
+    _numbers: Tensor  # of this rank's rows, in the shape of the leading dimensions
+    # and all of them there, as no view has changed but their shape: the same on every rank
+    _in_order: bool
+    _after: _After  # what every ordinary tensor made of it goes through
+    _tell: Callable[[Use], None]
+
+    @classmethod
+    def of(
+        cls,
+        part: Tensor,
+        rows: Rows,
+        widths: Sequence[int],
+        numbers: Tensor,
+        after: _After = _as_it_is,
+        tell: Callable[[Use], None] = lambda use: None,
+        in_order: bool = True,
+    ) -> CutOutput:
+        """An output whose row `i` of this rank stands wherever `numbers` is i."""
+        like = torch.empty((*numbers.shape, sum(widths)), dtype=part.dtype, device="meta")
+        logits: CutOutput = like.as_subclass(cls)
+        logits._part, logits._rows, logits._widths, logits._numbers = (
+            part,
+            rows,
+            tuple(widths),
+            numbers,
+        )
+        logits._after, logits._tell, logits._in_order = after, tell, in_order
+        return logits
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, CutOutput):
+            if func in _OF_THE_SHAPE:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _OF_THE_PART:
+                return func(first._part, *args[1:], **kwargs)
+            done = first._cut(
+                func,
+                args[1:],
+                kwargs if args else {k: v for k, v in kwargs.items() if k != "input"},
+            )
+            if done is not None:
+                return done
+        return func(*_whole(args), **_whole(kwargs))
+
+    def over(self, after: _After) -> CutOutput:
+        """The same, and what is made of it goes through `after`, too."""
+        before = self._after
+        return self._like(after=lambda t: after(before(t)))
+
+    def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[Rows, Tensor] | None:
+        """The rows of all ranks and this rank's part of them, for a layer whose inputs are cut in
+        the same way.
+        """
+        if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
+            return None
+        self._tell(Use(layer=layer))
+        return self._rows, self._part
+
+    def whole(self) -> Tensor:
+        """This rank's rows with all outputs: gathered."""
+        self._tell(Use())
+        rows_of_all(self._rows.comm, len(self._numbers), "gathering of an output that is cut")
+        rows = self._rows.to_rows(self._part, self._widths, 1 / self._rows.comm.size)
+        return self._after(rows[self._numbers.reshape(-1)].view(self.shape))
+
+    def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the function gives where that needs no gathering, else None."""
+        name = getattr(func, "__name__", "")
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")):
+            raise UsageError(
+                f"{name} on an output that is cut over the ranks would change a copy of it",
+                do="write it out of place (out = out / 2), or pin the layer to column",
+            )
+        if name.startswith(("register_", "retain_")):
+            raise UsageError(
+                f"{name} on an output that is cut over the ranks would be of a copy of it",
+                do='pin the layer to "column", whose output is whole',
+            )
+        if func is F.cross_entropy:
+            return self._cross_entropy(*args, **kwargs)
+        if func is F.nll_loss:
+            return self._nll_loss(*args, **kwargs)
+        if name == "logsumexp":
+            return self._logsumexp(*args, **kwargs)
+        if name == "gather":
+            return self._gather(*args, **kwargs)
+        if name in ("softmax", "log_softmax"):
+            return self._softmax(func, args, kwargs)
+        if func is F.dropout:
+            return self._like(part=dropout(self._part, self._rows.comm.rank, *args, **kwargs))
+        if name in _ELEMENTWISE and not any(map(_has_a_part, pytree.tree_leaves((args, kwargs)))):
+            return self._like(part=func(self._part, *args, **kwargs))
+        if name == "contiguous":
+            return self
+        if name in _VIEWS:
+            return self._view(func, name in _IN_ORDER, args, kwargs)
+        if name in ("argmax", "topk") and not (
+            name == "topk" and torch.is_grad_enabled() and self._part.requires_grad
+        ):
+            return self._best(name, *args, **kwargs)
+        return None
+
+    def _like(self, part: Tensor | None = None, after: _After | None = None) -> CutOutput:
+        return CutOutput.of(
+            self._part if part is None else part,
+            self._rows,
+            self._widths,
+            self._numbers,
+            after or self._after,
+            self._tell,
+            self._in_order,
+        )
+
+    def _viewed(self, numbers: Tensor, in_order: bool = False) -> CutOutput:
+        in_order = in_order and self._in_order
+        return CutOutput.of(
+            self._part, self._rows, self._widths, numbers, self._after, self._tell, in_order
+        )
+
+    def _view(
+        self, func: Any, in_order: bool, args: Any, kwargs: Any
+    ) -> CutOutput | tuple[CutOutput, ...] | None:
+        """The function on row numbers, where it leaves the class dimension where it is."""
+        if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
+            return (
+                self._viewed(self._numbers[args[0]])
+                if args[0].dim() <= self._numbers.dim()
+                else None
+            )
+        if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return None
+        classes = sum(self._widths)
+        # takes no memory
+        wide = self._numbers.contiguous().unsqueeze(-1).expand(*self._numbers.shape, classes)
+        viewed = func(wide, *args, **kwargs)
+        views = viewed if isinstance(viewed, tuple) else (viewed,)
+        if any(
+            not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views
+        ):
+            return None
+        cut = tuple(self._viewed(v[..., 0], in_order) for v in views)
+        return cut if isinstance(viewed, tuple) else cut[0]
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        of_log_probabilities: bool = False,
+    ) -> Tensor | None:
+        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where
+        labels are smooth.
+        """
+        if target.shape != self._numbers.shape or target.dim() > 1 or target.is_floating_point():
+            return None  # class probabilities, or classes that are not the last dimension
+        if (
+            size_average is not None
+            or reduce is not None
+            or (weight is not None and weight.requires_grad)
+        ):
+            return None
+        classes = sum(self._widths)
+        flat = target.reshape(-1)
+        kept = flat != ignore_index
+        wanted = torch.where(kept, flat, 0)
+        if bool(((wanted < 0) | (wanted >= classes)).any()):
+            raise IndexError(f"a target is not one of {classes} classes")
+        part = self._wide()
+        of_class = part.new_ones(classes) if weight is None else weight.to(part.dtype)
+        log_sum, picked, summed = self._terms(wanted, of_class if label_smoothing else None)
+        if of_log_probabilities:
+            log_sum = torch.zeros_like(picked)
+        its = torch.where(kept, of_class[wanted], 0.0)
+        # where none is kept, 0 ÷ 0 stays out of gradients
+        losses = torch.where(kept, its * (log_sum - picked), 0.0)
+        if label_smoothing:
+            spread = torch.where(kept, of_class.sum() * log_sum - summed, 0.0)
+            losses = (1 - label_smoothing) * losses + label_smoothing / classes * spread
+        if not torch.is_autocast_enabled(part.device.type):
+            losses, its = losses.to(self._part.dtype), its.to(self._part.dtype)
+        if reduction == "none":
+            return self._after(losses.view(target.shape))
+        total = losses.sum()
+        return self._after(total / its.sum() if reduction == "mean" else total)
+
+    def _nll_loss(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+    ) -> Tensor | None:
+        return self._cross_entropy(
+            target, weight, size_average, ignore_index, reduce, reduction, of_log_probabilities=True
+        )
+
+    def _wide(self) -> Tensor:
+        """The part, in what losses are computed in."""
+        return (
+            self._part.float()
+            if self._part.dtype in (torch.float16, torch.bfloat16)
+            else self._part
+        )
+
+    def _terms(
+        self, wanted: Tensor, of_class: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row log Σ exp, the output that is wanted, and the sum of all with weights."""
+        self._tell(Use(loss_rows=len(wanted)))
+        numbers = self._numbers.reshape(-1)
+        terms: tuple[Tensor, Tensor, Tensor] = RowTerms.apply(  # type: ignore[no-untyped-call]
+            self._wide(), self._rows, self._widths, numbers, wanted, of_class
+        )
+        return terms
+
+    def _logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor | None:
+        if dim not in (-1, self.dim() - 1, (-1,), [-1]):
+            return None
+        of_row = self._terms(torch.zeros_like(self._numbers.reshape(-1)))[0].to(self._part.dtype)
+        return self._after(of_row.view(*self._numbers.shape, *[1] * keepdim))
+
+    def _gather(self, dim: int, index: Tensor) -> Tensor | None:
+        if dim not in (-1, self.dim() - 1) or index.shape != (*self._numbers.shape, 1):
+            return None
+        return self._after(self._terms(index.reshape(-1))[1].to(self._part.dtype).view(index.shape))
+
+    def _softmax(self, func: Any, args: Any, kwargs: Any) -> CutOutput | None:
+        names = (
+            ("dim", "_stacklevel", "dtype")
+            if func in (F.softmax, F.log_softmax)
+            else ("dim", "dtype")
+        )
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("dim") not in (-1, self.dim() - 1):
+            return None
+        self._tell(Use(softmax_rows=self._rows.counts[self._rows.comm.rank]))
+        part = self._wide() if given.get("dtype") is None else self._part.to(given["dtype"])
+        logs = part - LogSum.apply(part, self._rows).unsqueeze(1)  # type: ignore[no-untyped-call]
+        if given.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
+            logs = logs.to(self._part.dtype)
+        return self._like(part=logs if func.__name__ == "log_softmax" else logs.exp())
+
+    @torch.no_grad()
+    def _best(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The best class of each row, or the k best."""
+        arguments = (
+            dict(zip(("dim", "keepdim") if name == "argmax" else _TOPK, args, strict=False))
+            | kwargs
+        )
+        dim, keepdim = (
+            arguments.pop("dim", None if name == "argmax" else -1),
+            arguments.pop("keepdim", False),
+        )
+        k = arguments.pop("k", 1)
+        if (
+            arguments.pop("sorted", True) is not True
+            or arguments.pop("largest", True) is not True
+            or arguments
+        ):
+            return None
+        if dim not in (-1, self.dim() - 1):
+            return None
+        values, classes = best_of_rows(self._part, self._rows, self._widths, k)
+        flat, shape = self._numbers.reshape(-1), (*self._numbers.shape, k)
+        values, classes = values[flat].view(shape), classes[flat].view(shape)
+        if name == "topk":
+            return torch.return_types.topk((values, classes))
+        return classes if keepdim else classes[..., 0]
+
+
+def _has_a_part(leaf: Any) -> bool:
+    """Whether an argument is one that each rank would use a part of, or get a part of the gradient
+    of.
+    """
+    return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
+
+
+def _whole(values: Any) -> Any:
+    return pytree.tree_map(
+        lambda leaf: leaf.whole() if isinstance(leaf, CutOutput) else leaf, values
+    )
+
+
+def _getter(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+_TOPK = ("k", "dim", "largest", "sorted")
+_OF_THE_SHAPE = frozenset(
+    {
+        *map(_getter, ("shape", "ndim", "dtype")),
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.__len__,
+        Tensor.is_floating_point,
+    }
+)
+_OF_THE_PART = frozenset(
+    map(_getter, ("device", "requires_grad", "is_cuda", "layout", "is_leaf", "grad_fn"))
+)
+_ELEMENTWISE = frozenset(
+    (
+        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "clone", "detach"),
+        *(
+            "mul",
+            "div",
+            "true_divide",
+            "add",
+            "sub",
+            "neg",
+            "tanh",
+            "clamp",
+            "negative",
+            "subtract",
+            "multiply",
+        ),
+        *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__"),
+        *(
+            "relu",
+            "relu6",
+            "leaky_relu",
+            "elu",
+            "selu",
+            "celu",
+            "gelu",
+            "silu",
+            "mish",
+            "sigmoid",
+            "softplus",
+            "square",
+        ),
+        *("hardtanh", "hardsigmoid", "hardswish", "softsign", "logsigmoid"),
+    )
+)
+_IN_ORDER = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
+_VIEWS = _IN_ORDER | {
+    "__getitem__",
+    "transpose",
+    "permute",
+    "narrow",
+    "select",
+    "chunk",
+    "split",
+    "unbind",
+    "movedim",
+}

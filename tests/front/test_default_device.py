@@ -1,0 +1,48 @@
+"""Under `torch.set_default_device("cuda")` what is the host's stays there; meta tensors stand for
+what is not.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.front.joining import using
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "sliced",
+        "column",
+        pytest.param("replicate", marks=pytest.mark.slow),
+        pytest.param("factor", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_on_the_host_trains_whatever_device_is_the_default(strategy: str) -> None:
+    def work(comm: ThreadComm) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x, y = torch.randn(3 + comm.rank, 8), torch.randint(4, (3 + comm.rank,))
+        with using(comm), torch.device("meta"):
+            pins = {"0": strategy, "2": "replicate"}
+            _, loss_fn, _ = shoal.parallelize(
+                model, nn.CrossEntropyLoss(), optimizer, sample=(x, y), pins=pins
+            )
+            losses = []
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = loss_fn(model(x), y)
+                loss.backward()
+                optimizer.clip_grad_norm_(1.0)  # type: ignore[attr-defined]
+                optimizer.step()
+                losses.append(loss.item())
+            model.state_dict()
+        return losses
+
+    for losses in run(2, work):
+        assert losses[-1] < losses[0]
