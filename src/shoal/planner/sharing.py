@@ -82,22 +82,22 @@ def with_sharing(
         return plan
     if not at_tail:
         return plan
-    usable = [name for name, kind in kinds.items() if kind.role.fits_tail_hosts]
-    for layer, way in pinned.items():
-        if named(Strategy, way.partition(":")[0]).name not in usable:
-            expected = ", ".join(usable)
-            raise PlanError(
-                f"tail hosts cannot share layer {layer} so", got=f"stage:{way}", expected=expected
-            )
     tail = tail_of(profile.layer(choice.layer) for choice in at_tail)
     assert tail is not None, "a layer is at the tail that is in no end of the model"
-    inner = search(
-        profile.excerpt(Excerpt(tail.layers, rows=cluster.size / len(cluster.tail))),
-        replace(cluster, topology=Topology(cluster.tail), tail=(), servers=()),
-        pins=pinned,
-        strategies=usable,
-        options=options,
-    )
+    end = profile.excerpt(Excerpt(tail.layers, rows=cluster.size / len(cluster.tail)))
+    hosts = replace(cluster, topology=Topology(cluster.tail), tail=(), servers=())
+    usable = [name for name, kind in kinds.items() if kind.role.fits_tail_hosts]
+    for layer, way in pinned.items():
+        strategy = named(Strategy, way.partition(":")[0])
+        reason = "it takes hosts of its own" if strategy.name not in usable else None
+        reason = reason or strategy.refuses(end.layer(layer), hosts)
+        if reason is not None:
+            raise PlanError(
+                f"tail hosts cannot share layer {layer} so: {reason}",
+                got=f"stage:{way}",
+                expected=", ".join(usable),
+            )
+    inner = search(end, hosts, pins=pinned, strategies=usable, options=options)
     for choice in inner.choices:
         way = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy
         plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=way))
