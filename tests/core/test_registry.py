@@ -166,6 +166,16 @@ def test_an_abstract_class_is_refused_with_what_it_lacks() -> None:
         shoal.register(Half)
 
 
+def test_a_strategy_without_a_role_is_refused() -> None:
+    class Roleless(Strategy):
+        name = "roleless"
+
+        refuses = estimate = apply = lambda *_: None
+
+    with pytest.raises(UsageError, match="lacks role"):
+        shoal.register(Roleless)
+
+
 def test_a_name_that_another_class_has_is_refused() -> None:
     with registry.registered(Lonely), pytest.raises(UsageError, match=r"taken(.|\n)*Lonely"):
         shoal.register(Rival)

@@ -87,8 +87,8 @@ def register(cls: type[C]) -> type[C]:
         The class itself, so that this works as a decorator.
 
     Raises:
-        UsageError: it is abstract, of no or several contracts, without a name, or the name is
-            another class's.
+        UsageError: it is abstract, of no or several contracts, without a name (or a strategy's
+            role), or the name is another class's.
 
     >>> import shoal
     >>> from shoal.contracts.launcher import Launcher
@@ -193,6 +193,15 @@ def _contract_of(cls: Any) -> type[Contract]:
     if inspect.isabstract(cls):
         lacks = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         raise UsageError(f"{_place(cls)} is abstract", got=f"it lacks {lacks}", do="write these")
+    contract: type[Contract] = contracts[0]
+    said = [name for name, kind in inspect.get_annotations(contract).items() if "ClassVar" in kind]
+    unsaid = [name for name in said if not hasattr(cls, name)]
+    if unsaid:
+        raise UsageError(
+            f"{_place(cls)} leaves open what every {_noun(contract)} says",
+            got="it lacks " + ", ".join(unsaid),
+            do=f"give it a value in the class, of the kind that {contract.__module__} names",
+        )
     name = vars(cls).get("name")
     if not isinstance(name, str) or not name.isidentifier():
         raise UsageError(
@@ -207,7 +216,6 @@ def _contract_of(cls: Any) -> type[Contract]:
     if needed:
         got = ", ".join(needed) + " without one"
         raise UsageError(f"options of {_place(cls)} need defaults", got=got, do="give them one")
-    contract: type[Contract] = contracts[0]
     return contract
 
 
