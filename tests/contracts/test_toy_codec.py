@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -93,10 +93,10 @@ class Whole(Codec):
 
 
 @dataclass(frozen=True)
-class Delay(Codec):
+class Late(Codec):
     """What it was given in the round before; it keeps that itself, so nothing is lost."""
 
-    name: ClassVar[str] = "delay"
+    name: ClassVar[str] = "late"
     feedback: ClassVar[bool] = False
 
     def nbytes(self, numel: int, itemsize: int) -> int:
@@ -113,13 +113,13 @@ class Delay(Codec):
 
 @pytest.fixture(autouse=True)
 def known() -> Iterator[None]:
-    with registry.registered(Toy, Whole, Delay):
+    with registry.registered(Toy, Whole, Late):
         yield
 
 
 NUMELS = {"first": 37, "second": 1, "third": 20}
 NUM_VALUES, NUM_CONTROL = sum(NUMELS.values()), 5
-CODECS = ["toy", "toy(block=3, levels=1)", "whole", "delay"]
+CODECS = ["toy", "toy(block=3, levels=1)", "whole", "late"]
 
 
 def values_of(rank: int, number: int = 0) -> Tensor:
@@ -260,7 +260,7 @@ def test_a_constant_gradient_telescopes(layout: Layout) -> None:
 def test_without_feedback_a_codec_keeps_what_it_needs_itself() -> None:
     def work(comm: ThreadComm) -> list[Tensor]:
         bucket, seen = even_bucket(2), []
-        carrier = exchange_named("direct+delay").carrier(bucket)
+        carrier = exchange_named("direct+late").carrier(bucket)
         for step in range(4):
             fill(bucket, values_of(comm.rank, step), comm.rank)
             carrier.reduce(comm)
@@ -275,7 +275,7 @@ def test_without_feedback_a_codec_keeps_what_it_needs_itself() -> None:
         torch.testing.assert_close(first[step][:own], expected[:own])
 
 
-@pytest.mark.parametrize("codec", ["toy(levels=1)", "delay"])
+@pytest.mark.parametrize("codec", ["toy(levels=1)", "late"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_is_saved_and_restored_by_parameter_name(layout: Layout, codec: str) -> None:
     def rounds(comm: ThreadComm, carrier: Carrier, bucket: LiveBucket, numbers: range) -> Tensor:
@@ -344,6 +344,7 @@ def test_what_adds_up_on_the_way_takes_no_codec(exchange: str) -> None:
         ("direct+toy(blok=3)", "did you mean 'block'"),
         ("direct+toy(block='3')", "wrong type"),
         ("direct+toy+whole", "more than one codec"),
+        ("toy(block=3)", r"toy is a codec(.|\n)*write \"direct\+toy\(block=3\)\""),
     ],
 )
 def test_a_wrong_codec_is_refused(text: str, said: str) -> None:
@@ -372,14 +373,22 @@ class Hoarder(Whole):
     """Keeps what no checkpoint could hold by parameter."""
 
     name: ClassVar[str] = "hoarder"
+    key: str = "all"
+    kept: Any = None
 
     def encode(self, values: Tensor, state: contract.State) -> Tensor:
-        state["all"] = torch.zeros(3)
+        state[self.key] = values.clone() if self.kept is None else self.kept
         return super().encode(values, state)
 
 
 @pytest.mark.parametrize(
-    ("codec", "said"), [(Liar(), "another code than it stated"), (Hoarder(), "cannot be saved")]
+    ("codec", "said"),
+    [
+        (Liar(), "another code than it stated"),
+        (Hoarder(kept=torch.zeros(3)), r"cannot be saved(.|\n)*got: a tensor of shape \(3,\)"),
+        (Hoarder(kept=7), r"cannot be saved(.|\n)*got: 7(.|\n)*torch\.zeros_like\(values\)"),
+        (Hoarder(key="lost"), "cannot be saved(.|\n)*another key than 'lost'"),
+    ],
 )
 def test_a_codec_that_breaks_its_word_is_refused(codec: Codec, said: str) -> None:
     def work(comm: ThreadComm) -> None:

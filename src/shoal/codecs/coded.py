@@ -53,6 +53,12 @@ def exchange_named(text: str) -> Exchange:
         PlanError: there is none of that name, it has no such options, or it takes no codec.
     """
     first, *codecs = parsed(text)
+    if first.name in of(Codec) and first.name not in of(Exchange):
+        raise PlanError(
+            f"{first.name} is a codec, and no exchange stands before it",
+            got=text,
+            do=f'write "direct+{built(Codec, first)}"',
+        )
     exchange = built(Exchange, first)
     if not codecs:
         return exchange
@@ -269,12 +275,15 @@ class CodedCarrier(Carrier):
                 do="mend its encode, or its nbytes",
             )
         for what, numbers in state.items():
-            if numbers.shape != (numel,) or what == _LOST:
+            shape = tuple(numbers.shape) if isinstance(numbers, Tensor) else None
+            if shape != (numel,) or what == _LOST:
                 raise UsageError(
                     f"the codec {self._codec} keeps {what!r}, which cannot be saved",
-                    got=f"shape {tuple(numbers.shape)}",
-                    expected=f"one number for each value, {(numel,)}, under another key than lost",
-                    do="mend its encode",
+                    got=repr(numbers) if shape is None else f"a tensor of shape {shape}",
+                    expected=f"a tensor of {numel} numbers, as many as there are values",
+                    do=f"take another key than {_LOST!r}, which is Shoal's own"
+                    if what == _LOST
+                    else "put in one number for each value, as torch.zeros_like(values) has",
                 )
 
     def _parted(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,8 @@ class Codec(Contract, ABC):
 
     It never sees flags, row counts or turns: those travel exactly (codecs/coded.py). Nor does it
     keep what a code loses: that is added to the values of the next round, unless `feedback` is
-    False. The same code must give the same bits on every rank.
+    False. The same code must give the same bits on every rank. One object serves all buckets, on
+    several threads, so it keeps nothing in itself.
     """
 
     package: ClassVar[str] = "shoal.codecs"
@@ -47,8 +48,8 @@ class Codec(Contract, ABC):
         Args:
             values: flat, float32 (float64 where the model is), at least one. Not to be changed.
             state: what the codec keeps from round to round of these very values, by its own keys;
-                empty at first. Tensors of as many elements as `values`, so that a checkpoint can
-                hold them by parameter.
+                empty at first. Flat tensors of as many elements as `values`, so that a checkpoint
+                can hold them by parameter. The key "lost" is taken.
 
         Returns:
             A flat uint8 tensor of `nbytes` bytes.
@@ -56,7 +57,10 @@ class Codec(Contract, ABC):
 
     @abstractmethod
     def decode(self, code: Tensor, into: Tensor) -> None:
-        """Write the values that a code stands for into a tensor like those that were encoded."""
+        """Write the values that a code stands for into `into`, which is like those encoded.
+
+        What is returned is ignored.
+        """
 
     def decode_add(self, code: Tensor, into: Tensor) -> None:
         """Add the values that a code stands for. Override it where it saves a pass over memory."""

@@ -69,7 +69,8 @@ def class_named(contract: type[T], name: str) -> type[T]:
             expected="one of " + ", ".join(classes) if classes else "none is registered",
             do=f"did you mean {near[0]!r}?"
             if near
-            else "use one of these names, or shoal.register one of yours on every rank",
+            else ("use one of these names, or " if classes else "")
+            + "shoal.register one of yours on every rank",
         )
     return classes[name]
 

@@ -20,7 +20,9 @@ from shoal.core.registry import Contract, class_named
 
 T = TypeVar("T", bound=Contract)
 
-_FORM = 'write a name, as "ring", or a name and options, as "ring(chunk_bytes=1048576)"'
+_FORM = (
+    'write a name, as "ring", or a name and options by their names, as "ring(chunk_bytes=1048576)"'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +92,15 @@ def built(contract: type[T], named: Named) -> T:
     for option, value in values.items():
         if option not in types:
             near = difflib.get_close_matches(option, types, n=1)
+            do = f"did you mean {near[0]!r}?" if near else "leave it out"
+            undecorated = "__dataclass_fields__" not in vars(kind)
+            if undecorated and option in vars(kind).get("__annotations__", {}):
+                do = f"write @dataclass(frozen=True) above {kind.__name__}: its fields are options"
             raise PlanError(
                 f"{named.name} has no option {option!r}",
                 where=named.text,
                 expected="one of " + ", ".join(types) if types else "no options",
-                do=f"did you mean {near[0]!r}?" if near else "leave it out",
+                do=do,
             )
         if not _fits(value, types[option]):
             raise PlanError(
@@ -102,7 +108,7 @@ def built(contract: type[T], named: Named) -> T:
                 where=named.text,
                 got=repr(value),
                 expected=getattr(types[option], "__name__", str(types[option])),
-                do=_FORM,
+                do="write a value of that type",
             )
         values[option] = float(value) if types[option] is float else value
     thing: T = kind(**values)
