@@ -34,13 +34,13 @@ def agreed(comm: Comm, work: Callable[[], T], elsewhere: type[UsageError] = Rank
 
 def from_first(comm: Comm, work: Callable[[], T]) -> T:
     """Do something on rank 0 and give every rank its result, or its error."""
-    mine: T | UsageError | None = None
+    outcome: T | UsageError | None = None
     if comm.rank == 0:
         try:
-            mine = work()
+            outcome = work()
         except UsageError as error:
-            mine = error
-    first: T | UsageError = comm.gather_objects(mine)[0]
+            outcome = error
+    first: T | UsageError = comm.gather_objects(outcome)[0]
     if isinstance(first, UsageError):
         raise first
     return first

@@ -46,8 +46,8 @@ class Verdict:
                 "every rank as many), or other ranks alone call state_dict() or evaluate, where "
                 "layers are cut"
             )
-        what = f"a peer was lost: {self.what}"
-        return PeerLost(what, where=where, got=self.got, do=do, rank=self.rank)
+        problem = f"a peer was lost: {self.what}"
+        return PeerLost(problem, where=where, got=self.got, do=do, rank=self.rank)
 
 
 @dataclass

@@ -164,8 +164,8 @@ class Heartbeat:
                 if isinstance(error, ShoalError):
                     text = f"{error.what} ({error.got})" if error.got else error.what
                 who = f"rank {self._board.rank} (host {self._board.host})"
-                what = f"{who} failed: {type(error).__name__}: {text}"
-                self._board.agreed(Verdict(what[:_LONGEST], self._board.rank))
+                problem = f"{who} failed: {type(error).__name__}: {text}"
+                self._board.agreed(Verdict(problem[:_LONGEST], self._board.rank))
             self._board.write(LEFT)
             if self._holder == self._board.rank:
                 self._wait_for_the_others()

@@ -77,12 +77,12 @@ class _Work:
 class _Landing:
     """What is received beside the device that wants it."""
 
-    def __init__(self, work: _Work, landed: Tensor, wanted: Tensor) -> None:
-        self._work, self._landed, self._wanted = work, landed, wanted
+    def __init__(self, work: _Work, received: Tensor, wanted: Tensor) -> None:
+        self._work, self._received, self._wanted = work, received, wanted
 
     def wait(self) -> None:
         self._work.wait()
-        self._wanted.copy_(self._landed)
+        self._wanted.copy_(self._received)
 
 
 @final
@@ -111,10 +111,10 @@ class ProcessGroupComm(Comm):
             return _Work(self._group.send([tensor.cpu()], to, _TAG), self._inside)  # walk 7
 
     def receive(self, tensor: Tensor, source: int) -> _Work | _Landing:
-        landed = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        received = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         with self._inside:
-            work = _Work(self._group.recv([landed], source, _TAG), self._inside)
-        return work if landed is tensor else _Landing(work, landed, tensor)
+            work = _Work(self._group.recv([received], source, _TAG), self._inside)
+        return work if received is tensor else _Landing(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
         with self._inside:
@@ -141,9 +141,9 @@ class ProcessGroupComm(Comm):
         """A process group of those ranks."""
         return self._among(f"ranks{ranks.start}to{ranks.stop}", self.timeout_s, ranks)
 
-    def _among(self, name: str, timeout_s: float, mine: range) -> ProcessGroupComm:
-        ranks = dist.get_process_group_ranks(self._group)[mine.start : mine.stop]
-        topology = self.topology if len(mine) == self.size else self.topology.among(mine)
+    def _among(self, name: str, timeout_s: float, members: range) -> ProcessGroupComm:
+        ranks = dist.get_process_group_ranks(self._group)[members.start : members.stop]
+        topology = self.topology if len(members) == self.size else self.topology.among(members)
         by_themselves = len(ranks) < dist.get_world_size()  # else it needs every rank there is
         with self._inside:
             group = dist.new_group(

@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,20 +72,7 @@ def bench(
     Raises:
         UsageError: an unknown peer, or no other rank to train with.
     """
-    unknown = [name for name in against if name not in PEERS]
-    if unknown:
-        raise UsageError(
-            f"there is no peer called {unknown[0]!r}",
-            expected=", ".join(PEERS),
-            do="name one of these",
-        )
-    if init().size == 1:
-        raise UsageError(
-            "a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`"
-        )
-    if current().others:
-        do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"
-        raise UsageError("peers know no servers, and no tail hosts", do=do)
+    _require_peers(against)
     batch = pair(next(iter(shard(recipe.data()[0]))))
     _tell("measuring and planning")
     work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
@@ -104,23 +91,7 @@ def bench(
             busy[name].append(share)
         steps_s = ", ".join(f"{name} {times[-1] * 1e3:.1f} ms" for name, times in figures.items())
         _tell(f"round {number} of {rounds}: {steps_s}")
-    report = {
-        "command": ["shoal", *sys.argv[1:]],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
-        "ranks": current().comm.size,
-        "link_mbit_per_s": attached.cluster.link.bytes_per_s * 8e-6,
-        "contenders": {name: peer.name for name, peer in contenders.items()},
-        "median_s": {name: statistics.median(times) for name, times in figures.items()},
-        "rounds_s": figures,
-        "ratio_to_shoal": {name: _ratio(figures[name], figures["shoal"]) for name in against},
-        "processors_busy": {name: statistics.median(shares) for name, shares in busy.items()},
-        "predicted_s": attached.plan.predicted_s,
-        "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
-        "memory_bytes": _memory(shoal.model),
-        "memory_of_one_process_bytes": _told(of_one_process(attached.profile)),
-        "plan": json.loads(attached.plan.to_json()),
-    }
+    report = _report(shoal, attached, contenders, figures, busy)
     if current().comm.rank == 0:
         _print(
             recipe,
@@ -134,6 +105,53 @@ def bench(
     return report
 
 
+def _require_peers(against: Sequence[str]) -> None:
+    """Join the other ranks, and refuse what cannot be compared with."""
+    unknown = [name for name in against if name not in PEERS]
+    if unknown:
+        raise UsageError(
+            f"there is no peer called {unknown[0]!r}",
+            expected=", ".join(PEERS),
+            do="name one of these",
+        )
+    if init().size == 1:
+        raise UsageError(
+            "a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`"
+        )
+    if current().others:
+        do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"
+        raise UsageError("peers know no servers, and no tail hosts", do=do)
+
+
+def _report(
+    shoal: Peer,
+    attached: Attached,
+    contenders: Mapping[str, Peer],
+    figures: Mapping[str, Sequence[float]],
+    busy: Mapping[str, Sequence[float]],
+) -> dict[str, Any]:
+    """What is written as JSON."""
+    return {
+        "command": ["shoal", *sys.argv[1:]],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "ranks": current().comm.size,
+        "link_mbit_per_s": attached.cluster.link.bytes_per_s * 8e-6,
+        "contenders": {name: peer.name for name, peer in contenders.items()},
+        "median_s": {name: statistics.median(times) for name, times in figures.items()},
+        "rounds_s": figures,
+        "ratio_to_shoal": {
+            name: _ratio(figures[name], figures["shoal"]) for name in contenders if name != "shoal"
+        },
+        "processors_busy": {name: statistics.median(shares) for name, shares in busy.items()},
+        "predicted_s": attached.plan.predicted_s,
+        "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
+        "memory_bytes": _memory(shoal.model),
+        "memory_of_one_process_bytes": _told(of_one_process(attached.profile)),
+        "plan": json.loads(attached.plan.to_json()),
+    }
+
+
 def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]:
     """The median step of the slowest rank, and how busy the processors of this machine were
     meanwhile, 1 at most.
@@ -144,10 +162,10 @@ def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]
     return step_s, min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
 
 
-def _tell(what: str) -> None:
+def _tell(progress: str) -> None:
     """Progress, beside the report: a round over slow links takes minutes."""
     if current().comm.rank == 0:
-        print(f"bench: {what}", file=sys.stderr, flush=True)
+        print(f"bench: {progress}", file=sys.stderr, flush=True)
 
 
 def _memory(model: torch.nn.Module) -> dict[str, int]:
@@ -155,7 +173,7 @@ def _memory(model: torch.nn.Module) -> dict[str, int]:
     peers' too.
     """
     ranks = current().comm.gather_objects(_told(replace(memory(model), process_peak=None)))
-    return {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
+    return {kind: max(held[kind] for held in ranks) for kind in ranks[0]}
 
 
 def _told(held: Memory) -> dict[str, int]:
@@ -176,17 +194,17 @@ def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, 
         return
     predicted = Predictor(attached.profile, attached.cluster).as_is(attached.plan)
     begin_s = next(event.begin_s for event in recorder.events if event.what == "backward")
-    expected = [
-        replace(each, begin_s=begin_s + each.begin_s, end_s=begin_s + each.end_s)
-        for each in predicted.events()
+    events = {f"rank {rank}": noted.events for rank, noted in enumerate(ranks)}
+    events[_EXPECTED] = [
+        replace(event, begin_s=begin_s + event.begin_s, end_s=begin_s + event.end_s)
+        for event in predicted.events()
     ]
-    rates = [
-        replace(each, at_s=begin_s + each.at_s)
-        for each in predicted.rates(attached.cluster.link.bytes_per_s)
+    rates = {f"rank {rank}": noted.rates for rank, noted in enumerate(ranks)}
+    rates[_EXPECTED] = [
+        replace(rate, at_s=begin_s + rate.at_s)
+        for rate in predicted.rates(attached.cluster.link.bytes_per_s)
     ]
-    did = {f"rank {rank}": each.events for rank, each in enumerate(ranks)}
-    carried = {f"rank {rank}": each.rates for rank, each in enumerate(ranks)}
-    path.write_text(chrome({**did, _EXPECTED: expected}, {**carried, _EXPECTED: rates}))
+    path.write_text(chrome(events, rates))
 
 
 def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:

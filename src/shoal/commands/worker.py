@@ -240,15 +240,8 @@ def check(
     everyone = comm.gather_objects(batches)
     worst = 0.0
     if comm.rank == 0:
-        single_optimizer = recipe.optimizer(single.parameters())
-        for parts in zip(*everyone, strict=True):
-            x, y = _joined(parts)
-            timed_step(single, recipe.loss(), single_optimizer, x, y)
-        rate = max(float(group["lr"]) for group in single_optimizer.param_groups)
-        rows = [
-            (name, float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate))
-            for (name, a), b in zip(single.named_parameters(), trained, strict=True)
-        ]
+        rows = _differences(recipe, single, everyone, trained)
+        worst = max(difference for _, difference in rows)
         console.print(text.differences(rows))
         if local:
             names = sorted({type(module).__name__ for module in local})
@@ -256,7 +249,6 @@ def check(
                 f"{', '.join(names)}: local to a rank in training, so set to evaluation for this "
                 "check"
             )
-        worst = max(difference for _, difference in rows)
         console.print(
             f"{comm.size} ranks against one process, {steps} steps in "
             f"{str(dtype).removeprefix('torch.')}: "
@@ -271,6 +263,21 @@ def check(
     return max(differences)
 
 
+def _differences(
+    recipe: Recipe, single: nn.Module, everyone: list[Any], trained: list[Tensor]
+) -> list[tuple[str, float]]:
+    """Train one process on all ranks' batches: how far each parameter is from the trained one."""
+    optimizer = recipe.optimizer(single.parameters())
+    for parts in zip(*everyone, strict=True):
+        x, y = _joined(parts)
+        timed_step(single, recipe.loss(), optimizer, x, y)
+    rate = max(float(group["lr"]) for group in optimizer.param_groups)
+    return [
+        (name, float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate))
+        for (name, a), b in zip(single.named_parameters(), trained, strict=True)
+    ]
+
+
 def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
     """Convert the model; a saved plan that was made for it as it was is then one for the model as
     it is.
@@ -279,8 +286,8 @@ def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | s
     model.to(dtype)
     if plan == "auto":
         return plan
-    given = Plan.load(plan) if isinstance(plan, str) else plan
-    return replace(given, model=model_digest(model)) if given.model == before else given
+    loaded = Plan.load(plan) if isinstance(plan, str) else plan
+    return replace(loaded, model=model_digest(model)) if loaded.model == before else loaded
 
 
 def plan(

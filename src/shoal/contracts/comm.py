@@ -108,9 +108,9 @@ class Comm(ABC):
                 slices[(self.rank - step) % self.size],
                 slices[(self.rank - step - 1) % self.size],
             )
-            landed = torch.empty_like(incoming)
-            _both(self.receive(landed, left), self.send(outgoing, right))
-            incoming.add_(landed)
+            received = torch.empty_like(incoming)
+            _both(self.receive(received, left), self.send(outgoing, right))
+            incoming.add_(received)
         for step in range(self.size - 1):
             outgoing, incoming = (
                 slices[(self.rank - step + 1) % self.size],
@@ -124,27 +124,28 @@ class Comm(ABC):
         """
         self.all_to_all(outputs, [tensor] * self.size)
 
-    def numbers(self, mine: Sequence[int], what: str) -> list[int]:
-        """Tell rank r the number `mine[r]`; what every rank told this one. 80 bytes to every other
-        rank.
+    def numbers(self, numbers: Sequence[int], purpose: str) -> list[int]:
+        """Tell rank r `numbers[r]`, and return what every rank told this one.
+
+        80 bytes to every other rank.
 
         Raises:
-            RanksDiffer: another rank is about something else than `what`.
+            RanksDiffer: another rank is about something else than `purpose`.
         """
-        label = hashlib.blake2b(what.encode(), digest_size=8).digest() + what.encode()[
+        label = hashlib.blake2b(purpose.encode(), digest_size=8).digest() + purpose.encode()[
             :_WORDS
         ].ljust(_WORDS)
         words = torch.frombuffer(bytearray(label), dtype=torch.int64)
-        told = [torch.empty(1 + len(words), dtype=torch.int64, device="cpu") for _ in mine]
+        told = [torch.empty(1 + len(words), dtype=torch.int64, device="cpu") for _ in numbers]
         self.all_to_all(
-            told, [torch.cat([torch.tensor([number], device="cpu"), words]) for number in mine]
+            told, [torch.cat([torch.tensor([number], device="cpu"), words]) for number in numbers]
         )
         for rank, theirs in enumerate(told):
             if not torch.equal(theirs[1:], words):
                 text = theirs[2:].numpy().tobytes().decode(errors="replace").strip()
                 raise RanksDiffer(
                     f"rank {rank} does something else than rank {self.rank}",
-                    got=f"rank {rank}: {text}; rank {self.rank}: {what}",
+                    got=f"rank {rank}: {text}; rank {self.rank}: {purpose}",
                     do="where layers are cut, on every rank alike: call the model (also to "
                     "evaluate) and state_dict(), "
                     "read cut parameters and gradients; or let none be cut: "
@@ -206,5 +207,5 @@ class Comm(ABC):
 
 
 def _both(*pending: Pending) -> None:
-    for each in pending:
-        each.wait()
+    for operation in pending:
+        operation.wait()

@@ -103,9 +103,9 @@ class Sample:
     def _given(self) -> str:
         return f"x = {describe(self.x)}, y = {describe(self.y)}"
 
-    def _refused(self, what: str, error: Exception) -> SampleError:
+    def _refused(self, problem: str, error: Exception) -> SampleError:
         return SampleError(
-            f"{what}: {type(error).__name__}: {error}",
+            f"{problem}: {type(error).__name__}: {error}",
             got=self._given(),
             expected="x is a tensor, a tuple of positional or a dict of keyword arguments of the "
             "model",
@@ -117,13 +117,15 @@ class Sample:
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
             return loss
         if not isinstance(loss, Tensor):
-            what = f"{source} returned no loss"
+            problem = f"{source} returned no loss"
         elif loss.numel() != 1:
-            what = f"{source} returned a loss of shape {tuple(loss.shape)}, which is not a scalar"
+            problem = (
+                f"{source} returned a loss of shape {tuple(loss.shape)}, which is not a scalar"
+            )
         else:
-            what = f"{source} returned a loss that does not depend on any trainable parameter"
+            problem = f"{source} returned a loss that does not depend on any trainable parameter"
         raise SampleError(
-            what,
+            problem,
             got=f"{describe(loss if self.loss_fn else output)}, from {self._given()}",
             expected="a scalar tensor that requires grad"
             + ("" if self.loss_fn else ", or an output that has one as .loss or ['loss']"),
@@ -139,11 +141,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for part in value.values():
+            yield from tensors_in(part)
     elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
+        for part in value:
+            yield from tensors_in(part)
 
 
 def describe(value: Any) -> str:
@@ -153,9 +155,9 @@ def describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {describe(part)}" for key, part in value.items()) + "}"
     if isinstance(value, tuple | list):
-        shown = ", ".join(describe(each) for each in value[:4]) + (", …" if len(value) > 4 else "")
+        shown = ", ".join(describe(part) for part in value[:4]) + (", …" if len(value) > 4 else "")
         return f"({shown})" if isinstance(value, tuple) else f"[{shown}]"
     return (
         repr(value)

@@ -61,7 +61,7 @@ class Traffic:
 
     def _between(self, senders: Sequence[int], receivers: Sequence[int]) -> Traffic:
         def of(rows: Sequence[float], ranks: Sequence[int]) -> tuple[float, ...]:
-            return tuple(nbytes * taken for nbytes, taken in zip(rows, ranks, strict=True))
+            return tuple(nbytes * factor for nbytes, factor in zip(rows, ranks, strict=True))
 
         leaving = self.leaving and of(self.leaving, senders)
         return Traffic(

@@ -11,13 +11,13 @@ from fnmatch import fnmatchcase
 from shoal.core.errors import PlanError
 
 
-def matched(pattern: str, names: Sequence[str], what: str, kind: str) -> list[str]:
+def matched(pattern: str, names: Sequence[str], use: str, kind: str) -> list[str]:
     """The names that a pattern means: the one that it spells, or else those that its glob matches.
 
     Args:
         pattern: the name or glob.
         names: those that there are.
-        what: what messages call the pattern's use, e.g. "pin".
+        use: what messages call the pattern's use, e.g. "pin".
         kind: what messages call a name, e.g. "layer".
 
     Raises:
@@ -29,7 +29,7 @@ def matched(pattern: str, names: Sequence[str], what: str, kind: str) -> list[st
     if not matches:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
         raise PlanError(
-            f"the {what} {pattern!r} matches no {kind} with trainable parameters",
+            f"the {use} {pattern!r} matches no {kind} with trainable parameters",
             expected=f"a {kind} such as " + ", ".join(near),
             do=f"use a dotted name or a glob, such as {near[0]!r}",
         )

@@ -145,11 +145,12 @@ def spans(
         For each rank its spans, by tensor and element.
     """
     whole = [owner is not None for owner in owners]
-    owned = balanced([0 if its else size for its, size in zip(whole, sizes, strict=True)], shares)
+    cut_sizes = [0 if is_whole else size for is_whole, size in zip(whole, sizes, strict=True)]
+    owned = balanced(cut_sizes, shares)
     for index, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
         if owner is not None and size:
             owned[owner].append((index, 0, size))
-    return [sorted(each) for each in owned]
+    return [sorted(spans_of_rank) for spans_of_rank in owned]
 
 
 def balanced(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[int, int, int]]]:

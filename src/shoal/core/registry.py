@@ -189,7 +189,7 @@ def _contract_of(cls: Any) -> type[Contract]:
         raise UsageError("only a class can be registered", got=repr(cls), do=do)
     contracts = [base for base in cls.__mro__ if "group" in vars(base)]
     if len(contracts) != 1 or cls in contracts:
-        got = ", ".join(each.__name__ for each in contracts) or "none"
+        got = ", ".join(contract.__name__ for contract in contracts) or "none"
         raise UsageError(f"{_place(cls)} is not of one contract", got=got, do=do)
     if inspect.isabstract(cls):
         lacks = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))

@@ -66,8 +66,8 @@ def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[
         return loader
     batches = _batches(loader)
     order = SharedOrder(batches.sampler, seed)
-    mine = RankBatches(order, batches.batch_size, batches.drop_last, rank, size)
-    len(mine)  # too few rows are refused here, not in the first epoch
+    own_batches = RankBatches(order, batches.batch_size, batches.drop_last, rank, size)
+    len(own_batches)  # too few rows are refused here, not in the first epoch
 
     # A copy keeps every option, also those of newer versions and of subclasses. Assigning
     # batch_sampler is refused by DataLoader because batch_size would no longer describe it;
@@ -75,9 +75,9 @@ def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[
     sharded = copy.copy(loader)
     vars(sharded).update(
         sampler=order,
-        batch_sampler=mine,
-        batch_size=mine.batch_size,
-        drop_last=mine.drop_last,
+        batch_sampler=own_batches,
+        batch_size=own_batches.batch_size,
+        drop_last=own_batches.drop_last,
         _iterator=None,
     )
     return sharded
@@ -233,16 +233,16 @@ def _drawing_from(seed: int, generator: Any) -> Iterator[None]:
         *([generator] if isinstance(generator, torch.Generator) else []),
     ]
     with RANDOM_STATE:
-        states = [each.get_state() for each in generators]
+        states = [source.get_state() for source in generators]
         python_state, numpy_state = random.getstate(), np.random.get_state()
         try:
-            for each in generators:
-                each.manual_seed(seed % 2**63)
+            for source in generators:
+                source.manual_seed(seed % 2**63)
             random.seed(seed)
             np.random.seed(seed % 2**32)
             yield
         finally:
-            for each, state in zip(generators, states, strict=True):
-                each.set_state(state)
+            for source, state in zip(generators, states, strict=True):
+                source.set_state(state)
             random.setstate(python_state)
             np.random.set_state(numpy_state)

@@ -164,30 +164,30 @@ def parallelize(
         search_options,
     )
     comm.reached("parallelize: comparing what the ranks were given")
-    given = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
+    given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
     optimizers = listed(optimizer)
-    require_same(comm, asked, given, model, optimizers)
+    require_same(comm, asked, given_plan, model, optimizers)
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
     if comm.size == 1:
         if sample is not None:
             Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
-        for each in optimizers:
-            extend(each)
+        for torch_optimizer in optimizers:
+            extend(torch_optimizer)
         return model, loss_fn, optimizer
     keep_freed()
     comm.reached("parallelize: measuring the model")
     first = tail is not None and tail.calls == 1  # whose end may be elsewhere
-    pieces = (given.micro_batches if given else micro_batches) if first else None
+    pieces = (given_plan.micro_batches if given_plan else micro_batches) if first else None
     profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
     alike = inputs_alike(comm, *sample)
     if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
         warn_of_rows(*sample)
     comm.reached("parallelize: measuring the links")
-    cluster = measured_cluster(session, exchanges_of(given, pins))
+    cluster = measured_cluster(session, exchanges_of(given_plan, pins))
     give_back_freed()
     comm.reached("parallelize: planning and rewriting")
-    chosen = from_first(comm, lambda: _chosen(given, profile, cluster, asked))
+    chosen = from_first(comm, lambda: _chosen(given_plan, profile, cluster, asked))
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     loss_fn, running = attach(
         session,
@@ -236,8 +236,8 @@ def _open_tail(
     modules = {name: model.get_submodule(name) for name in tail.modules}
     shared = {name: choice.exchange for name, choice in at_tail.items()}
     hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared))
-    others = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
-    alike = any(strategy.role.is_cut for strategy in others)
+    at_workers = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
+    alike = any(strategy.role.is_cut for strategy in at_workers)
     return FarTail(hosts, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
 
@@ -363,19 +363,20 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
         return loader
     comm = session.comm
     seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
-    mine = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
+    own_loader = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
     if comm.size > 1:
-        rows = len(mine.sampler)  # type: ignore[arg-type]  # feed.shard has asked for it
-        _require_same_batches(comm, f"{len(mine)} batches of {mine.batch_size} rows, {rows} rows")
-    return mine
+        rows = len(own_loader.sampler)  # type: ignore[arg-type]  # feed.shard has asked for it
+        batches = f"{len(own_loader)} batches of {own_loader.batch_size} rows, {rows} rows"
+        _require_same_batches(comm, batches)
+    return own_loader
 
 
-def _require_same_batches(comm: Comm, mine: str) -> None:
+def _require_same_batches(comm: Comm, batches: str) -> None:
     """Raise RanksDiffer where ranks cut the same rows in different ways: some would come twice,
     some never.
     """
-    first, *others = comm.gather_objects(mine)
-    for rank, theirs in enumerate(others, start=1):
+    first, *other_ranks = comm.gather_objects(batches)
+    for rank, theirs in enumerate(other_ranks, start=1):
         if theirs != first:
             raise RanksDiffer(
                 f"rank {rank} and rank 0 shard different loaders",
@@ -460,12 +461,12 @@ def _machine() -> str:
 
 
 def _chosen(
-    given: Plan | None,
+    given_plan: Plan | None,
     profile: ModelProfile,
     cluster: Cluster,
     asked: Request,
 ) -> Plan:
-    if given is None:
+    if given_plan is None:
         stale = asked.staleness != 0
         kinds = of(Strategy)
         served = [name for name, kind in kinds.items() if kind.role.takes_servers]
@@ -481,6 +482,6 @@ def _chosen(
             micro_batches=asked.micro_batches,
             options=asked.search_options,
         )
-    check_served(given, profile, cluster)
-    cluster = replace(cluster, ahead=given.staleness != 0)
-    return with_sharing(repredicted(given, profile, cluster), profile, cluster)
+    check_served(given_plan, profile, cluster)
+    cluster = replace(cluster, ahead=given_plan.staleness != 0)
+    return with_sharing(repredicted(given_plan, profile, cluster), profile, cluster)

@@ -87,7 +87,7 @@ class Recipe:
     def _wrong(self, builder: str, built: Any) -> UsageError:
         do = f"return that from {builder} in {self.path}"
         got = (
-            f"({', '.join(type(each).__name__ for each in built)})"
+            f"({', '.join(type(part).__name__ for part in built)})"
             if isinstance(built, tuple)
             else type(built).__name__
         )
@@ -133,7 +133,7 @@ def _require_recipe(path: Path) -> None:
     """Refuse what is no recipe before it runs: a script would train first."""
     if not path.is_file():
         near = difflib.get_close_matches(
-            path.name, [each.name for each in path.parent.glob("*.py")], n=1
+            path.name, [file.name for file in path.parent.glob("*.py")], n=1
         )
         do = f"did you mean {path.parent / near[0]}?" if near else "give the path of a Python file"
         raise UsageError("there is no such recipe", got=str(path), do=do)
@@ -142,8 +142,10 @@ def _require_recipe(path: Path) -> None:
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError):
         return  # running it says it better
-    bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
-    own = [each.get_name() for each in symbols if each.is_namespace()]
+    bound = {
+        symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()
+    }
+    own = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
     for name, usage in _BUILDERS.items():
         if name not in bound and "import *" not in source:
             raise _missing(path, own, name, usage)
@@ -216,7 +218,7 @@ def _check_call(path: Path, builder: Callable[..., Any], name: str, usage: str) 
     try:
         inspect.signature(builder).bind(*range(_NUM_ARGUMENTS[name]))
     except TypeError as error:
-        what = f"{name} in the recipe takes other arguments"
-        raise UsageError(what, where=str(path), got=str(error), do=f"define {usage}") from error
+        problem = f"{name} in the recipe takes other arguments"
+        raise UsageError(problem, where=str(path), got=str(error), do=f"define {usage}") from error
     except ValueError:
         pass  # written in C: its signature cannot be seen

@@ -56,11 +56,11 @@ def unparallelize(model: nn.Module) -> None:
     running = agreed(session.comm, lambda: _checked(session, model))
     _require_same(session, running)
     optimizers = session.optimizers.pop(model)
-    others = {id(each) for of_other in session.optimizers.values() for each in of_other}
+    still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}
     for optimizer in optimizers:
         if running is not None:
             release_optimizer(optimizer, running.engine)
-        elif id(optimizer) not in others:
+        elif id(optimizer) not in still_used:
             release_optimizer(optimizer)
     if running is not None:
         _release(session, model, running)

@@ -86,6 +86,32 @@ def checked(
             "given first",
         )
     _check_optimizers(optimizers, parameters)
+    _check_limits(asked)
+    known(asked.strategies)
+    _check_staleness(asked.staleness, asked, session)
+    server_hosts = session.other(Servers)
+    servers = len(server_hosts.hosts) if server_hosts else 0
+    if asked.plan == "auto":
+        layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
+        resolve(asked.pins or {}, list(layers))
+        check_placement(
+            asked.placement, layers, session.comm.size, servers, stale=asked.staleness != 0
+        )
+        return None
+    _require_nothing_beside_plan(asked)
+    plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "the plan is of a type that is none",
+            got=type(plan).__name__,
+            do='give "auto", a Plan or a path',
+        )
+    check(plan, model, session.comm.size, servers)
+    _check_staleness(plan.staleness, asked, session)
+    return plan
+
+
+def _check_limits(asked: Request) -> None:
     if asked.memory not in MEMORY:
         expected = " or ".join(map(repr, MEMORY))
         raise UsageError(
@@ -104,17 +130,10 @@ def checked(
             got=repr(asked.micro_batches),
             do="give 4, say",
         )
-    known(asked.strategies)
-    _check_staleness(asked.staleness, asked, session)
-    others = session.other(Servers)
-    servers = len(others.hosts) if others else 0
-    if asked.plan == "auto":
-        layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
-        resolve(asked.pins or {}, list(layers))
-        check_placement(
-            asked.placement, layers, session.comm.size, servers, stale=asked.staleness != 0
-        )
-        return None
+
+
+def _require_nothing_beside_plan(asked: Request) -> None:
+    """Refuse wishes beside a given plan, which says all of that itself."""
     if asked.pins:
         raise PlanError(
             "there are both a plan and pins", do='edit the plan, or use pins with plan="auto"'
@@ -135,16 +154,6 @@ def checked(
         raise PlanError(
             "there are both a plan and search_options", do='let plan="auto" search for one'
         )
-    plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            "the plan is of a type that is none",
-            got=type(plan).__name__,
-            do='give "auto", a Plan or a path',
-        )
-    check(plan, model, session.comm.size, servers)
-    _check_staleness(plan.staleness, asked, session)
-    return plan
 
 
 def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
@@ -155,7 +164,7 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
     if staleness == 0:
         return
     pinned = {
-        name: named(Strategy, each.partition(":")[0]) for name, each in (asked.pins or {}).items()
+        name: named(Strategy, pin.partition(":")[0]) for name, pin in (asked.pins or {}).items()
     }
     other = next(
         (name for name, strategy in pinned.items() if not strategy.role.takes_servers), None
@@ -274,10 +283,10 @@ def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]
 def listed(optimizer: Any) -> list[Optimizer]:
     """One optimizer, or several, as a list."""
     listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in listed:
-        if not isinstance(each, Optimizer):
+    for item in listed:
+        if not isinstance(item, Optimizer):
             raise UsageError(
-                "the optimizer is not a torch optimizer", got=type(each).__name__, do=_ORDER
+                "the optimizer is not a torch optimizer", got=type(item).__name__, do=_ORDER
             )
     return listed
 
@@ -297,7 +306,7 @@ def require_same(
         for contract in (Strategy, Exchange)
         for name, place in from_outside(contract).items()
     }
-    mine = {
+    request = {
         **registered,
         "plan": "auto" if plan is None else "a plan of its own",
         **chosen,
@@ -312,20 +321,23 @@ def require_same(
         "memory_limit": asked.memory_limit,
         "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
-        **{f"optimizer {number}": _settings(each) for number, each in enumerate(optimizers)},
         **{
-            f"state of optimizer {number}": _state(each, model)
-            for number, each in enumerate(optimizers)
+            f"optimizer {number}": _settings(optimizer)
+            for number, optimizer in enumerate(optimizers)
+        },
+        **{
+            f"state of optimizer {number}": _state(optimizer, model)
+            for number, optimizer in enumerate(optimizers)
         },
     }
-    first, *others = comm.gather_objects(mine)
-    for rank, theirs in enumerate(others, start=1):
-        for what in [*first, *(key for key in theirs if key not in first)]:
-            if theirs.get(what) != first.get(what):
+    first, *other_ranks = comm.gather_objects(request)
+    for rank, theirs in enumerate(other_ranks, start=1):
+        for key in [*first, *(name for name in theirs if name not in first)]:
+            if theirs.get(key) != first.get(key):
                 raise RanksDiffer(
-                    f"rank {rank} and rank 0 call parallelize differently: {what}",
-                    got=f"rank {rank}: {str(theirs.get(what, 'none'))[:200]}",
-                    expected=f"as on rank 0: {str(first.get(what, 'none'))[:200]}",
+                    f"rank {rank} and rank 0 call parallelize differently: {key}",
+                    got=f"rank {rank}: {str(theirs.get(key, 'none'))[:200]}",
+                    expected=f"as on rank 0: {str(first.get(key, 'none'))[:200]}",
                     do="give the same on every rank",
                     rank=rank,
                 )

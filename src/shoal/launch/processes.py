@@ -152,8 +152,8 @@ def run(
         ranks.close()
     first, found = ranks.first_failure, agreed()
     if first is not None and found is not None and not interrupts.received:
-        what, rank = found
-        _say(what)
+        problem, rank = found
+        _say(problem)
         if rank is not None and ranks.exit_codes[rank]:
             first = rank
     return Result(tuple(ranks.exit_codes), first)
@@ -205,8 +205,8 @@ class _Ranks:
     def turn(self) -> None:
         """Wait for something to happen, a tenth of a second at most, and act on it."""
         for key, _ in self._selector.select(timeout=0.1):
-            act, *what = key.data
-            act(*what)
+            act, *arguments = key.data
+            act(*arguments)
         # the first is passed on, a second one means now
         if len(self._interrupts.received) > self._obeyed:
             again, number = self._obeyed > 0, self._interrupts.received[-1]

@@ -99,7 +99,7 @@ def _layer(
 ) -> LayerExplanation:
     layer = predictor.profile.layer(choice.layer)
     chosen = _alternative(plan, choice, predictor, step_s)
-    others = tuple(
+    alternatives = tuple(
         Alternative(other, 0.0, 0.0, 0.0, refusal)
         if (refusal := predictor.refusal(layer, other.strategy))
         else _alternative(plan, other, predictor, None)
@@ -113,8 +113,8 @@ def _layer(
         rows=layer.rows,
         backward_s=layer.backward_s,
         chosen=chosen,
-        others=others,
-        reason=_reason(chosen, [other for other in others if not other.refusal])
+        others=alternatives,
+        reason=_reason(chosen, [other for other in alternatives if not other.refusal])
         if compared
         else "",
         flips=_flips(layer, predictor),
@@ -155,8 +155,8 @@ def _cheapest(name: str, predictor: Predictor) -> Choice:
     return min(by_itself, key=predictor.added_s)
 
 
-def _reason(chosen: Alternative, others: list[Alternative]) -> str:
-    rivals = [other for other in others if other.choice.strategy != chosen.choice.strategy]
+def _reason(chosen: Alternative, alternatives: list[Alternative]) -> str:
+    rivals = [other for other in alternatives if other.choice.strategy != chosen.choice.strategy]
     if not rivals:
         return "no other strategy serves it"
     rival = min(rivals, key=lambda other: other.step_s)

@@ -50,7 +50,9 @@ class Predictor:
         )
         self._strategies = {name: kind() for name, kind in of(Strategy).items()}
         self._roles = {name: kind.role for name, kind in self._strategies.items()}
-        self._placed = any(p.owner is not None for each in profile.layers for p in each.parameters)
+        self._placed = any(
+            p.owner is not None for layer in profile.layers for p in layer.parameters
+        )
         self._exchanges: dict[str, Exchange] = {}
         self._costs: dict[Site, Cost] = {}
 

@@ -37,7 +37,7 @@ class Ends:
         """Run the sample forward."""
         by_outputs = trial.once(rowwise)
         uses: dict[str, list[Use]] = {}
-        taken: dict[str, list[str]] = {}  # by linear layer, whose output it was called with
+        sources: dict[str, list[str]] = {}  # by linear layer: whose outputs it was called with
 
         def take(name: str) -> Any:
             def enter(module: nn.Linear, args: Any) -> Any:
@@ -46,7 +46,7 @@ class Ends:
                     found = first_input.taken_by(name, (module.in_features,))
                     if found is not None:
                         return (found[1].view(first_input.shape), *args[1:])
-                taken.setdefault(name, []).append("")
+                sources.setdefault(name, []).append("")
                 return None
 
             return enter
@@ -55,7 +55,7 @@ class Ends:
             def tell(use: Use) -> None:
                 uses.setdefault(name, []).append(use)
                 if use.layer:
-                    taken.setdefault(use.layer, []).append(name)
+                    sources.setdefault(use.layer, []).append(name)
 
             def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
                 part = output.reshape(-1, output.shape[-1])
@@ -83,5 +83,5 @@ class Ends:
         }
         alone = {name: own[0].layer for name, own in uses.items() if len(set(own)) == 1}
         return cls(
-            losses, {name: by for name, by in alone.items() if by and set(taken[by]) == {name}}
+            losses, {name: by for name, by in alone.items() if by and set(sources[by]) == {name}}
         )

@@ -76,8 +76,8 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
     signatures = layer_signatures(model)
     if len(set(comm.gather_objects(model_digest(model)))) == 1:
         return
-    first, *others = comm.gather_objects(signatures)
-    for rank, other in enumerate(others, start=1):
+    first, *other_ranks = comm.gather_objects(signatures)
+    for rank, other in enumerate(other_ranks, start=1):
         for name in [*first, *(name for name in other if name not in first)]:
             if first.get(name) != other.get(name):
                 raise RanksDiffer(

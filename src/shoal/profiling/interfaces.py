@@ -30,8 +30,8 @@ def carried() -> dict[str, int]:
     }
     ways = {"sent": _SENT, "received": _RECEIVED}
     return {
-        f"{name}, {way}": int(each[column])
-        for name, each in counts.items()
+        f"{name}, {way}": int(counts_of_link[column])
+        for name, counts_of_link in counts.items()
         for way, column in ways.items()
     }
 
@@ -52,14 +52,14 @@ def watching(recorder: Recorder) -> Iterator[None]:
 
 
 def _watch(recorder: Recorder, ended: threading.Event) -> None:
-    before, then, told = carried(), time.perf_counter(), dict[str, float]()
+    before, then_s, told = carried(), time.perf_counter(), dict[str, float]()
     last = False
     while not last:
         last = ended.wait(_EACH_S)
-        counts, now = carried(), time.perf_counter()
+        counts, now_s = carried(), time.perf_counter()
         for link, count in counts.items():
-            rate = (count - before.get(link, count)) * 8e-6 / (now - then)
+            rate = (count - before.get(link, count)) * 8e-6 / (now_s - then_s)
             if rate != told.get(link, 0.0):
-                recorder.rates.append(Rate(link, then - recorder.start_s, rate))
+                recorder.rates.append(Rate(link, then_s - recorder.start_s, rate))
             told[link] = rate
-        before, then = counts, now
+        before, then_s = counts, now_s

@@ -190,7 +190,7 @@ def _measured_step(
     size = min(count, math.ceil(_TURN_S / usual_s))
     groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
     slowest_s = median(
-        max(sum(each[1 + i] for i in group) for each in ranks) / size for group in groups
+        max(sum(rank_s[1 + i] for i in group) for rank_s in ranks) / size for group in groups
     )
     return readers, typical.times(max(1.0, slowest_s / usual_s))
 

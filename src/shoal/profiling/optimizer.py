@@ -62,7 +62,7 @@ def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
     """Its groups with copies for parameters, up to the cap, and the share of its elements that they
     make.
     """
-    left, taken, total = _MOST_ELEMENTS, 0, 0
+    left, copied, total = _MOST_ELEMENTS, 0, 0
     groups = []
     for group in optimizer.param_groups:
         copies = []
@@ -72,11 +72,11 @@ def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
             total += parameter.numel()
             if left > 0 and parameter.numel() > 0:
                 copies.append(_copy(parameter, left))
-                taken += copies[-1].numel()
+                copied += copies[-1].numel()
                 left -= copies[-1].numel()
         if copies:
             groups.append({**group, "params": copies})
-    return groups, taken / max(total, 1)
+    return groups, copied / max(total, 1)
 
 
 def _copy(parameter: Tensor, most: int) -> Tensor:
@@ -93,8 +93,8 @@ def _copy(parameter: Tensor, most: int) -> Tensor:
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:
     """Those of its defaults that its constructor takes."""
-    taken = inspect.signature(type(optimizer)).parameters
-    return {name: value for name, value in optimizer.defaults.items() if name in taken}
+    accepted = inspect.signature(type(optimizer)).parameters
+    return {name: value for name, value in optimizer.defaults.items() if name in accepted}
 
 
 def _copy_seconds(tensors: list[Tensor], clock: Clock) -> float:

@@ -78,8 +78,8 @@ def probe_paces(
             comm.gather_objects(None)
             start, cpu_start = time.perf_counter(), ProcessorTime.now()
             list(pool.map(serve, lanes, flats))
-            mine = time.perf_counter() - start, ProcessorTime.now().since(cpu_start, sharing)
-            ranks: list[tuple[float, float]] = comm.gather_objects(mine)
+            own_seconds = time.perf_counter() - start, ProcessorTime.now().since(cpu_start, sharing)
+            ranks: list[tuple[float, float]] = comm.gather_objects(own_seconds)
             return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 
         def pace(exchange: Exchange) -> Pace:
@@ -96,7 +96,7 @@ def probe_paces(
                 first_s, _ = run(exchange, nbytes, 1)
                 rounds = max(1, min(int(_BUDGET_S / _TIMES / first_s), _MOST_ROUNDS))
                 runs = [run(exchange, nbytes, rounds) for _ in range(_TIMES)]
-                seconds, cpu_seconds = (min(each) for each in zip(*runs, strict=True))
+                seconds, cpu_seconds = (min(times) for times in zip(*runs, strict=True))
                 messages, sent = traffic[nbytes].rounds, traffic[nbytes].worst
                 wall[len(lanes) * sent / messages] = seconds / rounds / messages
                 cpu[sent / messages] = cpu_seconds / rounds / len(lanes) / messages
@@ -187,8 +187,10 @@ def probe_duplex(
             errands = [
                 [pool.submit(serve, half, lane, rounds) for lane in lanes] for half, lanes in ways
             ]
-            mine = [max(errand.result() for errand in way) - start for way in errands]
-            return sorted(max(ranks) for ranks in zip(*comm.gather_objects(mine), strict=True))
+            own_seconds = [max(errand.result() for errand in way) - start for way in errands]
+            return sorted(
+                max(ranks) for ranks in zip(*comm.gather_objects(own_seconds), strict=True)
+            )
 
         going, coming = (exchange.reduce_scatter, there), (exchange.all_gather, back)
         rounds = max(1, min(int(_DUPLEX_S / seconds(1, going, coming)[-1]), _MOST_ROUNDS))

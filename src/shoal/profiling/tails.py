@@ -190,7 +190,7 @@ def _unfit_loss(sample: Sample, output: Any) -> str:
             seen.add(node)
             if getattr(node, "variable", leaf) is not leaf:
                 return "the loss reads parameters itself"
-            nodes += [each for each, _ in node.next_functions]
+            nodes += [earlier for earlier, _ in node.next_functions]
     return ""
 
 
@@ -201,21 +201,23 @@ def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
     if micro_batches == 1:
         return set()
     if any(
-        isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training
-        for each in sample.model.modules()
+        isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+        for module in sample.model.modules()
     ):
         return set(first)
     training = [(module, module.training) for module in sample.model.modules()]
 
-    def taken(x: Any) -> dict[str, Tensor]:
+    def inputs_of(x: Any) -> dict[str, Tensor]:
         with torch.no_grad(), _noted_calls(sample.model) as calls:
             replace(sample, x=x).output()
         return {name: calls[name][0][0][0] for name in first}
 
     try:
         sample.model.eval()
-        whole = taken(sample.x)
-        parts = [taken(piece) for piece in in_micro_batches(sample.x, _rows(sample), micro_batches)]
+        whole = inputs_of(sample.x)
+        parts = [
+            inputs_of(piece) for piece in in_micro_batches(sample.x, _rows(sample), micro_batches)
+        ]
     except Exception:  # it does not take a part of the batch
         return set(first)
     finally:
@@ -243,7 +245,7 @@ def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ..
         if any(arg is output for args, _, _ in own for arg in args)
     ]
     for name, module in model.named_modules():
-        if [each[2] is output for each in calls.get(name, ())] != [True]:
+        if [returned is output for _, _, returned in calls.get(name, ())] != [True]:
             continue
         children = (
             [f"{name}.{child}".lstrip(".") for child in module._modules]
@@ -251,10 +253,10 @@ def _ends(model: nn.Module, calls: Calls, output: Any) -> Iterator[tuple[str, ..
             else []
         )
         for end in ((name,), *(tuple(children[start:]) for start in range(1, len(children)))):
-            inside = tuple(f"{each}." for each in end)
+            inside = tuple(f"{member}." for member in end)
             # a dropout of nothing gives what it takes
             within = all(f"{taker}.".startswith(inside) for taker in takers)
-            if within and end != ("",) and all(each in calls for each in end):
+            if within and end != ("",) and all(member in calls for member in end):
                 yield end
 
 
@@ -268,18 +270,18 @@ def _unfit(sample: Sample, modules: Sequence[nn.Module], calls: Sequence[Any]) -
             or not isinstance(calls_of_one[0][0][0], Tensor)
         ):
             return "a module of the model's end is not called once and with one tensor"
-    if any(has_hooks(each) for module in modules for each in module.modules()):
+    if any(has_hooks(inner) for module in modules for inner in module.modules()):
         return "a module of the model's end has hooks, which would not be called here"
     if any(True for module in modules for _ in module.buffers()):
         return "the model's end has buffers, such as the statistics of batch normalisation"
     inside = {id(parameter) for module in modules for parameter in module.parameters()}
-    within = {each for module in modules for each in module.modules()}
+    within = {inner for module in modules for inner in module.modules()}
     for module in sample.model.modules():
         if module not in within and any(id(p) in inside for p in module.parameters(recurse=False)):
             return "the model's end has a parameter that is tied to one before it"
-    (taken,), put_out = calls[0][0][0], calls[-1][0][2]
+    (first_input,), put_out = calls[0][0][0], calls[-1][0][2]
     rows = _rows(sample)
-    if not taken.dim() or not put_out.dim() or len(taken) % rows or len(put_out) % rows:
+    if not first_input.dim() or not put_out.dim() or len(first_input) % rows or len(put_out) % rows:
         return "the model's end does not have the batch's rows in its first dimension"
     if any(
         parameter.device.type != "cpu" for module in modules for parameter in module.parameters()
@@ -293,7 +295,11 @@ def _rows(sample: Sample) -> int:
 
 
 def _bytes(
-    sample: Sample, modules: Sequence[nn.Module], taken: Tensor, loss: Tensor, micro_batches: int
+    sample: Sample,
+    modules: Sequence[nn.Module],
+    first_input: Tensor,
+    loss: Tensor,
+    micro_batches: int,
 ) -> tuple[float, float]:
     """What a worker sends to the end of the model in a step, and gets from it."""
     every = modules_of(modules, sample.loss_fn)
@@ -301,9 +307,9 @@ def _bytes(
         parameters_of({str(number): module for number, module in enumerate(modules)}).values()
     )
     sizes = cut_sizes(_rows(sample), micro_batches)
-    per_row = len(taken) // sum(sizes)
+    per_row = len(first_input) // sum(sizes)
     activations = [
-        torch.empty(size * per_row, *taken.shape[1:], dtype=taken.dtype, device="meta")
+        torch.empty(size * per_row, *first_input.shape[1:], dtype=first_input.dtype, device="meta")
         if size
         else None
         for size in sizes
@@ -317,5 +323,5 @@ def _bytes(
         backward_message([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss})
     )
     messages.append(Step(0, None))
-    back = taken.nbytes if taken.requires_grad else 0
+    back = first_input.nbytes if first_input.requires_grad else 0
     return float(sum(map(wire_bytes, messages))), float(back + wire_bytes(loss))

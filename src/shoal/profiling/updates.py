@@ -78,13 +78,15 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def make_step(copy: Optimizer, groups: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
+def make_step(
+    copy: Optimizer, groups: Sequence[Mapping[str, Any]], plain_attributes: Mapping[str, Any]
+) -> None:
     """Have a copy make a step with these groups, parameters and settings, and with these
     attributes.
     """
-    for name in vars(copy).keys() - now.keys() - _ITS_OWN:
+    for name in vars(copy).keys() - plain_attributes.keys() - _ITS_OWN:
         delattr(copy, name)
-    vars(copy).update(now)
+    vars(copy).update(plain_attributes)
     copy.param_groups = [dict(group) for group in groups]
     unhooked_step(copy)
 
@@ -195,12 +197,14 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
     found: set[Tensor] = set()
     # where the memory ends that begins before, and whose it is
     reach: dict[torch.device, tuple[int, Tensor]] = {}
-    for each in sorted((p for p in parameters if p.numel()), key=lambda p: p.data_ptr()):
-        end, other = reach.get(each.device, (0, each))
-        if each.data_ptr() < end:
-            found |= {each, other}
-        reach[each.device] = max(
-            (end, other), (each.data_ptr() + each.nbytes, each), key=lambda pair: pair[0]
+    for parameter in sorted((p for p in parameters if p.numel()), key=lambda p: p.data_ptr()):
+        end, other = reach.get(parameter.device, (0, parameter))
+        if parameter.data_ptr() < end:
+            found |= {parameter, other}
+        reach[parameter.device] = max(
+            (end, other),
+            (parameter.data_ptr() + parameter.nbytes, parameter),
+            key=lambda pair: pair[0],
         )
     return found
 
@@ -209,7 +213,7 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
     """Why the group's parameters must be updated together."""
     matrix, convolution = _SHAPES
     trials: list[tuple[Sequence[int], _Gradient]] = [
-        (matrix, each) for each in (_drawn, _large, _across)
+        (matrix, gradient) for gradient in (_drawn, _large, _across)
     ]
     if any(parameter.dim() > len(matrix) for parameter in group["params"]):
         trials.append((convolution, _drawn))
@@ -241,92 +245,115 @@ def _across(numbers: Tensor, parameter: Tensor) -> Tensor:
     return numbers - along * parameter
 
 
-def _tried(
-    optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], gradient: _Gradient
-) -> Together:
-    """Why they must, as a tensor of this shape shows with such gradients."""
-    model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
-    name = type(optimizer).__name__
-    draw = torch.Generator("cpu").manual_seed(0)
-    begins, *drawn = (
-        torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
-        for _ in range(_STEPS + 1)
-    )
-    numbers = [
-        each.to(model.device) for each in (begins, *(gradient(each, begins) for each in drawn))
-    ]
-    state = optimizer.state.get(model, {})
-    shaped = all(
-        v.shape == model.shape for v in state.values() if isinstance(v, Tensor) and v.numel() > 1
-    )
-    begin = (
-        part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(shape))
-        if shaped
-        else {}
-    )
+_Part = Callable[[Tensor], Tensor]  # of a tensor
 
-    def updated(*parts: Callable[[Tensor], Tensor], beside: bool = False) -> Tensor:
-        """Parts of the trial tensor, each a parameter, updated by one optimizer.
+
+@dataclass(frozen=True)
+class _TrialTensor:
+    """A tensor that copies of an optimizer update, whole or in parts."""
+
+    optimizer: Optimizer
+    group: Mapping[str, Any]
+    begin: Tensor
+    gradients: Sequence[Tensor]  # one a step
+    state: Mapping[Any, Any] | None  # to begin with; None where it has not its parameter's shape
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        shape: Sequence[int],
+        gradient: _Gradient,
+    ) -> _TrialTensor:
+        """One of this shape, with such gradients, that begins in the state of a parameter."""
+        model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
+        draw = torch.Generator("cpu").manual_seed(0)
+        begin, *drawn = (
+            torch.randn(shape, generator=draw, dtype=torch.float64, device="cpu")
+            for _ in range(_STEPS + 1)
+        )
+        gradients = [gradient(numbers, begin).to(model.device) for numbers in drawn]
+        state = optimizer.state.get(model, {})
+        large = (v for v in state.values() if isinstance(v, Tensor) and v.numel() > 1)
+        shaped = (
+            part_of(state, model, lambda tensor: tensor.reshape(-1)[:1].double().expand(shape))
+            if all(value.shape == model.shape for value in large)
+            else None
+        )
+        return cls(optimizer, group, begin.to(model.device), gradients, shaped)
+
+    def updated(self, *parts: _Part, beside: bool = False) -> Tensor:
+        """Parts of the tensor, each a parameter, updated by one optimizer.
 
         Or, as in training, by one that takes its attributes `beside` another, which has none of the
         parameters.
         """
-        parameters, trial = (
-            [nn.Parameter(part(numbers[0]).clone()) for part in parts],
-            like(optimizer),
-        )
-        its, other = settings(group), settings(group)
-        for each in (its, other):
-            # a warm-up begins at 0, at which nothing would show
-            if not float(each.get("lr", _RATE)) >= _RATE:
-                each["lr"] = (
-                    torch.full_like(each["lr"], _RATE) if isinstance(each["lr"], Tensor) else _RATE
-                )
-        trial.param_groups = [{**its, "params": parameters}, {**other, "params": []}]
-        real = like(optimizer)
-        real.param_groups = [{**settings(each), "params": []} for each in trial.param_groups]
-        if begin:
-            trial.state |= {
-                p: part_of(begin, numbers[0], part)
-                for p, part in zip(parameters, parts, strict=True)
-            }
-        for its_gradient in numbers[1:]:
+        parameters = [nn.Parameter(part(self.begin).clone()) for part in parts]
+        trial, real = like(self.optimizer), like(self.optimizer)
+        trial.param_groups = [
+            {**_with_rate(self.group), "params": parameters},
+            {**_with_rate(self.group), "params": []},
+        ]
+        real.param_groups = [{**settings(group), "params": []} for group in trial.param_groups]
+        if self.state:
             for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = part(its_gradient).clone()
+                trial.state[parameter] = part_of(self.state, self.begin, part)
+        for gradient in self.gradients:
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part(gradient).clone()
             if beside:
                 vars(trial).update(attributes(real))
                 unhooked_step(real)
             unhooked_step(trial)
-        first, empty = (settings(each) for each in trial.param_groups)
+        first, empty = (settings(group) for group in trial.param_groups)
         if repr(first) != repr(empty):
             raise _Unfit("it counts in its groups, by what they hold")
         return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
-    def unlike(one: Tensor, other: Tensor) -> bool:
-        return not torch.allclose(one, other, rtol=0, atol=_WITHIN * float(one.abs().max()))
+    def differs(self, one: _Part, other: _Part, together: Tensor) -> bool:
+        """Whether two parts, updated by themselves, are not as updated together."""
+        return _unlike(together, torch.cat([self.updated(one), self.updated(other)]))
 
-    def differ(
-        one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], together: Tensor
-    ) -> bool:
-        return unlike(together, torch.cat([updated(one), updated(other)]))
 
+def _with_rate(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings, with a learning rate at which an update shows: a warm-up begins at 0."""
+    copied = settings(group)
+    if not float(copied.get("lr", _RATE)) >= _RATE:
+        rate = copied["lr"]
+        copied["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else _RATE
+    return copied
+
+
+def _unlike(one: Tensor, other: Tensor) -> bool:
+    return not torch.allclose(one, other, rtol=0, atol=_WITHIN * float(one.abs().max()))
+
+
+def _tried(
+    optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], gradient: _Gradient
+) -> Together:
+    """Why they must, as a tensor of this shape shows with such gradients."""
+    name = type(optimizer).__name__
+    tensor = _TrialTensor.of(optimizer, group, shape, gradient)
     whole = joint = ""
     try:
-        together = updated(lambda t: t[:2], lambda t: t[2:])
-        if torch.equal(together, numbers[0].reshape(-1)):
+        together = tensor.updated(lambda t: t[:2], lambda t: t[2:])
+        if torch.equal(together, tensor.begin.reshape(-1)):
             joint = f"{name} does not update a copy of a parameter"
-        elif differ(lambda t: t[:2], lambda t: t[2:], together):
+        elif tensor.differs(lambda t: t[:2], lambda t: t[2:], together):
             joint = f"{name} updates several tensors otherwise than each by itself"
-        elif unlike(together, updated(lambda t: t[:2], lambda t: t[2:], beside=True)):
+        elif _unlike(together, tensor.updated(lambda t: t[:2], lambda t: t[2:], beside=True)):
             joint = f"{name} keeps a state of parameters outside of its `state`"
     except Exception as error:
         joint = (
             f"{name} does not update a tensor by itself ({type(error).__name__}: {str(error)[:80]})"
         )
     try:
-        if not shaped:
+        if tensor.state is None:
             whole = f"{name} keeps a state that is not of its parameter's shape"
-        elif differ(lambda t: t.reshape(-1)[:7], lambda t: t.reshape(-1)[7:], updated(lambda t: t)):
+        elif tensor.differs(
+            lambda t: t.reshape(-1)[:7], lambda t: t.reshape(-1)[7:], tensor.updated(lambda t: t)
+        ):
             whole = f"{name} updates a tensor otherwise than its parts"
     except Exception as error:
         whole = (

@@ -121,12 +121,12 @@ def kind_of(module: nn.Module) -> str:
     served.
     """
     kind = type(module)
-    others = (
+    imitates = (
         _is_product(module)
         and kind not in _OWN_FUNCTION
         and kind.__name__ in ("Linear", "Embedding")
     )
-    return f"{kind.__module__}.{kind.__qualname__}" if others else kind.__name__
+    return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
 
 
 def _is_product(module: nn.Module) -> bool:

@@ -116,22 +116,22 @@ def apply(model: nn.Module, placed_sites: Sequence[PlacedSite], comm: Comm) -> R
     """
     align(model, comm)
     before = _identity(model)
-    applied = [
-        (_without_model(each), tuple(each.strategy.apply(each.place, each.exchange, each.label)))
-        for each in placed_sites
-    ]
+    applied = []
+    for placed in placed_sites:
+        transfers = placed.strategy.apply(placed.place, placed.exchange, placed.label)
+        applied.append((_without_model(placed), tuple(transfers)))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
-    layers = {name: ref(m) for each in placed_sites for name, m in each.place.layers.items()}
+    layers = {name: ref(m) for placed in placed_sites for name, m in placed.place.layers.items()}
     return Rewritten(tuple(applied), layers)
 
 
 def release(model: nn.Module, rewritten: Rewritten) -> None:
     """Undo `apply`, from the last site to the first. The same calls on every rank."""
     before = _identity(model)
-    for each, transfers in reversed(rewritten.sites):
-        names = each.site.layers
+    for placed, transfers in reversed(rewritten.sites):
+        names = placed.site.layers
         layers = {name: module for name in names if (module := rewritten.layers[name]())}
-        each.strategy.release(replace(each.place, layers=layers), transfers)
+        placed.strategy.release(replace(placed.place, layers=layers), transfers)
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
 
 
@@ -149,11 +149,11 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
                 where=f"layer {name}",
                 do="put back the layer that was there",
             )
-    for each, _ in rewritten.sites:
-        if each.strategy.stays:
+    for placed, _ in rewritten.sites:
+        if placed.strategy.stays:
             raise UsageError(
-                f"{each.site.strategy} cannot be undone: {each.strategy.stays}",
-                where=each.label,
+                f"{placed.site.strategy} cannot be undone: {placed.strategy.stays}",
+                where=placed.label,
                 do="save a checkpoint, and start again from it",
             )
 
@@ -199,13 +199,13 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if missing or twice:
         layers_listed = ", ".join(map(repr, (missing or twice)[:3]))
-        what = (
+        problem = (
             f"leaves out {layers_listed}, which the model has"
             if missing
             else f"names {layers_listed} more than once"
         )
         raise PlanError(
-            f"the plan {what}",
+            f"the plan {problem}",
             got=f"a plan of {len(names)} layers",
             expected=f"each of the model's {len(layers)} layers with trainable parameters, once",
             do=_REPLAN,
