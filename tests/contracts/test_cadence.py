@@ -32,10 +32,10 @@ from shoal.core.plan import Plan
 from shoal.core.role import Role
 from shoal.engine.engine import Engine
 from shoal.exchange.direct import Direct
+from shoal.front.joining import using
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
-from shoal.session.session import using
 
 RANKS, STEPS = 2, 8
 THIRD = Cadence(Event.STEP_ENDED, every=3)
