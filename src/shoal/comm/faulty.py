@@ -1,5 +1,4 @@
-"""A network that misbehaves on purpose: faults are data, and the same list gives the same faults in
-every run.
+"""A network that misbehaves on purpose: the same list gives the same faults in every run.
 
     FaultyComm(comm, [Delay(rank=1, seconds=0.05, every=3), Kill(rank=2, at=17)])
 
@@ -26,9 +25,7 @@ from shoal.contracts.comm import Comm, Pending
 
 @dataclass(frozen=True)
 class Delay:
-    """Every `every`-th operation of `rank` starts `seconds` late, and blocks its caller for that
-    long.
-    """
+    """Every `every`-th operation of `rank` starts `seconds` late, and blocks its caller."""
 
     rank: int
     seconds: float
@@ -81,9 +78,7 @@ class _State:
 
 @final
 class FaultyComm(Around):
-    """`inner` with `faults`; each rank may be given the whole list. Channels made from it share its
-    faults.
-    """
+    """`inner` and its channels with `faults`; each rank may be given the whole list."""
 
     def __init__(self, inner: Comm, faults: Sequence[Fault], state: _State | None = None) -> None:
         super().__init__(inner)

@@ -1,5 +1,4 @@
-"""Who lives, how far they are, and who failed first: every rank beats on a store, and one verdict
-goes through it.
+"""Who lives, how far they are, and who failed first: ranks beat on a store, with one verdict.
 
 A broken connection tells that something died, not what: the survivors' own ends break connections
 too. So:
@@ -137,9 +136,7 @@ class Heartbeat:
         return self._error(self._verdict)
 
     def leave(self, error: BaseException | None) -> None:
-        """Say that this rank ends: done (None), or for an error, which is the verdict if there is
-        none yet.
-        """
+        """Say that this rank ends: done (None), or for an error, the verdict if there is none."""
         if self._stopped.is_set() or os.getpid() != self._process:
             return
         self._stopped.set()
@@ -187,9 +184,7 @@ class Heartbeat:
             time.sleep(0.02)
 
     def _serve(self) -> None:
-        """The thread that talks to the store: a turn each half second, at once where there is a
-        doubt.
-        """
+        """The thread that talks to the store: twice a second, at once if there is a doubt."""
         found: Verdict | None = None
         try:
             while found is None and not self._stopped.is_set():

@@ -35,8 +35,7 @@ _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 @final
 class _Inside:
-    """While in it a thread is inside torch.distributed: its errors come out as what they stand for,
-    who is lost.
+    """While a thread is inside torch.distributed, its errors come out as who is lost.
 
     A class and not a generator, as it stands around every message.
     """
@@ -193,8 +192,7 @@ class ProcessGroupComm(Comm):
         )
 
     def free(self) -> None:
-        """Let everything that is blocked on this channel fail: there is a verdict, or this rank
-        ends.
+        """Let everything blocked on this channel fail: there is a verdict, or this rank ends.
 
         Gloo has no abort, but a receive that times out closes all connections of its group.
         """
@@ -210,9 +208,7 @@ class ProcessGroupComm(Comm):
         self._group.abort()  # and what NCCL carries
 
     def end(self) -> None:
-        """Free who is blocked, and join the group's own threads: they end where nobody holds the
-        group.
-        """
+        """Free who is blocked, and join the threads that end where nobody holds the group."""
         if dist.is_initialized():
             # the program has destroyed all groups itself, and made others
             with suppress(ValueError):

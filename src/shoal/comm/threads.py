@@ -1,5 +1,4 @@
-"""Ranks as threads of one process: what most tests run on, and, with one rank, what a lone process
-runs on.
+"""Ranks as threads of one process: for tests, and, with one rank, for a lone process.
 
         rank 0                    the hub                     rank 1
     send(tensor, to=1) ──copy──▶ mailbox (channel, 0, 1) ──copy──▶ receive(tensor, source=0).wait()
@@ -31,9 +30,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Mailbox:
-    """Messages from one rank to another on one channel. The n-th receive posted gets the n-th
-    message sent.
-    """
+    """Messages between two ranks on a channel: the n-th receive gets the n-th one sent."""
 
     arrived: Condition
     sent: int = 0
@@ -84,9 +81,7 @@ class Hub:
             return box.posted - 1
 
     def take(self, channel: str, source: int, to: int, number: int, timeout_s: float | None) -> Any:
-        """The message of that number, as soon as it is there (PeerLost or DeadlinePassed if it will
-        not come).
-        """
+        """The message of that number, once it is there, or PeerLost or DeadlinePassed."""
         with self._lock:
             box = self._box(channel, source, to)
             box.arrived.wait_for(lambda: self.lost is not None or number in box.messages, timeout_s)
@@ -102,9 +97,7 @@ class Hub:
             return box.messages.pop(number)
 
     def abort(self, rank: int, failure: BaseException) -> None:
-        """`rank` has failed: let everyone who waits or comes later know. The first failure
-        stands.
-        """
+        """Tell all who wait or come later that `rank` has failed; the first failure stands."""
         with self._lock:
             if self.lost is None:
                 self.failure, self.lost = failure, rank
@@ -159,9 +152,7 @@ class ThreadComm(Comm):
         self._channels = 0
 
     def send(self, tensor: Tensor, to: int) -> Pending:
-        """Copy `tensor` into the mailbox; gloo takes none that is not contiguous, so neither does
-        this.
-        """
+        """Copy `tensor` into the mailbox; it must be contiguous, as for gloo."""
         assert tensor.is_contiguous()
         self.hub.put(self.name, self.rank, to, tensor.detach().clone())
         return DONE
@@ -186,9 +177,7 @@ class ThreadComm(Comm):
         return comm
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value; pickled as between processes, so that no two ranks share one
-        object.
-        """
+        """Every rank's value, pickled as between processes: no two ranks share an object."""
         parcel, ranks = pickle.dumps(value), range(self.size)
         for to in ranks:
             self.hub.put(self.name, self.rank, to, parcel)
@@ -212,9 +201,7 @@ class ThreadComm(Comm):
             self.hub.abort(self._seat, error)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        """The same error, told where it struck; an error of this rank's own is not one of the
-        world's.
-        """
+        """The same error, told where it struck, unless it is this rank's own."""
         if not isinstance(error, WorldError):
             return error
         return type(error)(

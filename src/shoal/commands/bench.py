@@ -153,9 +153,7 @@ def _report(
 
 
 def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]:
-    """The median step of the slowest rank, and how busy the processors of this machine were
-    meanwhile, 1 at most.
-    """
+    """The slowest rank's median step, and how busy this machine's processors were, 1 at most."""
     start, begin_s = ProcessorTime.now(), time.perf_counter()
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
     cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
@@ -169,9 +167,7 @@ def _tell(progress: str) -> None:
 
 
 def _memory(model: torch.nn.Module) -> dict[str, int]:
-    """What Shoal's own model holds, each kind on the rank with the most; the process's peak is the
-    peers' too.
-    """
+    """What Shoal's model holds, each kind on the rank with the most, without the process's peak."""
     ranks = current().comm.gather_objects(_told(replace(memory(model), process_peak=None)))
     return {kind: max(held[kind] for held in ranks) for kind in ranks[0]}
 
@@ -181,9 +177,7 @@ def _told(held: Memory) -> dict[str, int]:
 
 
 def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
-    """Write what every rank and its interfaces did in some steps, and what was expected of one,
-    from backward on.
-    """
+    """Write what ranks and interfaces did in some steps, and what was predicted of one."""
     comm = current().comm
     comm.gather_objects(None)  # so that they begin at once
     with attached.engine.recorded() as recorder, watching(recorder):

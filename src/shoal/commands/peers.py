@@ -92,8 +92,7 @@ def ddp(work: Workload, bucket_cap_mb: float = 25) -> Peer:
 def tuned_ddp(
     work: Workload, candidates_mb: Sequence[float] = DDP_CANDIDATES_MB, num_steps: int = 3
 ) -> Peer:
-    """DDP with the fastest of these bucket sizes, timed on the workload's batch; all ranks choose
-    the same.
+    """DDP with the fastest of these bucket sizes on the workload's batch, the same on all ranks.
 
     Args:
         work: what to train.
@@ -158,8 +157,7 @@ def ready(name: str, work: Workload) -> Peer:
 def step_times(
     peer: Peer, batch: tuple[Any, Any], num_steps: int, num_warm_up: int = 0
 ) -> Iterator[float]:
-    """Seconds of each step on this rank, back to back (on a GPU each to its end); the ranks start
-    together.
+    """Seconds of each step on this rank, back to back, on a GPU to its end; ranks start together.
 
     From the end of one step to the end of the next: what a step leaves to be done beside the one
     after it (parameters on their way) is billed, since the first measured step pays for the last

@@ -1,5 +1,4 @@
-"""What every rank executes for the command line: train, check, plan and probe a recipe. Bench is in
-bench.py.
+"""What every rank executes for the command line, but for bench: train, check, plan and probe.
 
 Each function is a collective: all ranks call it with the same arguments, and rank 0 prints.
 """
@@ -50,9 +49,7 @@ _LOCAL = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the command line says of the plan: keyword arguments of `parallelize`, under their names
-    there.
-    """
+    """What the command line says of the plan, named as `parallelize` names it."""
 
     plan: Plan | str = "auto"
     pins: Mapping[str, str] | None = None
@@ -279,9 +276,7 @@ def _differences(
 
 
 def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
-    """Convert the model; a saved plan that was made for it as it was is then one for the model as
-    it is.
-    """
+    """Convert the model; a saved plan of the model before is one of the model after."""
     before = model_digest(model)
     model.to(dtype)
     if plan == "auto":
@@ -293,9 +288,7 @@ def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | s
 def plan(
     recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save: Path | None = None
 ) -> Plan:
-    """Plan the recipe for a cluster, or for the ranks that call this, and print why; write it to
-    `save`.
-    """
+    """Plan the recipe for a cluster, or for these ranks, print why, and write it to `save`."""
     init()
     session = current()
     torch.manual_seed(_SEED)
@@ -326,9 +319,7 @@ def probe() -> Cluster:
 
 
 def _stay_behind(session: Session) -> None:
-    """On a tail host, where no model is parallelised: wait until the workers have ended, and
-    end.
-    """
+    """On a tail host, where no model is parallelised: wait for the workers' end, and end."""
     if is_tail_host(session):
         serve_and_end(session)
 

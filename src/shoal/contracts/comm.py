@@ -29,8 +29,7 @@ class Pending(Protocol):
 
 
 class Comm(ABC):
-    """Messages among `size` ranks, of which this is `rank`; `topology` says which hosts they are
-    on.
+    """Messages among `size` ranks, of which this is `rank`; `topology` has their hosts.
 
     Within one channel, messages between two ranks arrive in the order they were sent; concurrent
     users each take a channel of their own. Tensors are contiguous. The collectives here are built
@@ -68,8 +67,7 @@ class Comm(ABC):
 
     @abstractmethod
     def channel(self, name: str, *, idle: bool = False) -> Comm:
-        """A channel of its own among the same ranks. Every rank makes its channels in the same
-        order.
+        """A channel among the same ranks; every rank makes its channels in the same order.
 
         On an `idle` one nothing may come for as long as the job lasts: its receives have no
         deadline.
@@ -93,9 +91,7 @@ class Comm(ABC):
         """Give back what the channel holds."""
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over ranks in place, the same bits on every rank: each rank sends 2·n·(P−1)/P
-        (ring).
-        """
+        """Sum over ranks in place (ring), with the same bits on all; a rank sends 2·n·(P−1)/P."""
         flat, left, right = (
             tensor.view(-1),
             (self.rank - 1) % self.size,
@@ -155,9 +151,7 @@ class Comm(ABC):
         return [int(theirs[0]) for theirs in told]
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Give every rank r `inputs[r]`, and get its tensor into `outputs[r]`; empty ones are sent
-        by nobody.
-        """
+        """Give every rank r `inputs[r]`, and get its tensor into `outputs[r]`, unless empty."""
         self.start_all_to_all(outputs, inputs)()
 
     def start_all_to_all(
@@ -194,15 +188,11 @@ class Comm(ABC):
         return
 
     def leave(self, error: BaseException | None) -> None:
-        """Tell the others that this rank ends: because it is done, or for an error. Nothing follows
-        it.
-        """
+        """Tell the others that this rank ends, done or for an error. Nothing follows."""
         return
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
-        """The named error that a raw failure of this channel stands for: who is lost, or who is
-        absent.
-        """
+        """The error that a raw failure of this channel stands for: who is lost, or absent."""
         return error
 
 

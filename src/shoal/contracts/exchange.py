@@ -170,8 +170,7 @@ class PlainCarrier(Carrier):
 
 
 class Exchange(Contract, ABC):
-    """How every rank comes to hold the sum of one bucket. A frozen dataclass whose fields are its
-    options.
+    """How every rank gets the sum of one bucket: a frozen dataclass of the exchange's options.
 
     In two halves, so that an update can run between them: after `reduce` each rank's slice (see
     `cut`) holds the sum; after `gather` every slice does, with the same bits on every rank.
@@ -190,9 +189,7 @@ class Exchange(Contract, ABC):
         return written(self)
 
     def fits(self, topology: Topology) -> bool:
-        """Whether it is worth measuring and planning with among these ranks; a pin may ask for it
-        anyway.
-        """
+        """Whether to measure it and plan with it among these ranks; a pin may ask anyway."""
         return True
 
     def carrier(self, bucket: LiveBucket) -> Carrier:

@@ -14,9 +14,7 @@ VERDICT = "verdict"
 
 
 def scope(attempt: str = "0") -> str:
-    """What stands before all keys of the ranks in the store where they meet, in this attempt of the
-    launcher's.
-    """
+    """The prefix of the ranks' keys in their store, in this attempt of the launcher's."""
     return f"shoal/{attempt}"
 
 
@@ -58,9 +56,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """How the ranks ended: `exit_codes[rank]`, and the rank that failed first (None if none
-    did).
-    """
+    """How the ranks ended: `exit_codes[rank]`, and the first rank that failed, or None."""
 
     exit_codes: tuple[int, ...]
     first_failure: int | None

@@ -149,9 +149,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def describe(value: Any) -> str:
-    """A value as messages show it: tensors by shape and type, containers by what is in them, the
-    rest by type.
-    """
+    """A value as messages show it: a tensor's shape and type, what containers hold, other types."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} on {value.device}"
     if isinstance(value, Mapping):
@@ -176,9 +174,7 @@ def called(model: nn.Module, x: Any) -> Any:
 
 
 def own_loss(output: Any) -> Any:
-    """The loss of a model that returns its own: the output, or its "loss"; None where there is
-    none.
-    """
+    """The loss that a model returns: its output, or that output's "loss"; None if neither is."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:

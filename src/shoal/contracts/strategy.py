@@ -86,9 +86,7 @@ class Strategy(Contract, ABC):
 
     @abstractmethod
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
-        """Rewrite the site's modules in place and return what the engine is to send, the same on
-        every rank.
-        """
+        """Rewrite the site's modules in place; return what the engine sends, on all alike."""
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
         """Undo `apply`, which returned these transfers; not called where the strategy `stays`.
@@ -100,9 +98,7 @@ class Strategy(Contract, ABC):
             transfer.release()
 
     def flips_at(self, layer: LayerProfile, ranks: int) -> float | None:
-        """Rows K a rank above which all-reduce would send fewer bytes; None where that does not
-        depend on K.
-        """
+        """Rows K a rank above which all-reduce sends fewer bytes; None if K does not matter."""
         return None
 
 

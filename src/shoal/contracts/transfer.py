@@ -36,9 +36,7 @@ class Round(ABC):
 
     @abstractmethod
     def make_room(self, transfer: Transfer) -> None:
-        """Wait until a transfer may fill its bucket: until no lane works on it, and there is memory
-        for it.
-        """
+        """Wait until no lane works on a transfer's bucket, and there is memory for it."""
 
 
 class Rounds(ABC):
@@ -93,9 +91,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Put the result where it is looked for, as gradients in `parameter.grad`. Then be ready to
-        go again.
-        """
+        """Put the result into `parameter.grad`, and be ready to go again."""
 
     @abstractmethod
     def kept(self) -> Sequence[Tensor]:
@@ -148,15 +144,11 @@ class OwnedTransfer(Transfer):
 
     @abstractmethod
     def follow(self, held: set[nn.Parameter]) -> None:
-        """In place of a backward, on a server: be as the workers are after theirs, which found
-        these held.
-        """
+        """On a server, in place of a backward: be as workers whose backward found these held."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor | None]:
-        """Of each own piece the global gradient, None where no rank used the parameter. For a lane,
-        after `run`.
-        """
+        """Each own piece's global gradient, None if no rank used it. For a lane, after `run`."""
 
     def open_update(self, parameters: Collection[Tensor]) -> None:
         """Before own pieces of these are updated: make them what their owner has made of them."""

@@ -1,5 +1,4 @@
-"""Memory of the buckets that gradients and parameters travel in: kept by each, or there only while
-it is in use.
+"""Memory of the buckets of gradients and parameters: kept, or there only while in use.
 
     fast   a bucket has its memory from the start
     low    `open` lets it take memory, page by page as it is written, and `close` gives its pages

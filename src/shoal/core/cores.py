@@ -16,9 +16,7 @@ def bound_cores() -> int:
 
 
 def quota_cores() -> float:
-    """Cores' worth of time that its container may take; infinity where there is no quota (or no
-    Linux).
-    """
+    """Cores' worth of time that its container may take; infinity without a quota, or Linux."""
     try:
         quota, period = _QUOTA.read_text().split()
         return int(quota) / int(period)

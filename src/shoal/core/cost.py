@@ -70,9 +70,7 @@ class Traffic:
 
 
 def total(traffics: Iterable[Traffic]) -> Traffic:
-    """What several exchanges move together, rank by rank; of those among fewer ranks the others
-    move nothing.
-    """
+    """What several exchanges move, rank by rank; one among fewer ranks adds nothing elsewhere."""
     traffics = tuple(traffics)
 
     def summed(rows: Iterable[Sequence[float]]) -> tuple[float, ...]:

@@ -59,9 +59,7 @@ class RanksDiffer(UsageError):
 
 
 class LabError(UsageError):
-    """The lab cannot be built here: not root, no `ip` or `tc`, or a shape this kernel does not
-    have.
-    """
+    """The lab cannot be built here: not root, no `ip` or `tc`, or a queue this kernel lacks."""
 
 
 class WorldError(ShoalError, RuntimeError):

@@ -36,9 +36,7 @@ class LayerExplanation:
 
 @dataclass(frozen=True)
 class Route:
-    """What a worker sends to the end of the model, on a host of its own, and gets from it in a
-    step.
-    """
+    """What a worker sends to the end of the model on another host, and gets, in a step."""
 
     worker: str  # rank and host
     to: str

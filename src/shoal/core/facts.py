@@ -126,9 +126,7 @@ class Cluster:
 
     @property
     def move_pace(self) -> Pace:
-        """The pace of what main threads wait for: as measured, else `direct`'s, whose messages are
-        like theirs.
-        """
+        """The pace of what main threads wait for: as measured, else that of `direct`."""
         return self.moves or self.pace("direct")
 
     def link_s(self, traffic: Traffic) -> float:
@@ -229,8 +227,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One module that owns parameters. K, M and N are `rows`, `inputs` and `outputs` of the layer
-    as a product.
+    """One module that owns parameters; as a product K, M, N are `rows`, `inputs`, `outputs`.
 
     `rows` counts samples times tokens on one rank. For an embedding it is the number of ids looked
     up, and `inputs` the number of table rows. What strategies ask for beyond that is in `facts`.
@@ -267,9 +264,7 @@ class LayerProfile:
         return max((p.ready_s for p in self.parameters), default=0.0)
 
     def part(self, spans: Iterable[tuple[int, int, int]]) -> LayerProfile:
-        """The layer with no more than these elements of its parameters: of which, from where to
-        where.
-        """
+        """The layer with these spans of its parameters only."""
         parameters = tuple(
             replace(self.parameters[index], numel=stop - start) for index, start, stop in spans
         )
@@ -290,9 +285,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model's step on one rank: layers in the order their gradients come, and the times of the
-    step's parts.
-    """
+    """A model's step on one rank: layers in the order of their gradients, and its times."""
 
     layers: tuple[LayerProfile, ...]
     forward_s: float

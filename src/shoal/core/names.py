@@ -1,6 +1,4 @@
-"""Dotted names and globs, as users write them in pins and placements: which names of the model they
-mean.
-"""
+"""Dotted names and globs of pins and placements: which names of the model they mean."""
 
 from __future__ import annotations
 

@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 
 
 def cut(flat: Tensor, parts: int) -> list[Tensor]:
-    """Cut a flat tensor into `parts` slices whose sizes differ by at most one; views, the larger
-    ones first.
-    """
+    """Cut a flat tensor into `parts` views that differ by one element at most, larger first."""
     return list(torch.tensor_split(flat, parts))
 
 
@@ -33,9 +31,7 @@ def cut_sizes(numel: int, parts: int) -> list[int]:
 
 
 def chunked(flat: Tensor, chunk_bytes: int) -> list[Tensor]:
-    """Cut a flat tensor into chunks of so many bytes, the last one smaller; views, none of them
-    empty.
-    """
+    """Cut a flat tensor into views of so many bytes, none empty, the last one smaller."""
     return list(flat.split(max(1, chunk_bytes // flat.itemsize))) if flat.numel() else []
 
 
@@ -65,9 +61,7 @@ class Piece:
 
 
 def line(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A tensor as flat as the parameter lies in memory; a view wherever it lies like the
-    parameter.
-    """
+    """A tensor as flat as the parameter's memory; a view wherever it lies like it."""
     if parameter.is_contiguous() and tensor.is_contiguous():
         return tensor.detach().view(-1)
     return tensor.detach().permute(_order(parameter)).reshape(-1)
@@ -112,9 +106,7 @@ def is_clearing(caller: FrameType) -> bool:
 
 
 def is_tracing(caller: FrameType) -> bool:
-    """Whether it is the compiler's, which looks whether inputs of a graph have gradients, on any
-    one rank.
-    """
+    """Whether a compiler is asking, which looks at gradients of a graph's inputs."""
     return (caller.f_globals.get("__name__"), caller.f_code.co_name) in _TRACING
 
 
@@ -133,8 +125,7 @@ _CLEARING = frozenset(
 def spans(
     sizes: Sequence[int], shares: Sequence[float], owners: Sequence[int | None]
 ) -> list[list[tuple[int, int, int]]]:
-    """Who owns which elements of tensors of these sizes: some tensors whole, the others cut by
-    `balanced`.
+    """Who owns which elements: of some tensors all, of the others what `balanced` gives.
 
     Args:
         sizes: elements of each tensor.
@@ -154,8 +145,7 @@ def spans(
 
 
 def balanced(sizes: Sequence[int], shares: Sequence[float]) -> list[list[tuple[int, int, int]]]:
-    """Cut tensors of these sizes, laid end to end, so that each owner has its share of the
-    elements.
+    """Cut tensors, laid end to end, so that each owner has its share of the elements.
 
     Args:
         sizes: elements of each tensor.

@@ -1,5 +1,4 @@
-"""Placement: which owner has which parameters, where a plan gives layers to owners (`sliced`,
-`server`).
+"""Placement: which owner has which parameters in a plan (`sliced`, `server`).
 
     "balanced"         each bucket is cut into its owners' shares, across parameters: every owner
                        has as many bytes

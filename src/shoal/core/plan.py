@@ -41,8 +41,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Site:
-    """What one strategy serves at once: a layer, several that travel in one bucket, or a part of a
-    large one.
+    """What one strategy serves at once: a layer, several in one bucket, or a part of one.
 
     A part is one of `parts` equal ones of the layer's parameters, laid end to end.
     """
@@ -54,9 +53,7 @@ class Site:
     parts: int = 1
 
     def spans(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """What it has of its parameters, which have so many elements: which of them, from where to
-        where.
-        """
+        """What it has of its parameters, given their sizes: index, and from where to where."""
         return balanced(sizes, (1 / self.parts,) * self.parts)[self.part]
 
 
@@ -146,9 +143,7 @@ class Plan:
             yield Site(tuple(layers), *key)
 
     def owners(self, names: Mapping[str, Sequence[str]]) -> dict[str, Owner]:
-        """The owners of parameters that are owned whole, by dotted name; `names` gives those of
-        each layer.
-        """
+        """The owners of whole parameters, by dotted name; `names` gives those of each layer."""
         return owners_of(
             self.placement, {choice.layer: names[choice.layer] for choice in self.choices}
         )

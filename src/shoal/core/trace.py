@@ -1,6 +1,4 @@
-"""What each thread and link of a rank did and when: plain data, noted down where asked, that a
-report draws.
-"""
+"""What each thread and link of a rank did and when: plain data that a report draws."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class Recorder:
     start_s: float = field(default_factory=perf_counter)
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
-        """Note what has just ended, and began at `begin_s` by time.perf_counter. From any
-        thread.
-        """
+        """Note what began at `begin_s` (time.perf_counter) and ends now; from any thread."""
         self.events.append(
             Event(what, thread, begin_s - self.start_s, perf_counter() - self.start_s)
         )

@@ -1,5 +1,4 @@
-"""How plans and pins write an exchange or a codec: its name, and the options that are not the
-default.
+"""How plans and pins write an exchange or a codec: its name, and options that are not default.
 
     ring    ring(chunk_bytes=1048576)    direct+int8    ring(chunk_bytes=65536)+int8(block=256)
 

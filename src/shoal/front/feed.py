@@ -1,5 +1,4 @@
-"""Gives each rank its own rows of a DataLoader: none twice, none lost, and the same number of
-batches on every rank.
+"""Gives each rank its own rows of a DataLoader: none twice, none lost, as many batches.
 
 Ranks that count different batches wait for one another for ever, and padding with repeated rows (as
 DistributedSampler does) is not the mathematics of one process. So the loader's own sampler is asked
@@ -39,8 +38,7 @@ _BY_HAND = (
 
 
 def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[T]:
-    """A copy of the loader that gives rank `rank` of `size` its own rows, in an order that all
-    ranks share.
+    """A copy of the loader that gives rank `rank` of `size` its own rows, in a shared order.
 
     Args:
         loader: batches the rows of a dataset with any sampler; `batch_size` is the number of rows
@@ -84,9 +82,7 @@ def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[
 
 
 def proposed_seed(loader: DataLoader[Any]) -> int:
-    """The seed to offer the other ranks: that of the sampler's generator or of torch, so a seeded
-    script stays so.
-    """
+    """The seed to offer the other ranks: the sampler's or torch's, so a seeded script stays so."""
     generator = getattr(getattr(loader, "sampler", None), "generator", None)
     return (
         generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
@@ -94,8 +90,7 @@ def proposed_seed(loader: DataLoader[Any]) -> int:
 
 
 class SharedOrder(Sampler[Any]):
-    """The rows of a sampler in an order that depends on seed and epoch alone, so that all ranks see
-    the same one.
+    """The rows of a sampler, in an order that depends on seed and epoch alone.
 
     A sampler that draws from a random source of its own (not its `generator` attribute, torch,
     random or numpy) must be given the same seed on every rank by whoever made it.
@@ -155,8 +150,7 @@ class RankBatches(Sampler[list[Any]]):
 
 
 def global_batches(num_rows: int, size: int, batch_size: int, drop_last: bool) -> list[int]:
-    """Rows that all ranks together take in each step: those of one process, but never fewer than
-    one a rank.
+    """Rows that all ranks take in a step: those of one process, at least one a rank.
 
     Raises:
         UsageError: there are not enough rows for a single step.
@@ -225,9 +219,7 @@ def _batches(loader: DataLoader[Any]) -> BatchSampler:
 
 @contextmanager
 def _drawing_from(seed: int, generator: Any) -> Iterator[None]:
-    """Let all that a sampler may draw from start from `seed`; afterwards it is as if nothing had
-    been drawn.
-    """
+    """Start all that a sampler may draw from at `seed`, and put it back afterwards."""
     generators = [
         torch.default_generator,
         *([generator] if isinstance(generator, torch.Generator) else []),

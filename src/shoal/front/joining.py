@@ -50,8 +50,7 @@ class Served(SystemExit):
 
 
 def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
-    """Join the other ranks, as torchrun's environment variables say; without them this process is
-    alone.
+    """Join the other ranks, as torchrun's environment says; without it this process is alone.
 
     Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server").
     On those this call serves until the workers have ended, and then raises `Served`. Where
@@ -215,9 +214,7 @@ def _drain_at_exit(session: Session) -> None:
 
 @contextmanager
 def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
-    """Be a rank of `comm` for a while: how threads are ranks. A `cluster` stands for measuring the
-    links.
-    """
+    """Be a rank of `comm` for a while, as threads are. A `cluster` replaces measured links."""
     session = _among_workers(comm, cluster)
     with of_thread(session):
         try:

@@ -372,9 +372,7 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
 
 
 def _require_same_batches(comm: Comm, batches: str) -> None:
-    """Raise RanksDiffer where ranks cut the same rows in different ways: some would come twice,
-    some never.
-    """
+    """Raise RanksDiffer where ranks cut the same rows in different ways."""
     first, *other_ranks = comm.gather_objects(batches)
     for rank, theirs in enumerate(other_ranks, start=1):
         if theirs != first:

@@ -1,5 +1,4 @@
-"""A recipe: a Python file whose four functions say what to train. The command line works on
-recipes.
+"""A recipe: a Python file whose four functions say what to train, for the command line.
 
     data()             a training DataLoader, or (training, test) with test None where there is none
     model()            an nn.Module
@@ -44,9 +43,7 @@ _NUM_ARGUMENTS = {"data": 0, "model": 0, "loss": 0, "optimizer": 1, "accuracy": 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe file offers. Each method calls the builder of that name and checks what it
-    returns.
-    """
+    """What a recipe file offers. A method calls the builder of its name and checks the result."""
 
     path: Path
     builders: Mapping[str, Callable[..., Any]]

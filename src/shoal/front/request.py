@@ -1,6 +1,4 @@
-"""What a caller asks of `parallelize`: refused where it cannot be done, and compared among the
-ranks.
-"""
+"""What a caller asks of `parallelize`: checked here, and compared among the ranks."""
 
 from __future__ import annotations
 
@@ -294,9 +292,7 @@ def listed(optimizer: Any) -> list[Optimizer]:
 def require_same(
     comm: Comm, asked: Request, plan: Plan | None, model: nn.Module, optimizers: list[Optimizer]
 ) -> None:
-    """Raise RanksDiffer where the ranks ask for different things. Models are compared when they are
-    profiled.
-    """
+    """Raise RanksDiffer where ranks ask for different things; models are compared later."""
     chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
     other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
     if plan is not None:
@@ -344,9 +340,7 @@ def require_same(
 
 
 def _state(optimizer: Optimizer, model: nn.Module) -> str:
-    """A digest of what an optimizer has of a model's parameters, as of a checkpoint that was
-    loaded.
-    """
+    """A digest of an optimizer's state of a model's parameters: it may be a checkpoint's."""
     held = [
         optimizer.state[parameter]
         for parameter in model.parameters()

@@ -1,5 +1,4 @@
-"""A cluster on one machine: every host a network namespace, every link shaped to the rate of a real
-one.
+"""A cluster on one machine: hosts are network namespaces, links have the rates of real ones.
 
       host h0              host h1          …   a namespace each, shoal-<launcher's pid>-<n>-h0 …
    eth0 10.0.0.1        eth0 10.0.0.2
@@ -192,9 +191,7 @@ class Lab(Launcher):
         )
 
     def _check_kernel(self) -> None:
-        """Try each queue on a loopback device that vanishes with the attempt: a kernel without one
-        says so here.
-        """
+        """Try each queue on a short-lived loopback device: a kernel without one says so here."""
         for queue in (self._tbf(), self._netem()):
             if queue and (
                 complaint := attempt(
@@ -241,9 +238,7 @@ class Lab(Launcher):
             self._shape(switch, port, delayed=False)
 
     def _set_congestion(self, host: str, address: str) -> None:
-        """By the route, not by sysctl, in which a namespace may only set what the machine allows to
-        everybody.
-        """
+        """By the route, as a namespace may not set every sysctl."""
         route = f"{NETWORK} dev {INTERFACE} src {address} congctl {self.congestion}"
         if complaint := attempt("ip", "-n", host, "route", "replace", *route.split()):
             raise LabError(

@@ -1,5 +1,4 @@
-"""Network namespaces by name: made, entered by a thread, swept, and taken down with all that runs
-in them.
+"""Network namespaces by name: made, entered by a thread, swept, and taken down with all in them.
 
 Why here: the kernel frees a namespace only when its name, its processes and its sockets are gone,
 and a launcher that was killed leaves all three. A name says whose it is, `shoal-<launcher's
@@ -59,8 +58,7 @@ def name_hosts(namespace: str, addresses: Mapping[str, str]) -> None:
 
 
 def inside(namespace: str, work: Callable[[], T]) -> T:
-    """Run `work` on a thread that has entered the namespace, with its host names, as `ip netns
-    exec` would.
+    """Run `work` on a thread in the namespace, with its host names, as `ip netns exec` would.
 
     Namespaces belong to threads, so nothing changes for the rest of the process. A socket stays in
     the namespace that it was made in, whichever thread serves it later.
@@ -110,9 +108,7 @@ def attempt(*command: str) -> str:
 
 
 def _shielded(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a session of its own: Ctrl-C in the terminal must not stop a lab half built
-    or half gone.
-    """
+    """Run a command in its own session: Ctrl-C must not stop a lab half built or half gone."""
     return subprocess.run(
         command, capture_output=True, text=True, start_new_session=True, check=False
     )

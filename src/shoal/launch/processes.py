@@ -133,8 +133,7 @@ def run(
     interrupts: Interrupts,
     agreed: Callable[[], tuple[str, int | None] | None] = lambda: None,
 ) -> Result:
-    """Run all commands to their end (see `Job` for the grace). A single command keeps the terminal
-    to itself.
+    """Run all commands to their end (`Job` says the grace). A single one keeps the terminal.
 
     `agreed` gives what the ranks themselves found to have befallen the job, if anything, and the
     rank that failed: it is said last, and goes before which rank ended first, since those that hear
@@ -227,9 +226,7 @@ class _Ranks:
             process.wait()
 
     def close(self) -> None:
-        """Pass on what is still in the pipes; their writers are dead, so the end of each is
-        near.
-        """
+        """Pass on what is still in the pipes; their writers are dead, so each ends soon."""
         for pipe, lines in self._lines:
             os.set_blocking(pipe.fileno(), False)
             with suppress(BlockingIOError):  # a stranger that we could not kill holds the other end
@@ -316,9 +313,7 @@ class Lines:
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """Kill the processes that `find` lists until it lists none: one may be forking while it is
-    killed.
-    """
+    """Kill what `find` lists until it lists nothing: a process may fork while it is killed."""
     give_up = time.monotonic() + KILL_AFTER_S
     while (found := find()) and time.monotonic() < give_up:
         for pid in found:

@@ -21,9 +21,7 @@ _START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which s
 
 
 def new_store(address: str) -> TCPStore:
-    """A store that listens on a free port of every address here, `address` among them, while it is
-    referenced.
-    """
+    """A store on a free port of every address here, `address` too, while it is referenced."""
     return TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 

@@ -1,6 +1,4 @@
-"""Explains a plan: for each layer what it costs, what every alternative would cost, why, and where
-that would flip.
-"""
+"""Explains a plan: what each layer and its alternatives cost, why, and where that would flip."""
 
 from __future__ import annotations
 

@@ -56,9 +56,7 @@ class Lanes:
     """Runs jobs on lanes that share a link and a processor, event by event."""
 
     def __init__(self, cluster: Cluster, number: int, burst_s: float = 0.0) -> None:
-        """So many lanes each way, on a link of which so many seconds pass as a burst to begin
-        with.
-        """
+        """So many lanes each way, on a link whose burst lasts so many seconds."""
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
         self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
         directions = tuple(Direction) if cluster.servers else (Direction.BOTH,)
@@ -86,9 +84,7 @@ class Lanes:
         return self._queue(Job(ready_s, parts, after), lanes[index % len(lanes)])
 
     def named(self, index: int, direction: Direction) -> tuple[str, str]:
-        """What the lanes are called that a site's gradients go over, and that its parameters come
-        back over.
-        """
+        """The names of the lanes for a site's gradients, and for its parameters."""
         number = index % len(self._lanes[direction])
         if direction is Direction.BOTH:
             return (f"lane {number}",) * 2
@@ -182,9 +178,7 @@ class Lanes:
         return passed_s * main_speed
 
     def _pass(self, seconds: float, used: float) -> None:
-        """Let time pass in which so much of the link is used, 1 where all that it carries but for
-        bursts.
-        """
+        """Let time pass in which so much of the link is used, 1 for all but bursts."""
         if seconds and used != (self.used[-1][1] if self.used else 0.0):
             self.used.append((self.now_s, used))
         self.now_s += seconds

@@ -1,6 +1,4 @@
-"""What each layer may be served by, as far as it may be worth it: what a search chooses among, and
-what pins say.
-"""
+"""What a search chooses among for each layer, as far as it may be worth it, and what pins say."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ LEAST_CUT_BYTES = 1 << 20  # of a layer, or a pair, that is cut unasked
 def options_of(
     predictor: Predictor, allowed: Sequence[str], pinned: Mapping[str, Option], every_cut: bool
 ) -> dict[str, list[Option]]:
-    """What each layer may be served by, as (strategy, its own exchange or ''), the plainest
-    first.
-    """
+    """What may serve each layer, as (strategy, its own exchange or ''), the plainest first."""
     options: dict[str, list[Option]] = {}
     for layer in predictor.profile.layers:
         if layer.name in pinned:
@@ -86,9 +82,7 @@ def pairs_of(
     pinned: Mapping[str, Option],
     every: bool,
 ) -> list[dict[str, Option]]:
-    """Layers that may be served together in a way in which neither is alone, where that may be
-    worth it.
-    """
+    """Layers that may be served together where neither is alone, if that may be worth it."""
     pairs: list[dict[str, Option]] = []
     for layer in predictor.profile.layers:
         for name in allowed:
@@ -159,9 +153,7 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
 
 
 def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
-    """The strategies that may be used, all by default (PlanError for a name that does not
-    exist).
-    """
+    """The strategies that may be used, all by default (PlanError for an unknown name)."""
     if strategies is None:
         return tuple(of(Strategy))
     listed = [] if isinstance(strategies, str) else list(strategies)

@@ -83,9 +83,7 @@ class Timeline:
         return total(self.traffics).worst
 
     def events(self) -> list[Event]:
-        """The step as events from the start of its backward: what a trace of it should look
-        like.
-        """
+        """The step as events from the start of its backward, as a trace should show it."""
         optimizer_end_s = self.end_s + self.optimizer_s
         forward_end_s = optimizer_end_s + self.forward_s + self.waited_s
         events = [
@@ -104,9 +102,7 @@ class Timeline:
         return events
 
     def rates(self, bytes_per_s: float) -> list[Rate]:
-        """What the link carries, in the busier direction, as it is taken for one of so many bytes a
-        second.
-        """
+        """What the link carries, in the busier direction, at so many bytes a second."""
         return [Rate("link", at_s, used * bytes_per_s * 8e-6) for at_s, used in self.used]
 
 
@@ -165,9 +161,7 @@ class Step:
         self._on_lanes = [p for p in sites if any(map(_on_lane, p.cost.phases))]
 
     def run(self, late: int | None = None) -> Timeline:
-        """The timeline; of sites at servers so many come back first, by default those that are
-        late.
-        """
+        """The timeline; so many sites at servers come first, by default those that are late."""
         lanes = self._lanes
         flights = self._backward()
         backward_s = lanes.now_s
@@ -221,8 +215,7 @@ class Step:
         return flights
 
     def _last_rank(self) -> Iterator[tuple[str, float]]:
-        """The backward of the rank for which all others wait: each layer, and seconds since the one
-        before.
+        """The slowest rank's backward: each layer, and seconds since the one before.
 
         Where ranks share cores they do not keep step, but take turns: the last has to wait, and is
         then faster. They meet at each layer that is cut over them.
@@ -292,8 +285,7 @@ class Step:
     def _forward(
         self, end_s: float, begin_s: float, returned: Mapping[_Flight, Job]
     ) -> tuple[float, float]:
-        """Seconds of the forward's compute, and of its waiting for parameters and for what cut
-        layers send.
+        """Seconds of the forward: computing, and waiting for parameters and cut layers.
 
         It begins after the optimizer; what is updated elsewhere is so from the end of backward on.
         """

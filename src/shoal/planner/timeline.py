@@ -72,9 +72,7 @@ class Predictor:
         return self._strategies[name]
 
     def needs(self, layer: str, strategy: str) -> dict[str, str]:
-        """Other layers, each with the strategy that it must have where this one serves the
-        layer.
-        """
+        """Other layers, with the strategy that each must have where this one serves the layer."""
         return self._strategies[strategy].needs(self._layers[layer])
 
     def _sites(self, plan: Plan) -> Iterator[Site]:
@@ -95,9 +93,7 @@ class Predictor:
         return self._exchanges[text]
 
     def carriers(self, strategy: str) -> list[str]:
-        """The exchanges that can carry a strategy here and give the exact sum; [''] where it takes
-        none.
-        """
+        """The exact exchanges that can carry a strategy here; [''] where it takes none."""
         if not self.role(strategy).takes_exchange:
             return [""]
         kinds = {name: kind() for name, kind in of(Exchange).items()}
@@ -148,9 +144,7 @@ class Predictor:
         ]
 
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
-        """What the busiest rank holds between steps: parameters, optimizer state, gradients and
-        buckets.
-        """
+        """The busiest rank's parameters, optimizer state, gradients and buckets between steps."""
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
         state_per_byte = self.profile.state_bytes / self._compute.total_nbytes
         held = 0.0
@@ -173,9 +167,7 @@ class Predictor:
         late: int | None = None,
         least_part_bytes: int = LEAST_PART_BYTES,
     ) -> Timeline:
-        """The timeline of a step under these choices; None: those come back first from servers that
-        are late.
-        """
+        """The timeline of a step under these choices; None: what is late at servers comes first."""
         plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
         return self._run(replace(plan, least_part_bytes=least_part_bytes), late)
 

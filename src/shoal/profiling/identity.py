@@ -1,5 +1,4 @@
-"""What a model is made of: its layers, who owns which parameter, and a digest that tells two models
-apart.
+"""What a model is made of: layers, owners of parameters, and a digest to compare models by.
 
 A *layer* is a module that directly owns a trainable parameter. A parameter that several modules
 share belongs to the first of them in `named_parameters()` order. Every rank must see the same
@@ -23,9 +22,7 @@ ROOT = "(model)"  # the name of the layer that the root module's own parameters 
 
 
 def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:
-    """The model's layers in registration order; those without a trainable parameter are left
-    out.
-    """
+    """The model's layers in registration order, without those that have no trainable parameter."""
     layers: list[Layer] = []
     seen: set[int] = set()
     for prefix, module in model.named_modules():
@@ -40,8 +37,7 @@ def trainable_layers(model: nn.Module) -> tuple[Layer, ...]:
 
 
 def layer_signatures(model: nn.Module) -> dict[str, str]:
-    """What each module that owns parameters or buffers is: its type, and their names, shapes and
-    types.
+    """The type of each module that owns tensors, with their names, shapes and types.
 
     Two ranks whose signatures are equal have the same model as far as a plan can tell.
     """

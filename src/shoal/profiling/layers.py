@@ -151,8 +151,7 @@ def _measuring(probe: Probe, trial: Trial) -> Callable[[], dict[str, Facts]]:
 def _measured_step(
     sample: Sample, layers: Sequence[Layer], probes: Sequence[Probe], clock: Clock, comm: Comm
 ) -> tuple[Readers, Step]:
-    """Warm up, finding borrowed weights while probes look on; then measure some steps in a row, as
-    in training.
+    """Warm up while probes look on, then measure some steps in a row, as in training.
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the
     other way round: so each rank's times are medians. In training all wait in every step for

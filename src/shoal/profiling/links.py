@@ -87,9 +87,7 @@ def _burst(comm: Comm, link: Link, steady_s: float) -> float:
 
 
 def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tuple[float, float]:
-    """(seconds a message, processor seconds a byte) of messages of one size, back to back, in about
-    `allowed_s`.
-    """
+    """(seconds a message, processor seconds a byte) of messages of one size, back to back."""
     shift = _shifter(comm, size)
     warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
     one_s = max(comm.gather_objects(shift(warm_up)))

@@ -1,5 +1,4 @@
-"""What the optimizers' step costs, measured on scratch copies: neither the real one nor its
-parameters are touched.
+"""What the optimizers' step costs, measured on scratch copies: the real ones are not touched.
 
 A step is almost all memory traffic, so its time grows with the number of elements: what does not
 fit under the cap is scaled up from what does.
@@ -59,9 +58,7 @@ def _cost(optimizer: Optimizer) -> OptimizerCost:
 
 
 def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
-    """Its groups with copies for parameters, up to the cap, and the share of its elements that they
-    make.
-    """
+    """Its groups with copies for parameters, up to the cap, and the share that is copied."""
     left, copied, total = _MOST_ELEMENTS, 0, 0
     groups = []
     for group in optimizer.param_groups:
@@ -80,9 +77,7 @@ def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
 
 
 def _copy(parameter: Tensor, most: int) -> Tensor:
-    """A leaf like the parameter, cut in its first dimension to about `most` elements, with a
-    gradient.
-    """
+    """A leaf like the parameter, with a gradient, cut to about `most` elements."""
     part = parameter.detach()
     if part.numel() > most:
         part = part[: max(1, most * part.shape[0] // part.numel())]
@@ -98,9 +93,7 @@ def _options(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _copy_seconds(tensors: list[Tensor], clock: Clock) -> float:
-    """Seconds to pass over these tensors' bytes once, at the rate at which memory is copied
-    here.
-    """
+    """Seconds to pass over these tensors' bytes once, at the rate of a copy in memory."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     source = torch.zeros(max(nbytes, 1 << 20), dtype=torch.uint8, device=tensors[0].device)
     target = torch.zeros_like(source)

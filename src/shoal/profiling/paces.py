@@ -1,5 +1,4 @@
-"""Measures the pace of each exchange as the engine will run it: seconds of the wall and of the
-processor.
+"""Measures the pace of each exchange as the engine will run it: wall and processor seconds.
 
 As many buckets are in flight as there are lanes, back to back, small ones and large ones:
 
@@ -213,8 +212,7 @@ def _nothing(flat: Tensor, lane: Comm) -> None:
 
 
 def probe_pack(comm: Comm) -> float:
-    """Seconds that a byte of gradient takes into its bucket (read, scaled, written) while every
-    rank packs.
+    """Seconds that a byte of gradient takes into its bucket while every rank packs.
 
     Neither is in a cache: between two steps everything else was.
     """
@@ -231,9 +229,7 @@ def probe_pack(comm: Comm) -> float:
 
 
 def _large(traffic: Mapping[int, Traffic], link: Link, in_flight: int) -> int:
-    """The largest bucket of which three rounds go through the link within the budget, else the
-    smallest.
-    """
+    """The largest bucket of which three rounds fit the budget, else the smallest."""
     for nbytes in _LARGE:
         if 3 * in_flight * traffic[nbytes].worst / link.bytes_per_s <= _BUDGET_S:
             break

@@ -1,5 +1,4 @@
-"""Processor time that a rank's communication takes: what its process is billed, and what the kernel
-spends besides.
+"""Processor time of a rank's communication: its process's, and what the kernel spends besides.
 
 A packet that comes is handled in an interrupt, at the cost of whoever computes just then, or in a
 kernel thread: of what a byte takes by gloo over TCP, a quarter is on no process's bill. Of the
@@ -50,9 +49,7 @@ class ProcessorTime:
 
 
 def page_faults() -> int:
-    """How often the kernel has given this thread new memory, zeroed; 0 where that is not told (no
-    Linux).
-    """
+    """How often the kernel gave this thread new, zeroed memory; 0 without Linux."""
     return (
         resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         if hasattr(resource, "RUSAGE_THREAD")

@@ -68,9 +68,7 @@ class ProductProbe(Probe):
 
 
 def _costs(trial: Trial) -> tuple[dict[str, ProductCost], float]:
-    """By layer what its product costs, and what part of the memory of gradients was new in every
-    step.
-    """
+    """What each layer's product costs, and how much of its gradient's memory was new each step."""
     products = {
         layer.name: Product.of(layer.module, rows_of(layer.module, trial.step.layers[layer.name]))
         for layer in trial.layers
@@ -113,9 +111,7 @@ class Product:
 
     @classmethod
     def of(cls, module: nn.Module, rows: int) -> Product | None:
-        """The product that a module's weight gradient is, or None if it is of another kind or was
-        not run.
-        """
+        """The product that a module's weight gradient is, or None if it is none or was not run."""
         if rows == 0 or not isinstance(module, nn.Linear | nn.Embedding):
             return None
         if module.weight.numel() == 0:
@@ -133,9 +129,7 @@ class Product:
         )
 
     def sizes(self, ranks: int) -> tuple[int, int]:
-        """Two numbers of rows to measure at: K and P·K, both scaled down where that would be too
-        much work.
-        """
+        """Two numbers of rows to measure at: K and P·K, both scaled down where that is too much."""
         factor = ranks if ranks > 1 else 4
         per_row = self.outputs * (1 if self.embedding else self.inputs)
         widest = self.outputs if self.embedding else max(self.inputs, self.outputs)
@@ -144,9 +138,7 @@ class Product:
         return max(1, high // factor), high
 
     def work(self, rows: int, anew: bool = False) -> Callable[[], object]:
-        """The product over that many rows, its operands made beforehand, and its buffer too unless
-        taken `anew`.
-        """
+        """The product over that many rows, with operands, and a buffer unless taken `anew`."""
         dy = torch.rand(rows, self.outputs, dtype=self.dtype, device=self.device)
         if self.embedding:
             table = dy.new_zeros(self.inputs, self.outputs)

@@ -50,16 +50,12 @@ def rowwise(trial: Trial) -> dict[str, bool]:
 
 
 def row_dims(module: nn.Module) -> int:
-    """How many dimensions a row has of what the layer is called with: features, or channels, height
-    and width.
-    """
+    """How many dimensions a row of its input has: features, or channels, height and width."""
     return 1 if isinstance(module, nn.Linear) else 3
 
 
 def _made_of_weight(module: nn.Module) -> bool:
-    """Whether nothing but what it is called with, a trainable weight and its bias makes its
-    outputs.
-    """
+    """Whether its input, a trainable weight and its bias alone make its outputs."""
     weight = module._parameters.get("weight")
     if (
         not isinstance(module, _KINDS)

@@ -1,5 +1,4 @@
-"""Finds the ends of a model that can run on hosts of their own: what they put out goes to the loss
-and nowhere else.
+"""Finds the ends of a model that can run on other hosts: all that they make goes to the loss.
 
 An end is a module whose output is the very tensor that the model returns (`classifier`), or the
 last children of an nn.Sequential whose output is (4 to 6 of `classifier`). Found by one forward in
@@ -195,9 +194,7 @@ def _unfit_loss(sample: Sample, output: Any) -> str:
 
 
 def _differing(sample: Sample, first: Set[str], micro_batches: int) -> set[str]:
-    """The modules that would be called with something else if the batch were cut, as evaluation
-    shows.
-    """
+    """The modules whose inputs would differ if the batch were cut, as evaluation shows."""
     if micro_batches == 1:
         return set()
     if any(

@@ -1,5 +1,4 @@
-"""One training step, watched: when each gradient is there, and what each layer's forward and
-backward take.
+"""One training step, watched: when gradients come, and how long layers take each way.
 
             enter A leave A    enter B  leave B   loss    dB arrives   dA arrives     end
     forward ───┤ A's   ├──────────┤ B's    ├───────┼─────────┤ B's         ├ A's       ┤ backward
@@ -35,9 +34,7 @@ _FEWEST, _MOST, _ENOUGH_S = 3, 25, 0.05
 
 
 class Clock:
-    """Takes moments without waiting for the device, and tells afterwards the seconds between two of
-    them.
-    """
+    """Takes moments without waiting for the device, and tells the seconds between them later."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
@@ -73,9 +70,7 @@ class Clock:
 
 
 def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
-    """Run one forward and backward and watch it; gradients are left in `.grad`, every hook is taken
-    away.
-    """
+    """Watch one forward and backward; gradients are left in `.grad`, hooks are removed."""
     watch = _Watch(clock)
     with ExitStack() as hooks:
         for layer in layers:
@@ -112,9 +107,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
 
 
 def usual(steps: Sequence[Step]) -> Step:
-    """Each time's median over some steps of the same model; what is counted, from the last of
-    them.
-    """
+    """The median of each time over steps of one model; counts are the last step's."""
     last, used = steps[-1], {name for step in steps for name in step.ready_s}
     return Step(
         layers={

@@ -1,5 +1,4 @@
-"""Runs training steps on a model and leaves no trace of them: the state before is the state after,
-bit for bit.
+"""Runs training steps on a model and leaves no trace: its state is the same, bit for bit.
 
 Held: parameters and buffers (values and objects), `.grad` (the same objects), modules' plain
 attributes and training mode, and the random state of torch, `random` and numpy. Not held: what a

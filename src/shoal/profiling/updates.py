@@ -1,5 +1,4 @@
-"""An optimizer's own update, run on other tensors than its own: on pieces of its parameters, or on
-a trial.
+"""An optimizer's own update, run on other tensors: on pieces of its parameters, or on a trial.
 
 The copy has the class, the settings and the plain attributes of the original, but parameters, state
 and hooks of its own, so any torch optimizer is served as it is. Whether it may be given pieces is
@@ -61,9 +60,7 @@ def made_of(form: OptimizerForm) -> Optimizer:
 
 
 def attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Its attributes as they are now (a scaler sets some for one step), tensors cloned, without
-    hooks.
-    """
+    """Its attributes now (a scaler sets some for one step), tensors cloned, without hooks."""
     methods = {
         name
         for name, value in vars(optimizer).items()
@@ -81,9 +78,7 @@ def attributes(optimizer: Optimizer) -> dict[str, Any]:
 def make_step(
     copy: Optimizer, groups: Sequence[Mapping[str, Any]], plain_attributes: Mapping[str, Any]
 ) -> None:
-    """Have a copy make a step with these groups, parameters and settings, and with these
-    attributes.
-    """
+    """Have a copy make a step with these groups, parameters, settings and attributes."""
     for name in vars(copy).keys() - plain_attributes.keys() - _ITS_OWN:
         delattr(copy, name)
     vars(copy).update(plain_attributes)
@@ -92,9 +87,7 @@ def make_step(
 
 
 def unhooked_step(copy: Optimizer) -> None:
-    """A copy's step, without what users hang on every optimizer's
-    (register_optimizer_step_post_hook).
-    """
+    """A copy's step, without what register_optimizer_step_post_hook hangs on every optimizer."""
     step: Any = type(copy).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(copy)
 
@@ -112,9 +105,7 @@ def _captured(value: Any) -> Any:
 def part_of(
     state: Mapping[str, Any], parameter: Tensor, part: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """The state of a part of a parameter: that part of every tensor of its shape, a copy of
-    everything else.
-    """
+    """The state of a part of a parameter: that part of tensors of its shape, the rest copied."""
     return {
         name: part(value).clone()
         if isinstance(value, Tensor) and value.shape == parameter.shape
@@ -238,9 +229,7 @@ def _large(numbers: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _across(numbers: Tensor, parameter: Tensor) -> Tensor:
-    """At right angles to each row, as gradients of weights before a normalisation are: AdamP does
-    otherwise there.
-    """
+    """At right angles to each row, as before a normalisation, where AdamP differs."""
     along = (numbers * parameter).sum(1, keepdim=True) / parameter.square().sum(1, keepdim=True)
     return numbers - along * parameter
 

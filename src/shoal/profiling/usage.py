@@ -76,9 +76,7 @@ class Readers(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[Readers]:
-        """Watch what runs inside; the hooks that follow which module is running are taken away at
-        the end.
-        """
+        """Watch what runs inside; the hooks that follow modules are removed at the end."""
 
         def enter(name: str) -> Callable[[nn.Module, Any], None]:
             return lambda module, args: self._running.append((name, module))
@@ -117,9 +115,7 @@ def outside_use(
 
 
 def kind_of(module: nn.Module) -> str:
-    """The name of its class; in full where it is not torch's own but called as one that is
-    served.
-    """
+    """The name of its class; in full where it only imitates a torch class that is served."""
     kind = type(module)
     imitates = (
         _is_product(module)
@@ -130,9 +126,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Whether it would be taken for one of torch's own products: a subclass, or a class of the same
-    name.
-    """
+    """Whether it looks like one of torch's own products: by its base class, or by its name."""
     return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ in (
         "Linear",
         "Embedding",
@@ -163,9 +157,7 @@ def _hooked(layer: Layer) -> str:
 
 
 def _unlike_torch(module: nn.Module) -> str:
-    """Where a Linear or Embedding does not do what torch's own does; '' for modules of other
-    kinds.
-    """
+    """How a Linear or Embedding differs from torch's own; '' for modules of other kinds."""
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:

@@ -1,5 +1,4 @@
-"""Events as a Chrome trace, for https://ui.perfetto.dev: each rank is a process, and the prediction
-is one beside them.
+"""Events as a Chrome trace, for https://ui.perfetto.dev: a process a rank, one the prediction.
 
 Source: the Trace Event Format, complete events ("ph": "X") and counters ("ph": "C"), in
 microseconds.

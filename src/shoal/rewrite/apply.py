@@ -174,9 +174,7 @@ def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tupl
 
 
 def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
-    """Refuse a plan that was made for something else, or that does not say what happens to every
-    layer once.
-    """
+    """Refuse a plan of another model or size, or one that does not name every layer once."""
     parameters = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
     layers = list(parameters)
     if plan.ranks != ranks:
@@ -225,9 +223,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
-    """Refuse a plan in which a strategy is given a layer that it cannot serve, or a name that does
-    not exist.
-    """
+    """Refuse a plan whose strategies cannot serve their layers, or do not exist."""
     placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
@@ -291,9 +287,7 @@ def carriers(strategy: Strategy) -> list[str]:
 
 
 def align(model: nn.Module, comm: Comm) -> None:
-    """Give every rank rank 0's parameters and buffers; those that have the same bits everywhere are
-    not sent.
-    """
+    """Give every rank rank 0's parameters and buffers; what is the same everywhere is not sent."""
     tensors = dict(_tensors(model))
     digests = comm.gather_objects({name: _digest(tensor) for name, tensor in tensors.items()})
     with torch.no_grad():
