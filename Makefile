@@ -1,5 +1,6 @@
 # make demo       train the digits on two local ranks
-# make lab        the demo on four hosts at 200 Mbit/s (root, Linux)
+# make lab        the demo on four hosts at 200 Mbit/s (root, Linux); twice the epochs, since of
+#                 twice the ranks each makes half the steps in one
 # make test       the quick set of the tests: every kind of case, not every combination
 # make test-all   all tests
 # make test-rest  those that `make test` leaves out
@@ -16,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist wo
 .PHONY: demo test test-all test-rest lint docs lab clean
 
 demo: .venv/ready
-	$(BIN)/shoal train examples/digits.py --workers 2
+	$(BIN)/shoal train examples/digits.py --ranks 2
 
 test: .venv/ready
 	$(PYTEST) -m "not slow"
@@ -37,7 +38,7 @@ docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 lab: .venv/ready
-	$(BIN)/shoal lab --hosts 4 --rate 200mbit -- $(BIN)/shoal train examples/digits.py --epochs 4
+	$(BIN)/shoal lab --hosts 4 --rate 200mbit -- $(BIN)/shoal train examples/digits.py --epochs 24
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer: make PYTHON=python3.11"'

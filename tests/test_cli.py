@@ -21,6 +21,7 @@ from shoal.core.plan import Plan
 from shoal.front.joining import using
 from shoal.launch.lab import Lab
 from shoal.profiling import paces
+from shoal.session import session
 
 RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
 COMMANDS = ("bench", "check", "lab", "plan", "probe", "train")
@@ -33,6 +34,7 @@ needs_lab = pytest.mark.skipif(
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(session, "_joined", [])  # which an error in an earlier test has left
 
 
 def shoal(*arguments: str | Path, ranks: int = 1) -> list[int]:
@@ -88,6 +90,7 @@ def test_workers_may_run_ahead_of_one_another(monkeypatch: pytest.MonkeyPatch) -
         "2",
         "--steps",
         "4",
+        "--explain",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -173,7 +176,7 @@ def test_a_plan_made_without_a_network_is_saved_and_followed(
     ) == [0]
     assert "plan for 3 ranks" in squeezed(capsys.readouterr().out)
     assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=3) == [0, 0, 0]
-    assert squeezed(capsys.readouterr().out).count("│ factor │") == 2
+    assert squeezed(capsys.readouterr().out).count(" factor ") == 2
     assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [2, 2]
     assert "another number of ranks" in capsys.readouterr().err
 
@@ -183,7 +186,7 @@ def test_servers_and_hosts_that_ranks_share_are_planned_for_without_any(
 ) -> None:
     imagined = ("plan", RECIPE, "--ranks", "4", "--rate", "10mbit")
     assert shoal(*imagined, "--servers", "2", "--pin", "2=server") == [0]
-    assert "│ server " in squeezed(capsys.readouterr().out)
+    assert " server:" in squeezed(capsys.readouterr().out)
     assert shoal(*imagined[:3], "1", "--servers", "1") == [0]
     assert shoal(*imagined, "--ranks-per-host", "2", "--pin", "2=sliced:hierarchical") == [0]
     assert "hierarchical" in squeezed(capsys.readouterr().out)
@@ -277,7 +280,8 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     progress = done.stderr.splitlines()
     assert progress[0] == "[rank 0] bench: measuring and planning"
     assert progress[-1].startswith("[rank 0] bench: round 2 of 2: shoal ")
-    assert all(line.startswith("[rank 0] bench: ") for line in progress), "and nothing else"
+    begins = "[rank 0] bench: ", "[rank 0] shoal: "
+    assert all(line.startswith(begins) for line in progress), "and nothing else"
     figures = json.loads(path.read_text())
     assert set(figures["median_s"]) == {"shoal", "ddp"}
     assert [len(times) for times in figures["rounds_s"].values()] == [2, 2]
@@ -325,13 +329,17 @@ def test_train_starts_workers_that_end_in_silence() -> None:
         str(Path(sys.executable).parent / "shoal"),
         "train",
         RECIPE,
-        "--workers",
+        "--ranks",
         "2",
         "--steps",
         "3",
     )
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    *stages, chosen = done.stderr.splitlines()
+    assert re.fullmatch(r"\[rank 0\] shoal: 2 ranks, 2 layers: .*; predicted step .* ms", chosen)
+    stage = r"\[rank 0\] shoal: (measuring the (model|links)|planning) … \d+\.\d s"
+    assert stages and all(re.fullmatch(stage, line) for line in stages), "and nothing else"
     assert "[rank 0] 3 steps" in done.stdout
     assert all(line.startswith("[rank 0] ") for line in done.stdout.splitlines())
 
@@ -354,7 +362,7 @@ def test_train_starts_workers_that_end_in_silence() -> None:
         (("plan", RECIPE, "--ranks", "2", "--memory-limit", "9"), "keeps the limit of memory"),
         (("train", RECIPE, "--memory-limit", "0"), "--memory-limit"),
         (("train", RECIPE, "--save-plan", "plan.json"), "one process trains without a plan"),
-        (("bench", RECIPE), "add --workers 2"),
+        (("bench", RECIPE), "add --ranks 2"),
         (("bench", RECIPE, "--against", "dpd"), "plain, ddp, fsdp2"),
         (("bench", RECIPE, "--json", "nowhere/b.json"), "there is no folder nowhere"),
         (("lab",), "COMMAND"),
@@ -379,6 +387,27 @@ def test_of_several_ranks_only_the_first_says_all_of_it(capsys: pytest.CaptureFi
     printed = capsys.readouterr().err
     assert printed.count("the pin '3' matches no layer") == 3
     assert printed.count("do this:") == 1
+
+
+def test_all_frames_of_an_error_are_shown_on_demand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_TRACEBACK", "1")
+    assert shoal("train", RECIPE, "--pin", "2") == [2]
+    printed = capsys.readouterr().err
+    assert printed.startswith("Traceback") and "cli.py" in printed
+    assert "\nshoal: a pin is LAYER=STRATEGY\n" in printed
+    assert "do this:" in printed.splitlines()[-1], "the message comes last"
+
+
+def test_reasons_are_printed_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
+    imagined = ("plan", RECIPE, "--ranks", "4", "--rate", "10mbit")
+    assert shoal(*imagined) == [0]
+    brief = capsys.readouterr().out
+    assert shoal(*imagined, "--explain") == [0]
+    full = capsys.readouterr().out
+    assert "cannot: " in full and "cannot" not in brief
+    assert max(map(len, (brief + full).splitlines())) <= 80
 
 
 def test_an_error_in_the_recipe_shows_its_lines_and_none_of_shoals(

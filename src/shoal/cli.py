@@ -1,14 +1,13 @@
 """The command line: parses, calls, prints. `shoal COMMAND --help` says the rest.
 
 A command on a recipe runs on the ranks it finds itself among (torchrun's environment variables, as
-under `shoal lab`), or starts `--workers N` of them on this machine, each running the same command.
+under `shoal lab`), or starts `--ranks N` of them on this machine, each running the same command.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +29,25 @@ from shoal.front.recipe import Recipe, load
 from shoal.launch import rendezvous
 from shoal.launch.lab import QUEUE, Lab
 from shoal.launch.local import Local
+from shoal.report.errors import foreign, whole
 from shoal.session.session import leave, world
 
-_PACKAGE = Path(__file__).parent
 _NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 _PLAN = click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+_RANKS = click.option(
+    "--ranks",
+    "--workers",
+    "-w",
+    "workers",
+    type=click.IntRange(1),
+    help="Start this many ranks on this machine (--workers is the old name).",
+)
+_EXPLAIN = click.option(
+    "--explain",
+    "reasons",
+    is_flag=True,
+    help="Say of each layer what else was compared, and why.",
+)
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -42,7 +55,8 @@ class _Reporting(click.Group):
     """Prints errors without Shoal's own frames, tells the other ranks, exits with 1 (2 for what the
     caller can fix).
 
-    An error of the recipe's own comes with its traceback from where Shoal called it.
+    An error of the recipe's own comes with its traceback from where Shoal called it. With
+    SHOAL_TRACEBACK=1 all frames of every error come first.
     """
 
     def invoke(self, context: click.Context) -> Any:
@@ -51,14 +65,21 @@ class _Reporting(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except ShoalError as error:
+            self._show_frames(context, error)
             leave(error)
             usage = isinstance(error, UsageError)
             click.echo(f"shoal: {error.what if usage and _follows() else error}", err=True)
             sys.exit(2 if usage else 1)
         except Exception as error:
+            self._show_frames(context, error)
             leave(error)
-            click.echo(f"shoal: {_foreign(error)}", err=True)
+            click.echo(f"shoal: {foreign(error)}", err=True)
             sys.exit(1)
+
+    @staticmethod
+    def _show_frames(context: click.Context, error: Exception) -> None:
+        if context.params["traceback"]:
+            click.echo(whole(error), err=True)
 
 
 def _follows() -> bool:
@@ -69,27 +90,16 @@ def _follows() -> bool:
         return False
 
 
-def _foreign(error: Exception) -> str:
-    """An error that is not Shoal's: the frames after Shoal's last one, or all where that one raised
-    it.
-    """
-    trace = last = error.__traceback__
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE):
-            last = trace.tb_next
-        trace = trace.tb_next
-    what = "the recipe failed" if last is not None else "Shoal failed, which is a bug in it"
-    return (
-        f"{what}\n"
-        + "".join(
-            traceback.format_exception(error.with_traceback(last or error.__traceback__))
-        ).rstrip()
-    )
-
-
 @click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="shoal")
-def main() -> None:
+@click.option(
+    "--traceback",
+    is_flag=True,
+    envvar="SHOAL_TRACEBACK",
+    show_envvar=True,
+    help="Show all frames of an error, before its message.",
+)
+def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
 
 
@@ -133,9 +143,6 @@ def _recipe_command(function: Callable[..., None]) -> Callable[..., None]:
 
     shared = [
         click.argument("recipe", type=click.Path(path_type=Path)),
-        click.option(
-            "--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."
-        ),
         click.option(
             "--pin",
             multiple=True,
@@ -211,6 +218,8 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
 
 @main.command()
 @_recipe_command
+@_RANKS
+@_EXPLAIN
 @_PLAN
 @click.option(
     "--staleness",
@@ -236,6 +245,7 @@ def train(
     save_plan: Path | None,
     epochs: int | None,
     steps: int | None,
+    reasons: bool,
 ) -> None:
     """Train RECIPE, after showing its plan."""
     worker.train(
@@ -244,13 +254,23 @@ def train(
         save=save_plan,
         epochs=epochs,
         max_steps=steps,
+        reasons=reasons,
     )
 
 
 @main.command()
 @_recipe_command
+@_EXPLAIN
 @click.option(
-    "--ranks", type=click.IntRange(1), help="Plan for this many ranks, without a network."
+    "--workers",
+    "-w",
+    type=click.IntRange(1),
+    help="Start this many ranks on this machine, and plan for them.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    help="Imagine this many ranks, and plan for them without a network.",
 )
 @click.option(
     "--ranks-per-host",
@@ -293,8 +313,9 @@ def plan(
     latency_us: float,
     cores_per_rank: float,
     save: Path | None,
+    reasons: bool,
 ) -> None:
-    """Plan RECIPE and say why, for these ranks or imagined ones."""
+    """Plan RECIPE, for these ranks or imagined ones; --explain says why."""
     cluster = None
     if ranks is not None:
         link = Link(latency_us / 1e6, _bytes_per_s(rate) / min(ranks, ranks_per_host))
@@ -303,11 +324,12 @@ def plan(
             f"server{number}" for number in range(servers) for _ in range(ranks_per_host)
         )
         cluster = Cluster(Topology(hosts), link, cores_per_rank, servers=others)
-    worker.plan(recipe, options, cluster, save=save)
+    worker.plan(recipe, options, cluster, save=save, reasons=reasons)
 
 
 @main.command()
 @_recipe_command
+@_RANKS
 @_PLAN
 @click.option(
     "--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps to train."
@@ -330,6 +352,7 @@ def check(recipe: Recipe, options: PlanOptions, steps: int, float32: bool) -> No
 
 @main.command()
 @_recipe_command
+@_RANKS
 @click.option(
     "--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain."
 )
@@ -377,9 +400,7 @@ def bench(
 
 
 @main.command()
-@click.option(
-    "--workers", "-w", type=click.IntRange(1), help="Start this many ranks on this machine."
-)
+@_RANKS
 def probe(workers: int | None) -> None:
     """Measure the links between the ranks."""
     _distributed(workers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from shoal.core.cost import Pace, Price
@@ -12,40 +14,113 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice
 from shoal.report import text
 
+WIDTH, HEIGHT = 80, 24  # of a terminal as it opens
+
 
 def printed(what: object) -> str:
-    console = Console(width=130, record=True, file=None, quiet=False)
+    console = Console(width=WIDTH, record=True, file=None, quiet=False)
     with console.capture() as capture:
         console.print(what)
     return capture.get()
 
 
-def test_an_explained_plan_shows_choice_alternatives_and_refusals() -> None:
-    chosen = Alternative(Choice("fc", "factor"), 1.5e6, 0.012, 0.4)
+def way(layer: str, strategy: str, exchange: str = "", refusal: str = "") -> Alternative:
+    if refusal:
+        return Alternative(Choice(layer, strategy), 0.0, 0.0, 0.0, refusal)
+    return Alternative(Choice(layer, strategy, exchange), 1.5e6, 0.012, 0.4)
+
+
+def explanation_of(*layers: LayerExplanation) -> Explanation:
+    return Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, layers)
+
+
+def layer(name: str, parameters: int, *others: Alternative) -> LayerExplanation:
+    flips = "factor sends less while K < 9"
+    chosen = way(name, "factor")
+    return LayerExplanation(name, "Linear", parameters, 8, 0.1, chosen, others, "sends less", flips)
+
+
+# sizes and names of AlexNet's layers with parameters
+ALEXNET = [
+    ("classifier.6", 4_097_000),
+    ("classifier.4", 16_781_312),
+    ("classifier.1", 37_752_832),
+    ("features.10", 590_080),
+    ("features.8", 884_992),
+    ("features.6", 663_936),
+    ("features.3", 307_392),
+    ("features.0", 23_296),
+]
+# and of a model with many layers, whose names are long
+DEEP = [(f"transformer.blocks.{n}.attention.projection", 1000 + n) for n in reversed(range(500))]
+
+
+@pytest.mark.parametrize("sizes", [ALEXNET, DEEP], ids=["AlexNet", "500 layers"])
+def test_a_plan_fits_one_screen_of_80_columns(sizes: list[tuple[str, int]]) -> None:
+    explanation = explanation_of(*(layer(*size) for size in sizes))
+    lines = printed(text.explained(explanation)).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= HEIGHT
+    total = sum(int(found[1].replace(",", "")) for found in map(_PARAMETERS.search, lines) if found)
+    assert total == sum(size for _, size in sizes), "every layer is in the table"
+
+
+_PARAMETERS = re.compile(r"([\d,]+) +8? +factor")
+
+
+def test_of_many_layers_the_largest_have_rows_of_their_own() -> None:
+    explanation = explanation_of(*(layer(*size) for size in DEEP))
+    out = printed(text.explained(explanation))
+    assert "…blocks.486.attention.projection"[-25:] in out and "blocks.485." not in out
+    assert "486 smaller layers" in out
+    assert "729.00 MB" in out, "what 486 layers send"
+    fifteen = printed(text.explained(explanation_of(*(layer(*size) for size in DEEP[:15]))))
+    assert "smaller" not in fifteen
+
+
+def test_reasons_show_alternatives_and_each_refusal_once() -> None:
     others = (
         Alternative(Choice("fc", "replicate", "ring"), 3e8, 2.5, 2.9),
-        Alternative(Choice("fc", "column"), 0.0, 0.0, 0.0, refusal="too narrow"),
+        way("fc", "column", refusal="too narrow"),
+        way("fc", "server", refusal="there are no servers"),
     )
-    row = LayerExplanation(
-        "fc", "Linear", 1000, 8, 0.1, chosen, others, "sends less", "factor sends less while K < 9"
-    )
-    explanation = Explanation(4, 125e6, 1e-4, 4 << 20, 3, 0.1, 0.2, 0.05, 0.05, 1.5e6, (row,))
-    out = printed(text.explained(explanation))
+    explanation = explanation_of(layer("fc", 1000, *others), layer("other", 9, others[2]))
+    out = printed(text.explained(explanation, reasons=True))
     for expected in (
         "* factor",
         "1.50 MB",
         "12.0 ms",
-        "replicate ring",
+        "replicate:ring",
         "2900.0 ms",
-        "cannot: too narrow",
+        "cannot: column, server\n",
+        "column: too narrow (fc)",
+        "server: there are no servers (fc and 1 more)",
         "K < 9",
+        "sends less",
     ):
         assert expected in out
     assert "predicted step 400.0 ms" in out and "1,000 Mbit/s" in out
-    assert max(map(len, out.splitlines())) <= 130
     assert "placement" not in out
-    brief = printed(text.explained(explanation, refused=False))
-    assert "replicate ring" in brief and "too narrow" not in brief and "`shoal plan`" in brief
+    brief = printed(text.explained(explanation))
+    assert "replicate:ring" not in brief and "too narrow" not in brief
+
+
+def test_what_cannot_serve_a_layer_takes_one_line() -> None:
+    others = [way("fc", f"strategy{number}", refusal="no") for number in range(20)]
+    out = printed(text.explained(explanation_of(layer("fc", 1, *others)), reasons=True))
+    (line,) = (line for line in out.splitlines() if "cannot: " in line)
+    assert line.endswith(" …")
+    assert max(map(len, out.splitlines())) <= WIDTH
+
+
+def test_reasons_of_500_layers_fit_80_columns() -> None:
+    explanation = explanation_of(
+        *(layer(*size, way(size[0], "sliced", "ring")) for size in DEEP[:96]),
+        *(layer(*size) for size in DEEP[96:]),
+    )
+    out = printed(text.explained(explanation, reasons=True))
+    assert max(map(len, out.splitlines())) <= WIDTH
+    assert "only the 96 largest layers were compared" in out
 
 
 def test_a_placement_is_shown_where_it_is_not_the_default() -> None:

@@ -116,7 +116,7 @@ def _require_peers(against: Sequence[str]) -> None:
         )
     if init().size == 1:
         raise UsageError(
-            "a benchmark needs several ranks", do="add --workers 2, or run it under `shoal lab`"
+            "a benchmark needs several ranks", do="add --ranks 2, or run it under `shoal lab`"
         )
     if current().others:
         do = "leave out --servers and --tail: shoal lab --hosts 4 -- shoal bench …"

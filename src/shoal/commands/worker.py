@@ -36,6 +36,7 @@ from shoal.profiling.layers import profile_model
 from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
 from shoal.report.progress import Progress
+from shoal.report.stages import Stages
 from shoal.rewrite.apply import cuts
 from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
@@ -68,6 +69,7 @@ def train(
     save: Path | None = None,
     epochs: int | None = None,
     max_steps: int | None = None,
+    reasons: bool = False,
 ) -> None:
     """Train the recipe on all ranks.
 
@@ -79,6 +81,7 @@ def train(
         save: where to write the plan.
         epochs: passes over the data; the recipe's own number by default.
         max_steps: after which to end, however many passes they take.
+        reasons: print also why each layer is served as it is.
     """
     # 1  join the others, and take a share of the data
     init()
@@ -92,7 +95,7 @@ def train(
     model, loss_fn, optimizer = parallelize(
         model, loss_fn, optimizer, sample=sample, **vars(options)
     )
-    _show_plan(model, save)
+    _show_plan(model, save, reasons=reasons)
     # 3  the ordinary loop
     epochs, num_steps = _length(recipe, len(loader), epochs, max_steps)
     model.train()
@@ -119,17 +122,19 @@ def _length(
     return epochs, min(num_steps, max_steps or num_steps)
 
 
-def _show_plan(model: nn.Module, save: Path | None) -> None:
+def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
     """Have rank 0 print the plan that a model follows, and write it to `save`, if that is given."""
     attached = current().attached.get(model)
     if attached is None:
         if save:
             raise UsageError(
-                "one process trains without a plan, so there is none to save", do="add --workers 2"
+                "one process trains without a plan, so there is none to save", do="add --ranks 2"
             )
     elif world().rank == 0:
-        explanation = explain(attached.plan, attached.profile, attached.cluster)
-        text.console().print(text.explained(explanation, refused=False))
+        explanation = explain(
+            attached.plan, attached.profile, attached.cluster, alternatives=reasons
+        )
+        text.console().print(text.explained(explanation, reasons=reasons))
         if save:
             attached.plan.save(save)
 
@@ -286,9 +291,22 @@ def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | s
 
 
 def plan(
-    recipe: Recipe, options: PlanOptions, cluster: Cluster | None, *, save: Path | None = None
+    recipe: Recipe,
+    options: PlanOptions,
+    cluster: Cluster | None,
+    *,
+    save: Path | None = None,
+    reasons: bool = False,
 ) -> Plan:
-    """Plan the recipe for a cluster, or for these ranks, print why, and write it to `save`."""
+    """Plan the recipe, and print the plan on rank 0.
+
+    Args:
+        recipe: what to plan for.
+        options: of the plan.
+        cluster: the ranks and their links; by default those that call this.
+        save: where to write the plan.
+        reasons: print also why each layer is served as it is.
+    """
     init()
     session = current()
     torch.manual_seed(_SEED)
@@ -297,12 +315,18 @@ def plan(
     optimizer = recipe.optimizer(model.parameters())
     _stay_behind(session)
     pieces = options.micro_batches if session.other(TailHosts) else None
+    stages = Stages(speaks=session.comm.rank == 0)
     profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, pieces)
+    stages.done("measuring the model")
     where = cluster or measured_cluster(session)
+    stages.done("measuring the links")
     asked = {name: value for name, value in vars(options).items() if name != "plan"}
     made = plan_for(profile, where, **asked)
+    stages.done("planning")
     if session.comm.rank == 0:
-        text.console().print(text.explained(explain(made, profile, where)))
+        explanation = explain(made, profile, where, alternatives=reasons)
+        text.console().print(text.explained(explanation, reasons=reasons))
+        text.console().print(text.summary(made))
         if save:
             made.save(save)
     return made

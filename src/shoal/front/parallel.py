@@ -52,6 +52,8 @@ from shoal.profiling.tails import tail_of
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
+from shoal.report.stages import Stages
+from shoal.report.text import summary
 from shoal.rewrite.apply import check_served
 from shoal.servers.servers import Servers
 from shoal.session.attach import attach
@@ -119,6 +121,9 @@ def parallelize(
             ("stage").
         search_options: sizes of buckets and the like that the planner may try.
 
+    Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
+    "shoal": to stderr where the program has set up no logging.
+
     Returns:
         `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function,
         which may be wrapped.
@@ -175,6 +180,7 @@ def parallelize(
         for torch_optimizer in optimizers:
             extend(torch_optimizer)
         return model, loss_fn, optimizer
+    stages = Stages(speaks=comm.rank == 0)
     keep_freed()
     comm.reached("parallelize: measuring the model")
     first = tail is not None and tail.calls == 1  # whose end may be elsewhere
@@ -183,11 +189,14 @@ def parallelize(
     alike = inputs_alike(comm, *sample)
     if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
         warn_of_rows(*sample)
+    stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session, exchanges_of(given_plan, pins))
     give_back_freed()
+    stages.done("measuring the links")
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, lambda: _chosen(given_plan, profile, cluster, asked))
+    stages.done("planning")
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     loss_fn, running = attach(
         session,
@@ -204,6 +213,7 @@ def parallelize(
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = replace(cluster, ahead=chosen.staleness != 0)
     session.attached[model] = Attached(running, chosen, placed, cluster)
+    stages.say(summary(chosen))
     return model, loss_fn, optimizer
 
 

@@ -180,9 +180,12 @@ class _Ranks:
     def start(self) -> None:
         for rank, command in enumerate(self._commands):
             alone = len(self._commands) == 1
+            # what a rank prints has its label before it
+            wide = shutil.get_terminal_size().columns - len(f"[{command.label}] ")
+            columns = {} if alone else {"COLUMNS": str(wide)}
             process = subprocess.Popen(
                 (*DIE_WITH_PARENT, *command.argv),
-                env={**command.environment, MARK: self._mark},
+                env={**columns, **command.environment, MARK: self._mark},
                 stdin=None if alone else subprocess.DEVNULL,
                 stdout=None if alone else subprocess.PIPE,
                 stderr=None if alone else subprocess.PIPE,

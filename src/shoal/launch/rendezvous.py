@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from shoal.contracts.launcher import VERDICT, Meeting, Seat, scope
 from shoal.core.errors import UsageError
 
-_START = "start with torchrun, `shoal lab` or `shoal train --workers N`, which set it"
+_START = "start with torchrun, `shoal lab` or `shoal train --ranks N`, which set it"
 
 
 def new_store(address: str) -> TCPStore:

@@ -4,124 +4,147 @@ core only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 
-from rich.console import Console, Group, RenderableType
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Stage
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED, Placement
+from shoal.core.plan import Choice, Plan
 
-_WIDTH = 130  # where the output is no terminal
+_MOST_ROWS = 15  # of a table that is to fit one screen
+_NAME = 26  # characters of a layer's name in a table of 80 columns
 
 
 def console() -> Console:
-    """Where reports go: the terminal as it is, a file or pipe in a fixed width."""
-    probe = Console()
-    return probe if probe.is_terminal else Console(width=_WIDTH, soft_wrap=False)
+    """Where reports go: as wide as the terminal, or as COLUMNS says, or 80 columns."""
+    return Console(soft_wrap=False)
 
 
-def explained(explanation: Explanation, *, refused: bool = True) -> RenderableType:
-    """The plan as a table, one row a layer; below it the alternatives that were compared, and the
-    predicted step.
+def explained(explanation: Explanation, *, reasons: bool = False) -> RenderableType:
+    """The plan as a table of at most 15 rows, and the predicted step.
 
-    `refused` says whether to list strategies that cannot serve a layer, with the reason.
+    Args:
+        explanation: of the plan.
+        reasons: also say, for each layer, which alternatives were compared and why.
     """
     parts: list[RenderableType] = [_layers(explanation)]
-    if any(row.others for row in explanation.layers):
-        parts.append(_alternatives(explanation, refused))
+    if reasons:
+        parts += [_reasons(row) for row in explanation.layers if row.others]
+        parts.append(_refusals(explanation))
     if explanation.stage is not None:
         parts.append(_routes(explanation.stage))
     parts.append(_step(explanation))
     return Group(*parts)
 
 
-def _layers(explanation: Explanation) -> Table:
+def _table(**columns: JustifyMethod) -> Table:
+    """A table without frames, which would take columns from the text."""
     table = Table(
-        title=f"plan for {explanation.ranks} ranks, in the order the gradients come",
-        title_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    for name in ("layer", "kind"):
-        table.add_column(name, no_wrap=True)
-    for name in ("parameters", "rows K", "backward"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("served by", no_wrap=True)
-    for name in ("sends", "alone"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("flips")
-    for row in explanation.layers:
+    for name, justify in columns.items():
+        table.add_column(name.replace("_", " "), justify=justify, no_wrap=True)
+    return table
+
+
+def _layers(explanation: Explanation) -> RenderableType:
+    title = f"plan for {explanation.ranks} ranks, in the order in which gradients come"
+    table = _table(
+        layer="left",
+        parameters="right",
+        rows_K="right",
+        served_by="left",
+        sends="right",
+    )
+    shown, rest = _largest(explanation.layers)
+    for row in shown:
+        sent = _mb(row.chosen.sent_bytes)
+        size = f"{row.parameters:,}"
+        table.add_row(_short(row.layer), size, f"{row.rows:,}", _served(row.chosen), sent)
+    if rest:
+        served = {_served(row.chosen) for row in rest}
         table.add_row(
-            row.layer,
-            row.kind,
-            f"{row.parameters:,}",
-            f"{row.rows:,}",
-            _ms(row.backward_s),
-            _served(row.chosen),
-            _mb(row.chosen.sent_bytes),
-            _ms(row.chosen.link_s),
-            row.flips,
+            f"{len(rest)} smaller layers",
+            f"{sum(row.parameters for row in rest):,}",
+            "",
+            served.pop() if len(served) == 1 else f"{len(served)} ways",
+            _mb(sum(row.chosen.sent_bytes for row in rest)),
         )
-    return table
+    return Group(Text(title, style="bold"), table)
 
 
-def _alternatives(explanation: Explanation, refused: bool) -> Table:
-    compared = [row for row in explanation.layers if row.others]
-    of_many = f", the {len(compared)} largest" if len(compared) < len(explanation.layers) else ""
-    more = "" if refused else "; `shoal plan` also says what cannot serve it"
-    table = Table(
-        title=f"why: each layer's choice (*) beside its alternatives{of_many}{more}",
-        title_justify="left",
+def _largest(
+    layers: Sequence[LayerExplanation],
+) -> tuple[list[LayerExplanation], list[LayerExplanation]]:
+    """The layers that have a row of their own, and those that share the last one."""
+    by_size = sorted(range(len(layers)), key=lambda at: -layers[at].parameters)
+    alone = len(layers) if len(layers) <= _MOST_ROWS else _MOST_ROWS - 1
+    return (
+        [layers[at] for at in sorted(by_size[:alone])],
+        [layers[at] for at in sorted(by_size[alone:])],
     )
-    table.add_column("layer", no_wrap=True)
-    table.add_column("way", no_wrap=True)
-    for name in ("sends", "alone", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason")
-    for row in compared:
-        for cells in _ways(row) + (_refusals(row) if refused else []):
-            table.add_row(*cells)
-        table.add_section()
-    return table
 
 
-def _ways(row: LayerExplanation) -> list[tuple[str, ...]]:
-    chosen = row.chosen
-    ways: list[tuple[str, ...]] = [
-        (
-            row.layer,
-            "* " + _served(chosen),
-            _mb(chosen.sent_bytes),
-            _ms(chosen.link_s),
-            _ms(chosen.step_s),
-            row.reason,
-        )
+def _reasons(row: LayerExplanation) -> RenderableType:
+    """A layer's choice (*) beside its alternatives, and in one line those that cannot serve it."""
+    facts = [row.kind, f"{row.parameters:,} parameters", f"{row.rows:,} rows"]
+    facts.append(f"backward {_ms(row.backward_s)}")
+    about = f"\n{row.layer}: {', '.join(facts)}\n  {row.reason}"
+    about += f"\n  {row.flips}" if row.flips else ""
+    table = _table(way="left", sends="right", alone="right", step="right")
+    table.box = None
+    able = [other for other in row.others if not other.refusal]
+    for mark, way in [("*", row.chosen), *((" ", other) for other in able)]:
+        cells = _mb(way.sent_bytes), _ms(way.link_s), _ms(way.step_s)
+        table.add_row(f"{mark} {_served(way)}", *cells)
+    parts: list[RenderableType] = [Text(about), Padding(table, (0, 0, 0, 2))]
+    if unable := dict.fromkeys(o.choice.strategy for o in row.others if o.refusal):
+        parts.append(Text("  " + shorten(f"cannot: {', '.join(unable)}", 76, placeholder=" …")))
+    return Group(*parts)
+
+
+def _refusals(explanation: Explanation) -> Text:
+    """Why strategies cannot serve layers: each reason once."""
+    layers: dict[tuple[str, str], dict[str, None]] = {}
+    for row in explanation.layers:
+        for other in row.others:
+            if other.refusal:
+                layers.setdefault((other.choice.strategy, other.refusal), {})[row.layer] = None
+    lines = [
+        f"  {strategy}: {why} ({next(iter(of))}{_and_more(len(of) - 1)})"
+        for (strategy, why), of in sorted(layers.items())
     ]
-    for other in row.others:
-        if not other.refusal:
-            cells = _mb(other.sent_bytes), _ms(other.link_s), _ms(other.step_s)
-            ways.append(("", "  " + _served(other), *cells, ""))
-    return ways
+    compared = sum(bool(row.others) for row in explanation.layers)
+    left_out = len(explanation.layers) - compared
+    of_many = f"\nonly the {compared} largest layers were compared\n" if left_out else "\n"
+    return Text("\n".join([of_many + "what cannot serve a layer, and why", *lines, ""]))
 
 
-def _refusals(row: LayerExplanation) -> list[tuple[str, ...]]:
-    refusals = {other.choice.strategy: other.refusal for other in row.others if other.refusal}
-    return [("", "  " + name, "", "", "", f"cannot: {why}") for name, why in refusals.items()]
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count else ""
 
 
-def _routes(stage: Stage) -> Table:
+def _routes(stage: Stage) -> RenderableType:
     at_once = "which go through it at once" if stage.joined else "one after the other"
     layers = ", ".join(stage.layers)
     title = f"the end of the model, {layers}: {stage.micro_batches} micro-batches a step, {at_once}"
-    table = Table(title=title, title_justify="left")
-    for name in ("from", "to"):
-        table.add_column(name, no_wrap=True)
-    for name in ("activations and targets", "loss and gradients back"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for route in stage.routes:
+    table = _table(worker="left", to="left", sends="right", gets_back="right")
+    for route in stage.routes[:_MOST_ROWS]:
         table.add_row(route.worker, route.to, _mb(route.sent_bytes), _mb(route.received_bytes))
-    return table
+    if more := stage.routes[_MOST_ROWS:]:
+        table.add_row(f"{len(more)} more workers, likewise")
+    return Group(Text(title, style="bold"), table)
 
 
 def _step(explanation: Explanation) -> Text:
@@ -225,8 +248,33 @@ def differences(rows: Sequence[tuple[str, float]]) -> Table:
     return table
 
 
+def summary(plan: Plan) -> str:
+    """A plan in one line: how many layers each way serves, and the predicted step.
+
+    Example:
+        >>> from shoal.core.plan import Choice, Plan
+        >>> choices = Choice("a", "replicate", "ring"), Choice("b", "factor"), Choice("c", "factor")
+        >>> summary(Plan(4, "digest", 1 << 20, 3, choices, predicted_s=1.05))
+        '4 ranks, 3 layers: 2 factor, 1 replicate:ring; predicted step 1050.0 ms'
+    """
+    ways = Counter(map(_way, plan.choices)).most_common()
+    served = ", ".join(f"{count} {way}" for way, count in ways)
+    predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
+    return f"{plan.ranks} ranks, {len(plan.choices)} layers: {served}{predicted}"
+
+
 def _served(way: Alternative) -> str:
-    return way.choice.strategy + (f" {way.choice.exchange}" if way.choice.exchange else "")
+    return _way(way.choice)
+
+
+def _way(choice: Choice) -> str:
+    """As pins are written."""
+    return choice.strategy + (f":{choice.exchange}" if choice.exchange else "")
+
+
+def _short(name: str) -> str:
+    """The end of a long name, which says more than its beginning."""
+    return name if len(name) <= _NAME else "…" + name[1 - _NAME :]
 
 
 def _ms(seconds: float) -> str:

@@ -1,0 +1,54 @@
+"""What `parallelize` says while it works: a line a stage on rank 0, through the logger "shoal".
+
+Where the program has set up no logging, the lines go to stderr as they are, so that they are seen
+without a word. `logging.getLogger("shoal").setLevel(logging.WARNING)` silences them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from typing import final
+
+LOGGER = logging.getLogger("shoal")
+if LOGGER.level == logging.NOTSET:  # else the program has said what it wants to hear
+    LOGGER.setLevel(logging.INFO)
+
+_WORTH_A_LINE_S = 0.05
+
+
+@final
+class Stages:
+    """Says how long each stage took.
+
+    Args:
+        speaks: whether this is the rank that says it.
+    """
+
+    def __init__(self, *, speaks: bool) -> None:
+        self._speaks = speaks
+        self._began_s = time.perf_counter()
+
+    def done(self, what: str) -> None:
+        """The stage that began with the end of the last one is over."""
+        now_s = time.perf_counter()
+        seconds, self._began_s = now_s - self._began_s, now_s
+        if seconds >= _WORTH_A_LINE_S:
+            self.say(f"{what} … {seconds:.1f} s")
+
+    def say(self, text: str) -> None:
+        """Log a line; whatever may be wrong with it, training goes on."""
+        if self._speaks and LOGGER.isEnabledFor(logging.INFO):
+            with suppress(Exception):
+                _log(text)
+
+
+def _log(text: str) -> None:
+    if LOGGER.hasHandlers():
+        LOGGER.info(text)
+        return
+    # only for this line: the program may set up its logging later
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("shoal: %(message)s"))
+    handler.handle(LOGGER.makeRecord(LOGGER.name, logging.INFO, "", 0, text, (), None))
