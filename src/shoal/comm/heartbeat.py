@@ -121,8 +121,7 @@ class Heartbeat:
             raise self._error(self._verdict)
 
     def judge(self, reason: str, timeout_s: float | None) -> WorldError:
-        """After an exchange broke for `reason`, or did not end in `timeout_s`: the error on which
-        all ranks agree.
+        """The error on which ranks agree after an exchange broke, or did not end in `timeout_s`.
 
         Takes about three seconds where nobody has said why.
         """
@@ -174,9 +173,7 @@ class Heartbeat:
         self.leave(getattr(sys, "last_value", None))
 
     def _wait_for_the_others(self) -> None:
-        """The store ends with this process: let them read how this rank left, or they would meet a
-        dead connection.
-        """
+        """Wait for other ranks to read how this one left: the store ends with this process."""
         deadline = time.monotonic() + _FAREWELL_S
         waited_for = set(self._board.beats) - {self._verdict.rank if self._verdict else None}
         while waited_for and time.monotonic() < deadline:
@@ -208,9 +205,7 @@ class Heartbeat:
             self._conclude(found)
 
     def _guard(self) -> None:
-        """The thread that sees when the other one is stuck, because the store's process is stopped
-        or its host away.
-        """
+        """The thread that sees when the other one is stuck: the store is stopped, or away."""
         turn, ticks = self._board.turn, 0
         while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
             # not seconds: this process may be stopped

@@ -17,9 +17,7 @@ from shoal.contracts.comm import Comm, Pending
 
 @dataclass
 class Counts:
-    """Bytes and messages of one rank, over all channels; a message counts when its send or receive
-    is posted.
-    """
+    """Bytes and messages of a rank over all channels, counted when sends and receives begin."""
 
     bytes_sent: int = 0
     bytes_received: int = 0

@@ -1,5 +1,4 @@
-"""What `shoal bench` compares with: one process alone, DDP at its best bucket size, and FSDP2,
-behind one interface.
+"""What `shoal bench` compares with: one process, DDP at its best bucket size, and FSDP2.
 
 A speed-up over a baseline that was left untuned is not believed, so DDP gets
 `gradient_as_bucket_view`, `static_graph` and the fastest of several bucket sizes, and FSDP2 a group
@@ -34,8 +33,7 @@ DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 
 @dataclass(frozen=True)
 class Workload:
-    """What every contender trains: builders, so that each starts from a model of its own, and one
-    batch `(x, y)`.
+    """What every contender trains: builders, to begin alike, and one batch `(x, y)`.
 
     `x` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` None means the
     model returns its loss.

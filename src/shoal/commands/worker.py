@@ -203,8 +203,7 @@ def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
 def check(
     recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.dtype = torch.float64
 ) -> float:
-    """Train a few steps on all ranks, and on one process with the global batch; the largest
-    relative difference.
+    """The largest relative difference after a few steps on all ranks and on one process.
 
     By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
     (BatchNorm's statistics, dropout's random numbers) are set to evaluation in both.

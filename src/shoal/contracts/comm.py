@@ -45,16 +45,12 @@ class Comm(ABC):
 
     @property
     def workers(self) -> int:
-        """How many ranks train on rows of their own: 0 … workers − 1. Those behind them are
-        servers, or a tail.
-        """
+        """How many ranks train, 0 … workers − 1; behind them are servers, or a tail."""
         return self.topology.workers
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, next neighbour first: if all began with rank 0, its link would be the
-        one all wait for.
-        """
+        """The other ranks, next neighbour first, so that not all begin with rank 0's link."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @abstractmethod
@@ -82,9 +78,7 @@ class Comm(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything picklable), in rank order, on every rank. For set-up, not
-        for the hot path.
-        """
+        """Every rank's `value` (picklable), by rank, on every rank: not for the hot path."""
 
     @abstractmethod
     def close(self) -> None:
@@ -115,9 +109,7 @@ class Comm(ABC):
             _both(self.receive(incoming, left), self.send(outgoing, right))
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """Give every rank each rank's tensor; `outputs[r]` has the size of rank r's, which may
-        differ between ranks.
-        """
+        """Give every rank each rank's tensor; `outputs[r]` has the size of rank r's."""
         self.all_to_all(outputs, [tensor] * self.size)
 
     def numbers(self, numbers: Sequence[int], purpose: str) -> list[int]:
@@ -182,9 +174,7 @@ class Comm(ABC):
         return
 
     def check(self, where: str) -> None:
-        """Raise WorldError if a peer is known to be gone; whoever waits calls it now and then,
-        saying where it is.
-        """
+        """Raise WorldError if a peer is known to be gone; who waits calls it now and then."""
         return
 
     def leave(self, error: BaseException | None) -> None:

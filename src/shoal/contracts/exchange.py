@@ -214,9 +214,7 @@ class Exchange(Contract, ABC):
 
 
 class SplitExchange(Exchange):
-    """An exchange of two equal halves, which takes slices of any sizes and brings back whatever
-    their owners made.
-    """
+    """An exchange of two halves: slices of any sizes go to their owners, and results come back."""
 
     # True: it minds servers, which contribute nothing and are brought nothing
     serves: ClassVar[bool] = False

@@ -50,9 +50,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: layers by name, and for each parameter that got a gradient the seconds into
-    backward until it did.
-    """
+    """One step: layers by name, and the seconds into backward until each gradient came."""
 
     layers: dict[str, Watched]
     ready_s: dict[str, float]

@@ -24,9 +24,7 @@ from shoal.core.role import Role
 
 @dataclass(frozen=True)
 class Place:
-    """Where a strategy works: the model's modules by layer name, their parameters, and this rank
-    among the ranks.
-    """
+    """Where a strategy works: modules by layer name, their parameters, and this rank."""
 
     layers: Mapping[str, nn.Module]
     # the site's own trainable ones, by dotted name, in the plan's order

@@ -158,8 +158,7 @@ class OwnedTransfer(Transfer):
     def gather(
         self, values: Sequence[Tensor], turn: Turn, comm: Comm
     ) -> list[tuple[Piece, Tensor]]:
-        """Give one flat tensor for each own piece, and get every rank's; what is got is valid until
-        `close_bucket`.
+        """Give a flat tensor for each own piece, and get all ranks', valid until `close_bucket`.
 
         Raises:
             RanksDiffer: another rank is at another `turn`.
@@ -171,9 +170,7 @@ class OwnedTransfer(Transfer):
 
     @abstractmethod
     def used(self) -> set[nn.Parameter]:
-        """The parameters that any rank used in what was reduced. Known from `gather` to
-        `close_bucket`.
-        """
+        """The parameters that any rank used, known from `gather` to `close_bucket`."""
 
     @abstractmethod
     def close_bucket(self) -> None:

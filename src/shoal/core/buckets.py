@@ -29,9 +29,7 @@ BUCKETS_A_LANE = 2
 
 @final
 class Buckets:
-    """The flat tensors of one model's buckets, and how many bytes of them there are. Lanes and
-    backward share it.
-    """
+    """The flat tensors of one model's buckets, and their bytes; lanes and backward share it."""
 
     def __init__(self, memory: str = MEMORY[0]) -> None:
         self.freed = memory == "low"

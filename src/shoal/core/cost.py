@@ -19,8 +19,7 @@ from itertools import zip_longest
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one exchange moves: `sent[rank]` and `received[rank]` in bytes, and the messages that
-    follow one another.
+    """What one exchange moves: bytes `sent[rank]`, `received[rank]`, in `rounds` messages in a row.
 
     `leaving[rank]` is how much of what is sent goes to other hosts; None says all of it, as where
     hosts have one rank. `rounds` is whole, but for the mean of a step.
@@ -86,9 +85,7 @@ def total(traffics: Iterable[Traffic]) -> Traffic:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of traffic: `round_s` for each message that follows another, `byte_s` for each byte
-    of the worst rank.
-    """
+    """Seconds of traffic: `round_s` a message, `byte_s` a byte of the worst rank."""
 
     round_s: float
     byte_s: float

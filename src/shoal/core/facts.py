@@ -67,8 +67,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank's way to the others carries: seconds = `latency_s` + bytes / `bytes_per_s`,
-    each direction.
+    """What a rank's link carries each way: seconds = `latency_s` + bytes / `bytes_per_s`.
 
     The ranks of one host share its link: `bytes_per_s` is a rank's share while all of them send to
     other hosts.
@@ -130,8 +129,7 @@ class Cluster:
         return self.moves or self.pace("direct")
 
     def link_s(self, traffic: Traffic) -> float:
-        """Seconds below which no schedule gets this traffic through: what leaves the busiest host,
-        over its whole link.
+        """Seconds of what leaves the busiest host over its whole link: no schedule is faster.
 
         On one host alone nothing leaves; there it is what the busiest rank moves.
         """
@@ -172,8 +170,7 @@ class Facts:
 
     @classmethod
     def of_ranks(cls, ranks: Sequence[Self]) -> Self:
-        """The ranks' facts in one: of numbers the most, of flags whether any is set, of texts the
-        first that says something.
+        """The ranks' facts in one: the largest number, any flag that is set, the first text.
 
         Raises:
             TypeError: a field is none of these, so that the subclass has to say how.

@@ -54,9 +54,7 @@ class Piece:
         return flat if self.numel == len(flat) else flat[self.start : self.stop]
 
     def formed(self, flat: Tensor) -> Tensor:
-        """Its elements in the parameter's shape and strides where they are all of it, else as they
-        are; a view.
-        """
+        """A view of its elements, in the parameter's shape and strides if they are all of it."""
         return unlined(flat, self.parameter) if self.numel == self.parameter.numel() else flat
 
 
@@ -86,9 +84,7 @@ def _order(parameter: Tensor) -> list[int]:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """What autograd left in a parameter's `.grad` on this rank, also where reading `.grad` is
-    something larger.
-    """
+    """A parameter's gradient from autograd on this rank; `.grad` may be something larger."""
     with torch._C.DisableTorchFunctionSubclass():  # it is not the value that is asked for
         gradient: Tensor | None = _GRAD.__get__(parameter)
     return gradient

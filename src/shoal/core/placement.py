@@ -101,8 +101,7 @@ def check_placement(
     *,
     stale: bool = False,
 ) -> None:
-    """Refuse a placement that is none, that matches nothing, or that gives parameters to a rank
-    that can own none.
+    """Refuse a placement that matches nothing, or names a rank that can own nothing.
 
     Args:
         placement: as given.

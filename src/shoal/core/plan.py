@@ -27,8 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """How one layer is served. `exchange` names what carries its gradients; a strategy that needs
-    none leaves it ''.
+    """How one layer is served; `exchange` carries its gradients, '' if none is needed.
 
     Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among
     themselves.

@@ -189,9 +189,7 @@ def _joined_ranks(timeout_s: float, start_timeout_s: float) -> Comm:
 
 
 def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:
-    """The session of a worker, or of a tail host; where there are servers or a tail all of them
-    call this at once.
-    """
+    """The session of a worker or tail host; all of them call this at once."""
     world = World(comm.rank, comm.workers, comm.topology.hosts[comm.rank])
     if comm.workers == comm.size:
         return Session(comm, world, cluster=cluster)

@@ -82,8 +82,7 @@ def parallelize(
     micro_batches: int = MICRO_BATCHES,
     search_options: SearchOptions = DEFAULT,
 ) -> tuple[Any, Any, Any]:
-    """Change a model, its loss and its optimizer, in place, so that the ordinary loop trains on all
-    ranks as one.
+    """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
     After `loss.backward()` every `.grad` is the mean over the global batch, the same on every rank.
 
@@ -344,8 +343,7 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def shard(loader: DataLoader[T]) -> DataLoader[T]:
-    """A DataLoader that gives this rank its own rows: none twice, none lost, as many batches on
-    every rank.
+    """A DataLoader of this rank's own rows: none twice, none lost, as many batches everywhere.
 
     On a tail host, which has no rows of its own, it is the loader itself.
 
@@ -459,9 +457,7 @@ def _measured(session: Session) -> Cluster:
 
 
 def _machine() -> str:
-    """A name for the machine under all its containers and network namespaces: ranks with one name
-    share its cores.
-    """
+    """A name for the machine under its containers: ranks with one name share its cores."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

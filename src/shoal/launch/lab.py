@@ -51,8 +51,7 @@ SYNTAX = {
 
 @final
 class Lab(Launcher):
-    """Hosts as network namespaces with shaped links; rank r of a job runs on host h<r //
-    ranks_per_host>.
+    """Hosts as network namespaces with shaped links, `ranks_per_host` ranks on each.
 
     `launch` builds the lab and takes it down again. Inside `with Lab(...) as lab:` it stays up
     between launches.
@@ -249,9 +248,7 @@ class Lab(Launcher):
             )
 
     def _shape(self, namespace: str, device: str, delayed: bool) -> None:
-        """Put the queues on one end of a link: its rate on both ends, the delay on the host's only
-        (one way, once).
-        """
+        """Put the queues on one end of a link: rates on both ends, the delay on the host's only."""
         queues = [queue for queue in (self._netem() if delayed else (), self._tbf()) if queue]
         for place, queue in zip(
             (("root", "handle", "1:"), ("parent", "1:1", "handle", "2:")), queues, strict=False

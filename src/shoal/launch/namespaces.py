@@ -33,9 +33,7 @@ NEW_MOUNTS, BIND, PRIVATE = 0x20000, 0x1000, 0x4000 | 0x40000
 
 
 def claim(last: str) -> str:
-    """Make the namespace `shoal-<pid>-<n>-<last>` with the first free n; the lab that holds it owns
-    all its prefix.
-    """
+    """Make the namespace `shoal-<pid>-<n>-<last>` with the first free n, for one lab."""
     number = 0
     while complaint := attempt("ip", "netns", "add", f"shoal-{os.getpid()}-{number}-{last}"):
         if not (NAMES / f"shoal-{os.getpid()}-{number}-{last}").exists():

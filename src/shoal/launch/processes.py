@@ -95,8 +95,7 @@ def environment(job: Job, **launcher: str) -> dict[str, str]:
 
 
 class Interrupts:
-    """Holds Ctrl-C, SIGTERM and SIGHUP back until all is cleaned up, then lets the signal do what
-    it would have done.
+    """Holds Ctrl-C, SIGTERM and SIGHUP back until all is cleaned up, then lets them act.
 
     Off the main thread, where Python takes no signals, it holds nothing. A signal that was being
     ignored stays ignored.

@@ -99,9 +99,7 @@ def _number(variable: str, default: str = "") -> int:
 
 
 def agreed(store: TCPStore) -> tuple[str, int | None] | None:
-    """What the ranks agreed on to have befallen the job, and the rank that failed, if one did; None
-    if nothing has.
-    """
+    """The verdict of the ranks, and the rank that failed, if one did; None if there is none."""
     key = f"{scope()}/{VERDICT}"
     if not store.check([key]):
         return None

@@ -1,5 +1,4 @@
-"""The lanes, the link and the processor of one rank during a predicted step: what is sent and
-computed, and until when.
+"""The lanes, link and processor of a rank in a predicted step: what they do, and until when.
 
 A lane does one job after the other. A job is parts of some seconds each, were it alone with what
 they take:
@@ -91,8 +90,7 @@ class Lanes:
         return f"server lane {number}", f"lane {number} from servers"
 
     def wait(self, clock: float, phase: Phase, beside_s: float = 0.0) -> float:
-        """Have the main thread at its `clock` send a phase, on the link beside lanes, compute for
-        so long, and wait.
+        """Have the main thread at its `clock` send a phase on the link, compute, and wait.
 
         Returns:
             The new clock.
@@ -129,9 +127,7 @@ class Lanes:
         return Part(seconds, processor=1.0)
 
     def pay(self, clock: float) -> float:
-        """Run the lanes while the main thread computes up to its `clock`, were it alone: its clock
-        beside them.
-        """
+        """Run lanes while the main thread computes to its `clock` alone: its clock beside them."""
         left_s = clock - self.now_s
         while left_s > _OVER_S:
             left_s -= self._advance(left_s)

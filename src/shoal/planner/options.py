@@ -113,9 +113,7 @@ def pairs_of(
 
 
 def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str, Option]:
-    """The pins, and what they say of other layers (PlanError where a layer cannot be served so, or
-    pins disagree).
-    """
+    """The pins, and what follows for other layers (PlanError where they cannot be kept)."""
     complete = dict(pinned)
     for name, (strategy, exchange) in pinned.items():
         _check_pin(predictor, predictor.layer(name), strategy, exchange)

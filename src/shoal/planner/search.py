@@ -97,9 +97,7 @@ def search(
 
 
 class _Search:
-    """One descent; holds how buckets are carried, and each layer's strategy (with its own exchange,
-    where pinned).
-    """
+    """One descent: how buckets are carried, and each layer's strategy and exchange."""
 
     def __init__(
         self,
@@ -202,9 +200,7 @@ class _Search:
     def _carried(
         self, picks: dict[str, Option], carrier: _Carrier, best_s: float
     ) -> tuple[float, _Carrier]:
-        """The best step and the way to carry buckets that has it: bucket sizes, then each
-        strategy's exchanges.
-        """
+        """The best step, with the bucket sizes and each strategy's exchanges that give it."""
 
         def carriers() -> Iterator[_Carrier]:
             for nbytes in self._tried.bucket_bytes:

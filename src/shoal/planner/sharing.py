@@ -1,5 +1,4 @@
-"""What is decided for the plan that a search has found: chunks, micro-batches at the tail, and how
-tail hosts share.
+"""What is decided for a found plan: chunks, micro-batches at the tail, how tail hosts share.
 
 The last is a plan within the plan, for a job of their own: each has the rows of its workers, W/T
 times those of one, and the layers are served as those of any job.
@@ -31,8 +30,7 @@ def plan_for(
     options: SearchOptions = DEFAULT,
     **how: Any,
 ) -> Plan:
-    """The plan that `search` finds, in how many chunks rows come to layers that workers cut, and
-    how tail hosts share.
+    """The plan that `search` finds, with its chunks of rows and how tail hosts share.
 
     Args:
         profile: the model, as profiled in so many micro-batches.

@@ -186,8 +186,7 @@ class Predictor:
         return Priced(site, self.cost(site), site.layers[number])
 
     def floor_s(self, plan: Plan) -> float:
-        """What no schedule of this plan can beat: its compute, or its bytes that leave a host at
-        the rate of the link.
+        """What no schedule of this plan beats: its compute, or a host's bytes at the link's rate.
 
         Compute is the main thread's, with what lanes compute and the processor time of the bytes
         where they share its processor. For what a main thread waits for there is no more than its

@@ -281,8 +281,7 @@ def _complete(profile: ModelProfile) -> ModelProfile:
 
 
 def _in_backward_order(profile: ModelProfile) -> ModelProfile:
-    """Layers by the moment of their last gradient, unused ones last; what registers later comes
-    sooner among equals.
+    """Layers by the moment of their last gradient, unused ones last; of equals the later first.
 
     An order that every rank saw in every step is also that of its medians, and of the ranks'
     maxima.

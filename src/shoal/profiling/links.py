@@ -120,9 +120,7 @@ def _shifter(comm: Comm, size: int) -> Callable[[int], float]:
 
 
 def _partners(comm: Comm) -> tuple[int, int]:
-    """Whom this rank receives from, and sends to: as far away as the largest host is long, with the
-    hosts in a ring.
-    """
+    """Whom this rank receives from and sends to: in a ring of hosts, the largest host away."""
     ring = [rank for ranks in comm.topology.ranks_on.values() for rank in ranks]
     place, away = ring.index(comm.rank), comm.topology.ranks_per_host % comm.size or 1
     return ring[place - away], ring[(place + away) % comm.size]

@@ -107,8 +107,7 @@ def probe_paces(
 
 
 def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing: int = 1) -> Pace:
-    """Measure what main threads wait for: rows from every rank to every other, one move at a time,
-    between computing.
+    """Measure what main threads wait for: rows among all ranks, one move at a time.
 
     Ranks that share cores come to a move one after the other, about a time slice of the kernel's
     apart, and wait for the last.
@@ -148,8 +147,7 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
 def probe_duplex(
     comm: Comm, exchange: SplitExchange, shares: Sequence[float], num_lanes: int, nbytes: int
 ) -> float:
-    """Measure how much of its rate each direction of the links keeps while buckets go to servers
-    and come from them.
+    """Measure how much of its rate each direction of a link keeps while both are in use.
 
     Where packets wait long at a link, what acknowledges those that come waits behind those that go,
     and TCP with it.

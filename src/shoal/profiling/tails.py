@@ -48,9 +48,7 @@ _NONE = "no module that has it puts out what the model returns"
 
 @dataclass(frozen=True)
 class Tail:
-    """An end of the model: what its modules put out goes to the loss and nowhere else. Bytes and
-    seconds of a rank.
-    """
+    """An end of the model, whose output goes to the loss only; bytes and seconds of a rank."""
 
     # called one after the other, each with what the one before has put out
     modules: tuple[str, ...]

@@ -56,9 +56,7 @@ class Clock:
         return float(start.elapsed_time(end)) / 1000
 
     def usual(self, work: Callable[[], object]) -> float:
-        """Seconds that `work` takes, the median of a few times (of many, where it is quick) after
-        one to warm up.
-        """
+        """Seconds that `work` takes after a warm-up, the median of some runs."""
         first_s = self._time(work)
         times = max(_FEWEST, min(int(_ENOUGH_S / max(first_s, 1e-9)), _MOST))
         return median(self._time(work) for _ in range(times))

@@ -29,8 +29,7 @@ RANDOM_STATE = threading.Lock()
 
 @contextmanager
 def untraced(sample: Sample) -> Iterator[None]:
-    """Put the sample's model (and loss, if that is a module) into training, without gradients; put
-    all back at the end.
+    """Put the sample's model and loss into training, without gradients, and back at the end.
 
     Threads that are ranks share the random state: let all of them enter before one draws, and all
     finish before one leaves.

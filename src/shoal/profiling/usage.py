@@ -29,9 +29,7 @@ _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 class Readers(TorchFunctionMode):
-    """While active, notes which parameters are read, and for each layer the first use other than by
-    its own forward.
-    """
+    """Notes which parameters are read, and a layer's first use but by its own forward."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         super().__init__()

@@ -163,9 +163,7 @@ def _without_model(placed_site: PlacedSite) -> PlacedSite:
 
 
 def _spans(site: Site, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-    """What a site that is a part of a layer has of its parameters, from which element to which; {}
-    for a whole one.
-    """
+    """What a part of a layer has of each parameter, from where to where; {} for a whole layer."""
     if site.parts == 1:
         return {}
     names = list(parameters)
