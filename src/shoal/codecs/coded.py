@@ -182,13 +182,13 @@ class CodedCarrier(Carrier):
             values = self.bucket.values(rank)
             values.copy_(values.to(self._wide).add_(sent))
 
-    def kept(self, what: str, rank: int) -> Tensor:
+    def kept(self, label: str, rank: int) -> Tensor:
         memory = self._memory.setdefault((_OWNER, rank), {})
-        if what not in memory:
-            memory[what] = torch.zeros(
+        if label not in memory:
+            memory[label] = torch.zeros(
                 self.bucket.num_values[rank], dtype=self._wide, device=self.bucket.flat.device
             )
-        return memory[what]
+        return memory[label]
 
     def tensors(self) -> Sequence[Tensor]:
         return [numbers for memory in self._memory.values() for numbers in memory.values()]
@@ -197,13 +197,13 @@ class CodedCarrier(Carrier):
         bucket = self.bucket
         state: StateDict = {}
         for (leg, rank), memory in self._memory.items():
-            for what, numbers in memory.items():
+            for label, numbers in memory.items():
                 parts = numbers.split([span.stop - span.start for span in bucket.spans[rank]])
                 for span, part in zip(bucket.spans[rank], parts, strict=True):
                     entries = state.setdefault(span.name, {})
-                    if f"{leg}.{what}" not in entries:
-                        entries[f"{leg}.{what}"] = part.new_zeros(bucket.numels[span.name])
-                    entries[f"{leg}.{what}"][span.start : span.stop] = part
+                    if f"{leg}.{label}" not in entries:
+                        entries[f"{leg}.{label}"] = part.new_zeros(bucket.numels[span.name])
+                    entries[f"{leg}.{label}"][span.start : span.stop] = part
         return state
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -212,7 +212,7 @@ class CodedCarrier(Carrier):
         for rank, spans in enumerate(bucket.spans):
             kinds = {kind for span in spans for kind in state.get(span.name, {})}
             for kind in sorted(kinds):
-                leg, _, what = kind.partition(".")
+                leg, _, label = kind.partition(".")
                 numbers = torch.cat(
                     [
                         entries[kind][span.start : span.stop].to(bucket.flat.device, self._wide)
@@ -222,7 +222,7 @@ class CodedCarrier(Carrier):
                     ]
                 )
                 if numbers.any():  # else it is another rank's, or as at first
-                    self._memory.setdefault((leg, rank), {})[what] = numbers
+                    self._memory.setdefault((leg, rank), {})[label] = numbers
 
     def _gathered(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
         """Every rank's values as they were sent; its control is in its place by then."""
@@ -254,7 +254,7 @@ class CodedCarrier(Carrier):
         if not values.numel():
             return control.clone()
         memory = self._memory.setdefault((leg, rank), {})
-        state = {what: numbers for what, numbers in memory.items() if what != _LOST}
+        state = {label: numbers for label, numbers in memory.items() if label != _LOST}
         code = self._codec.encode(values, state)
         self._check(code, state, len(values))
         if self._feedback and leg != _CHANGES:
@@ -274,15 +274,15 @@ class CodedCarrier(Carrier):
                 expected=f"{nbytes} bytes, uint8, for {numel} values",
                 do="mend its encode, or its nbytes",
             )
-        for what, numbers in state.items():
+        for label, numbers in state.items():
             shape = tuple(numbers.shape) if isinstance(numbers, Tensor) else None
-            if shape != (numel,) or what == _LOST:
+            if shape != (numel,) or label == _LOST:
                 raise UsageError(
-                    f"the codec {self._codec} keeps {what!r}, which cannot be saved",
+                    f"the codec {self._codec} keeps {label!r}, which cannot be saved",
                     got=repr(numbers) if shape is None else f"a tensor of shape {shape}",
                     expected=f"a tensor of {numel} numbers, as many as there are values",
                     do=f"take another key than {_LOST!r}, which is Shoal's own"
-                    if what == _LOST
+                    if label == _LOST
                     else "put in one number for each value, as torch.zeros_like(values) has",
                 )
 

@@ -69,8 +69,8 @@ class Border:
                     do="parallelise while it is trainable and freeze it afterwards, until it is to "
                     "train",
                 )
-        for given in self._given:
-            given.check()
+        for noted in self._given:
+            noted.check()
 
     def outward(self, output: Any, weight: Weight) -> Any:
         """The same output, its tensors through the border. Objects of unknown classes are changed
@@ -115,15 +115,15 @@ class Border:
                 if parameter.requires_grad
             }
             gone = [
-                each.name
-                for each in self._given
-                if id(each.parameter) not in here and each.parameter.requires_grad
+                noted.name
+                for noted in self._given
+                if id(noted.parameter) not in here and noted.parameter.requires_grad
             ]
         added = [name for number, name in here.items() if number not in self._known]
         for name in gone[:1] or added[:1]:
-            what = "is no longer the model's" if gone else "is new"
+            change = "is no longer the model's" if gone else "is new"
             raise UsageError(
-                f"parameter {name} {what}: the model was changed after parallelize",
+                f"parameter {name} {change}: the model was changed after parallelize",
                 where=name,
                 do="add, replace and tie layers before parallelize; freeze what is to be taken out "
                 "later",
@@ -164,14 +164,14 @@ class _Given:
     def check(self) -> None:
         """Raise UsageError unless it is still so."""
         with torch._C.DisableTorchFunctionSubclass():
-            its, trains = self.parameter, self.parameter.requires_grad
-            now = its.dtype, its.device, None if self.strides is None else its.stride()
+            plain, trains = self.parameter, self.parameter.requires_grad
+            present = plain.dtype, plain.device, None if self.strides is None else plain.stride()
         then = self.dtype, self.device, self.strides
-        if trains and now != then:
+        if trains and present != then:
             raise UsageError(
                 f"parameter {self.name} was converted after parallelize",
                 where=self.name,
-                got="{} on {}, with strides {}".format(*now),
+                got="{} on {}, with strides {}".format(*present),
                 expected="{} on {}, with strides {}, as it was then".format(*then),
                 do="convert the model, model.to(...), before parallelize; for mixed precision use "
                 "torch.autocast",

@@ -71,8 +71,9 @@ class Engine(Rounds):
         self.routes = Routes(self.transfers, lanes, served, back, device)
         self._main = tuple(main)
         self._timetable = Timetable(self.transfers, self.routes)
-        landing = [each for each in transfers if each.cadence.on is Event.GRADIENTS_LANDED]
-        self._landing = tuple(landing)
+        self._landing = tuple(
+            transfer for transfer in transfers if transfer.cadence.on is Event.GRADIENTS_LANDED
+        )
         self._accumulating = 0  # contexts inside one another
         self._round = self._next_round()
         for transfer in self.transfers:

@@ -39,18 +39,18 @@ class Errand:
         self,
         work: Callable[[Comm], None],
         comm: Comm,
-        what: str,
+        purpose: str,
         device: torch.device | None = None,
     ) -> None:
         """Queued now, by the thread whose computing it comes after; it computes on `device`, which
         has streams.
         """
-        self.what = what
+        self.purpose = purpose
         self._work = work
         self._comm = comm
         self._device = device
         self._process = os.getpid()
-        self._queued = now(device)
+        self._queued = this_moment(device)
         self._computed: torch.Event | None = None
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -61,7 +61,7 @@ class Errand:
         try:
             after(self._queued, self._device)
             self._work(self._comm)
-            self._computed = now(self._device)
+            self._computed = this_moment(self._device)
         except BaseException as error:
             self._error = error
         self._done.set()
@@ -125,7 +125,7 @@ def streaming(devices: Iterable[torch.device]) -> torch.device | None:
     return next((device for device in devices if device.type in _HAVE_STREAMS), None)
 
 
-def now(device: torch.device | None) -> torch.Event | None:
+def this_moment(device: torch.device | None) -> torch.Event | None:
     """This moment in what the calling thread computes on a device with streams."""
     return None if device is None else torch.accelerator.current_stream(device).record_event()
 
@@ -162,7 +162,7 @@ class Lane:
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
         self._thread.start()
 
-    def run(self, work: Callable[[Comm], None], what: str) -> Errand:
+    def run(self, work: Callable[[Comm], None], purpose: str) -> Errand:
         """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would
         do it).
         """
@@ -172,7 +172,7 @@ class Lane:
                 do="train within the session",
             )
         _check_process(self._process)
-        errand = Errand(work, self._comm, what, self._device)
+        errand = Errand(work, self._comm, purpose, self._device)
         self._queue.put(errand)
         return errand
 
@@ -228,7 +228,7 @@ class Lane:
                 if self._failed is None and errand.failed():
                     self._failed = errand
                 if self.recorder is not None:
-                    self.recorder.note(errand.what, self._name, begin_s)
+                    self.recorder.note(errand.purpose, self._name, begin_s)
                 del errand  # do not hold its tensors while waiting for the next
 
 

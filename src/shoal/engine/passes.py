@@ -26,12 +26,12 @@ class Pass:
     """
 
     blocks: list[Block]
-    taken: Tensor
+    activation: Tensor
     put_out: Tensor
 
     def outputs(self, of: Tensor) -> list[tuple[Block, Tensor]]:
         """The blocks' parts of something that has the output's rows."""
-        more, less = len(self.put_out), max(len(self.taken), 1)
+        more, less = len(self.put_out), max(len(self.activation), 1)
         return list(
             zip(
                 self.blocks,
@@ -62,7 +62,7 @@ class Run:
         forms: dict[int, set[Any]] = {}
         for block, activation in self.waiting:
             forms.setdefault(block.worker, set()).add(_form(activation))
-        by_index = any(len(each) > 1 for each in forms.values())
+        by_index = any(len(sizes) > 1 for sizes in forms.values())
         groups: dict[Any, list[tuple[Block, Tensor]]] = {}
         for block, activation in self.waiting:
             key = block.index if by_index else 0, _form(activation)

@@ -29,7 +29,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Round, Transfer
 from shoal.core.buckets import BUCKETS_A_LANE, Buckets
 from shoal.core.errors import WorldError
-from shoal.engine.lanes import Errand, after, now
+from shoal.engine.lanes import Errand, after, this_moment
 from shoal.engine.routes import Routes
 from shoal.engine.weights import Weight
 
@@ -130,7 +130,7 @@ class BackwardRound(Round):
 
     def ready(self, transfer: Transfer) -> None:
         with self._opening:
-            self._ready[transfer] = now(self._routes.device)  # walk 4
+            self._ready[transfer] = this_moment(self._routes.device)  # walk 4
             self._send_in_order()
 
     def make_room(self, transfer: Transfer) -> None:

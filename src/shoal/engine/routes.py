@@ -77,8 +77,8 @@ class Routes:
 
     def send(self, transfer: Transfer) -> Errand:
         """Have a transfer's lane run it. It has been packed, and nothing of it is under way."""
-        what = f"exchange {transfer.label}"
-        errand = self._there[transfer].run(transfer.run, what)  # walk 5
+        purpose = f"exchange {transfer.label}"
+        errand = self._there[transfer].run(transfer.run, purpose)  # walk 5
         if isinstance(transfer, OwnedTransfer):
             with self._changing_last:
                 self._last[transfer] = errand
@@ -88,22 +88,21 @@ class Routes:
         """The same, behind all that its lanes have to do for it."""
         self._behind(transfer, self._there[transfer], transfer.run, f"exchange {transfer.label}")
 
-    def later(self, transfer: Transfer, work: Callable[[Comm], None], what: str) -> None:
-        """Have a transfer's lane do `what` on its way back, behind all that it has to do. The same
-        calls in order on every rank.
+    def later(self, transfer: Transfer, work: Callable[[Comm], None], purpose: str) -> None:
+        """Have a transfer's lane do this work on its way back, behind all that it has to do.
+
+        The same calls in order on every rank.
         """
-        self._behind(transfer, self._back[transfer], work, f"{what} {transfer.label}")
+        self._behind(transfer, self._back[transfer], work, f"{purpose} {transfer.label}")
 
     def beside(
-        self, transfer: Transfer, work: Callable[[Comm], None], what: str, back: bool
+        self, transfer: Transfer, work: Callable[[Comm], None], purpose: str, back: bool
     ) -> Errand:
-        """Have the lane of a transfer's way there, or `back`, do `what`, whatever the transfer
-        itself is at.
-        """
-        return (self._back if back else self._there)[transfer].run(work, what)
+        """Have the lane of a transfer's way there, or `back`, do this work beside the transfer."""
+        return (self._back if back else self._there)[transfer].run(work, purpose)
 
     def _behind(
-        self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], what: str
+        self, transfer: Transfer, lane: Lane, work: Callable[[Comm], None], purpose: str
     ) -> None:
         with self._changing_last:
             before = self._last.get(transfer)
@@ -113,7 +112,7 @@ class Routes:
                     before.result()  # another lane may be at it; if it fails, so does this
                 work(comm)
 
-            self._last[transfer] = lane.run(behind, what)
+            self._last[transfer] = lane.run(behind, purpose)
 
     def settle(self, transfer: Transfer) -> None:
         """Wait until the lanes are done with a transfer; an error there is raised here."""
@@ -121,17 +120,17 @@ class Routes:
         if errand is None:
             return
         # an error here comes again at the next look
-        self.wait(errand, transfer, f"wait for {errand.what}")
+        self.wait(errand, transfer, f"wait for {errand.purpose}")
         with self._changing_last:
             if self._last.get(transfer) is errand:
                 del self._last[transfer]
 
-    def wait(self, errand: Errand, transfer: Transfer, what: str = "") -> None:
-        """Wait for an errand of a transfer, and note it as `what` if that is given."""
+    def wait(self, errand: Errand, transfer: Transfer, purpose: str = "") -> None:
+        """Wait for an errand of a transfer, and note it as `purpose` if that is given."""
         begin_s = perf_counter()
         errand.wait(f"step {self.step}, {transfer.label}")
-        if what:
-            self.note(what, begin_s)
+        if purpose:
+            self.note(purpose, begin_s)
 
     def is_busy(self, transfer: Transfer) -> bool:
         """Whether a lane has something to do with a transfer that nobody has waited for."""
@@ -154,10 +153,10 @@ class Routes:
         for lane in self.lanes:
             lane.recorder = recorder
 
-    def note(self, what: str, begin_s: float) -> None:
+    def note(self, purpose: str, begin_s: float) -> None:
         """Note what the main thread has just done, which began at `begin_s`."""
         if self._recorder is not None:
-            self._recorder.note(what, MAIN, begin_s)
+            self._recorder.note(purpose, MAIN, begin_s)
 
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""

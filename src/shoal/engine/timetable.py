@@ -30,7 +30,8 @@ class Timetable:
         self._routes = routes
         self._listeners: dict[Event, list[Callable[[], None]]] = {event: [] for event in Event}
         self._transfers = {
-            event: [each for each in transfers if each.cadence.on is event] for event in Event
+            event: [transfer for transfer in transfers if transfer.cadence.on is event]
+            for event in Event
         }
         self._counts: Counter[Event] = Counter()
         # what is under way, and the number of the event that it is published at
@@ -65,6 +66,6 @@ class Timetable:
         for transfer in transfers:
             errand, due = self._under_way.get(transfer, (None, 0))
             if errand is not None and due <= number:  # later, where it failed then
-                self._routes.wait(errand, transfer, f"wait for {errand.what}")
+                self._routes.wait(errand, transfer, f"wait for {errand.purpose}")
                 transfer.publish()
                 del self._under_way[transfer]

@@ -63,10 +63,14 @@ class Weigher:
         self._comm.reached(where)
         first = self._asked == 0
         digest = _digest(batch) if first and _tensors(batch) else (0, 0)
-        mine = torch.tensor([count, self._asked, *digest], dtype=torch.float64, device="cpu")
+        own_values = torch.tensor([count, self._asked, *digest], dtype=torch.float64, device="cpu")
         self._asked += 1
         weight = Weight(
-            count, self._usual, lambda: self._ask(mine), self._comm.rank, f"{where}, row counts"
+            count,
+            self._usual,
+            lambda: self._ask(own_values),
+            self._comm.rank,
+            f"{where}, row counts",
         )
         if first:
             self._usual = weight.usual = max(weight.counts()) or 1.0
@@ -82,10 +86,11 @@ class Weigher:
                 )
         return weight
 
-    def _ask(self, mine: Tensor) -> _Asked:
+    def _ask(self, own_values: Tensor) -> _Asked:
         assert self._comm is not None and self._lane is not None
-        theirs = [torch.empty_like(mine) for _ in range(self._comm.size)]
-        return self._lane.run(lambda comm: comm.all_gather(theirs, mine), "row counts"), theirs
+        theirs = [torch.empty_like(own_values) for _ in range(self._comm.size)]
+        errand = self._lane.run(lambda comm: comm.all_gather(theirs, own_values), "row counts")
+        return errand, theirs
 
     def drain(self) -> None:
         """Wait for the counts that were asked for."""
@@ -150,16 +155,17 @@ class Weight:
             UsageError: the other is 0.
         """
         other.ask()
-        mine, its = self.value(), other.value()
-        if its == 0:
+        own_weight, other_weight = self.value(), other.value()
+        if other_weight == 0:
             raise UsageError(
                 "one backward has gradients of two calls of the model, and this rank had no rows "
                 "in the later call",
                 do="call backward once for each call of the model, or give every rank rows",
             )
-        return (
-            None if mine == its else (1.0 if mine is None else mine) / (1.0 if its is None else its)
-        )
+        if own_weight == other_weight:
+            return None
+        over_weight = 1.0 if other_weight is None else other_weight
+        return (1.0 if own_weight is None else own_weight) / over_weight
 
     def counts(self) -> list[float]:
         """Every rank's count. Waits for them.

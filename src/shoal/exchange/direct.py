@@ -78,18 +78,18 @@ class Direct(DeliveringExchange):
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send one's own slice to all workers; receive what others own in place."""
-        mine = slices[comm.rank]
+        own = slices[comm.rank]
         pending = [
             comm.receive(slices[r], r)
             for r in comm.others
             if comm.rank < comm.workers and slices[r].numel()
         ]
-        at_host = mine.cpu()  # once for all, where it lies on a GPU
+        at_host = own.cpu()  # once for all, where it lies on a GPU
         pending += _sent(
-            comm, [(at_host, r) for r in comm.others if r < comm.workers and mine.numel()]
+            comm, [(at_host, r) for r in comm.others if r < comm.workers and own.numel()]
         )
-        for each in pending:
-            each.wait()
+        for transmission in pending:
+            transmission.wait()
 
 
 def _sent(comm: Comm, messages: Sequence[tuple[Tensor, int]]) -> list[Pending]:

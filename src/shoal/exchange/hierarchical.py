@@ -52,7 +52,7 @@ class Hierarchical(SplitExchange):
         """As `direct` sends foreign slices and its own back; but what crosses, a rank does for
         those it collects.
         """
-        ranks, others = range(topology.size), len(topology.ranks_on) - 1
+        ranks, other_hosts = range(topology.size), len(topology.ranks_on) - 1
         sizes = bucket.slice_bytes(topology.size)
         # of all slices whose owners have that place on their hosts
         at_place = [0] * topology.ranks_per_host
@@ -61,19 +61,19 @@ class Hierarchical(SplitExchange):
         beside = [len(topology.ranks_on[host]) - 1 for host in topology.hosts]
         collected = [sum(at_place[topology.local_ranks[r] :: beside[r] + 1]) for r in ranks]
         both_ways = tuple(
-            sum(sizes) - sizes[r] + beside[r] * collected[r] + others * sizes[r] for r in ranks
+            sum(sizes) - sizes[r] + beside[r] * collected[r] + other_hosts * sizes[r] for r in ranks
         )
         return Traffic(
             sent=both_ways,
             received=both_ways,
-            rounds=2 * ((others > 0) + any(beside)) if bucket.numel else 0,
-            leaving=tuple(collected[r] - sizes[r] + others * sizes[r] for r in ranks),
+            rounds=2 * ((other_hosts > 0) + any(beside)) if bucket.numel else 0,
+            leaving=tuple(collected[r] - sizes[r] + other_hosts * sizes[r] for r in ranks),
         )
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up what one collects inside the host, then the hosts' sums of one's own slice."""
         hosts = comm.topology.ranks_on
-        mine, own_host, collected = (
+        own, own_host, collected = (
             slices[comm.rank],
             comm.topology.hosts[comm.rank],
             _collected(slices, comm),
@@ -82,13 +82,13 @@ class Hierarchical(SplitExchange):
         afar = [_collector(comm.rank, host, comm.topology) for host in hosts if host != own_host]
 
         inside = {o: _receive(comm, slices[o], beside) for o in collected}
-        across = _receive(comm, mine, afar) if mine.numel() else []
+        across = _receive(comm, own, afar) if own.numel() else []
         sends = [comm.send(slices[o], r) for r in beside for o in _collected(slices, comm, r)]
         for o in collected:
             _add(slices[o], inside[o], place=comm.topology.local_ranks[comm.rank])
             if o != comm.rank:
                 sends.append(comm.send(slices[o], o))
-        _add(mine, across, place=list(hosts).index(own_host))
+        _add(own, across, place=list(hosts).index(own_host))
         for send in sends:
             send.wait()
 
@@ -97,7 +97,7 @@ class Hierarchical(SplitExchange):
         one.
         """
         hosts = comm.topology.ranks_on
-        mine, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
+        own, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
         beside = [r for r in hosts[own_host] if r != comm.rank]
         afar = [_collector(comm.rank, host, comm.topology) for host in hosts if host != own_host]
         collected = _collected(slices, comm)[::-1]  # its own first, then as the owners send
@@ -106,13 +106,13 @@ class Hierarchical(SplitExchange):
         pending = [
             comm.receive(slices[o], r) for r in beside for o in _collected(slices, comm, r)[::-1]
         ]
-        pending += [comm.send(mine, r) for r in afar if mine.numel()]
+        pending += [comm.send(own, r) for r in afar if own.numel()]
         for o in collected:
             if o != comm.rank:
                 across[o].wait()
             pending += [comm.send(slices[o], r) for r in beside]
-        for each in pending:
-            each.wait()
+        for transmission in pending:
+            transmission.wait()
 
 
 def _collector(owner: int, host: str, topology: Topology) -> int:
@@ -140,16 +140,16 @@ def _receive(comm: Comm, like: Tensor, sources: Sequence[int]) -> list[tuple[Ten
     return [(part, comm.receive(part, source)) for part, source in zip(parts, sources, strict=True)]
 
 
-def _add(own: Tensor, others: Sequence[tuple[Tensor, Pending]], place: int) -> None:
+def _add(own: Tensor, addends: Sequence[tuple[Tensor, Pending]], place: int) -> None:
     """Add what comes to `own`, which stands at its `place` among them, in that order: the bits
     depend on no owner.
     """
     total: Tensor | None = None
-    for part, pending in others[:place]:
+    for part, pending in addends[:place]:
         pending.wait()
         total = part if total is None else total.add_(part)
     if total is not None:
         own.add_(total)
-    for part, pending in others[place:]:
+    for part, pending in addends[place:]:
         pending.wait()
         own.add_(part)

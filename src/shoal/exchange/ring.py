@@ -81,14 +81,14 @@ class Ring(SplitExchange):
             return
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         in_order = [slices[(first - step) % comm.size] for step in range(comm.size)]
-        outgoing, *coming = [chunked(each, self.chunk_bytes) for each in in_order]
+        outgoing, *coming = [chunked(part, self.chunk_bytes) for part in in_order]
         incoming = [chunk for chunks in coming for chunk in chunks]
         num_passed = len(incoming) - len(coming[-1])  # the last slice to come stays here
         arriving = arrivals(comm, left, landing_beside(incoming) if add else incoming)
         sends = [comm.send(chunk, right) for chunk in outgoing]
-        for index, (chunk, landed) in enumerate(zip(incoming, arriving, strict=True)):
+        for index, (chunk, received) in enumerate(zip(incoming, arriving, strict=True)):
             if add:
-                chunk.add_(landed)
+                chunk.add_(received)
             if index < num_passed:
                 sends.append(comm.send(chunk, right))
         for send in sends:

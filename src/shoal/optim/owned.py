@@ -98,7 +98,9 @@ class OwnedPart(Part):
     def _state_for(self, server: int) -> TakeState:
         """What a server is to take of `optimizer.state`."""
         state = self.optimizer.state
-        of_transfers = (state_of_pieces(each, server, state) for each in self._owners.served)
+        of_transfers = (
+            state_of_pieces(transfer, server, state) for transfer in self._owners.served
+        )
         states = ({n: Data(piece) for n, piece in pieces.items()} for pieces in of_transfers)
         return TakeState(self._number, tuple(states))
 
@@ -114,7 +116,9 @@ class OwnedPart(Part):
         if served := [transfer for transfer, _ in leaving if transfer in numbers]:
 
             def update_for(server: int) -> UpdatePieces:
-                steps = {numbers[each]: steps_of(each, group_of, server) for each in served}
+                steps = {
+                    numbers[transfer]: steps_of(transfer, group_of, server) for transfer in served
+                }
                 return UpdatePieces(self._number, steps, Data(captured), Data(attributes_now))
 
             self._owners.tell(OfRank(update_for))  # 5  order 1

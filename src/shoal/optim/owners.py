@@ -52,7 +52,10 @@ def tell_nobody(order: AnyModelOrder | OfRank, /) -> None:
 def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
     """Each one's norm, in float64, on the CPU; for a GPU all wait at once."""
     norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64) for t in tensors]
-    return torch.stack([each.to(norms[0].device) for each in norms]).cpu().unbind() if norms else ()
+    if not norms:
+        return ()
+    device = norms[0].device
+    return torch.stack([tensor_norm.to(device) for tensor_norm in norms]).cpu().unbind()
 
 
 def norm(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -114,7 +117,8 @@ class Owners:
         first = served[max(0, len(served) - late) :]
         # In the order in which forward needs them. Autograd runs nodes from last to first, so the
         # parameter that has all of its gradient first is the one that forward comes to last.
-        self.returning = (*first, *(each for each in reversed(self.transfers) if each not in first))
+        summed = (transfer for transfer in reversed(self.transfers) if transfer not in first)
+        self.returning = (*first, *summed)
         self.rank = rank
         self.tell: Tell = tell
         known = (p for transfer in self.served for p in transfer.parameters)
@@ -164,21 +168,21 @@ class Owners:
         for transfer in self._transfers[parameter]:
             self._engine.routes.settle(transfer)  # 12
         with self._marking:
-            for each in {
-                each for transfer in self._transfers[parameter] for each in transfer.parameters
+            for member in {
+                member for transfer in self._transfers[parameter] for member in transfer.parameters
             }:
-                came = isinstance(each, ComingParameter) and not any(
-                    map(self._engine.routes.is_busy, self._transfers[each])
+                came = isinstance(member, ComingParameter) and not any(
+                    map(self._engine.routes.is_busy, self._transfers[member])
                 )
                 if came:
-                    each.__class__ = GuardedParameter
-                    if each in self._versions:
-                        self._versions[each] = each._version
+                    member.__class__ = GuardedParameter
+                    if member in self._versions:
+                        self._versions[member] = member._version
 
     def laid_open(self, parameter: nn.Parameter, memory: Tensor) -> None:
         """Take a parameter for changed, as long as somebody has its memory, and once more."""
         if parameter in self._versions:
-            kept = [each for each in self._open.get(parameter, ()) if each() is not None]
+            kept = [view for view in self._open.get(parameter, ()) if view() is not None]
             self._open[parameter] = [*kept, ref(memory)]
 
     def tell_changes(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -191,7 +195,7 @@ class Owners:
             self._versions |= {p: p._version for p in changed}
             for parameter in changed & self._open.keys():
                 self._open[parameter] = [
-                    each for each in self._open[parameter] if each() is not None
+                    view for view in self._open[parameter] if view() is not None
                 ]
                 if not self._open[parameter]:
                     del self._open[parameter]
@@ -229,11 +233,11 @@ class Owners:
         numbers: list[Tensor] = []
         for served in (False, True):
             some = [transfer for transfer in self.transfers if transfer.served == served]
-            mine = norm(_gradients(some, parameters), order)
+            own_norm = norm(_gradients(some, parameters), order)
 
-            def gather(comm: Comm, mine: Tensor = mine) -> None:
-                all_of_them = [torch.empty_like(mine) for _ in range(comm.size)]
-                comm.all_gather(all_of_them, mine)
+            def gather(comm: Comm, own_norm: Tensor = own_norm) -> None:
+                all_of_them = [torch.empty_like(own_norm) for _ in range(comm.size)]
+                comm.all_gather(all_of_them, own_norm)
                 numbers.extend(all_of_them)
 
             if some:
@@ -300,11 +304,11 @@ class _Fetch:
         self._used: set[nn.Parameter] = set()
 
     def run(self, comm: Comm) -> None:
-        mine = [
+        own_gradients = [
             torch.zeros_like(piece.of(piece.parameter)) if gradient is None else gradient
             for piece, gradient in zip(self.transfer.pieces, self.transfer.gradients(), strict=True)
         ]
-        for piece, value in self.transfer.gather(mine, Turn.GRADIENTS, comm):
+        for piece, value in self.transfer.gather(own_gradients, Turn.GRADIENTS, comm):
             if piece.parameter in self._lines:
                 self._lines[piece.parameter][piece.start : piece.stop] = value
         self._used = self.transfer.used()

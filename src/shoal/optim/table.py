@@ -38,10 +38,10 @@ class TablePart(Part):
 
     def open(self) -> None:
         """Have the servers make the step."""
-        now = attributes(self.optimizer)
+        attributes_now = attributes(self.optimizer)
         for group in self.optimizer.param_groups:
             for _, table in self._found(group["params"]):
-                table.step(self._number, settings(group), now)
+                table.step(self._number, settings(group), attributes_now)
         held = self.parameters()
         self.mark(held)
         self._hidden.enter_context(hidden(held))  # 7

@@ -114,14 +114,14 @@ class Update:
             values = self.step(self._transfer.gradients(), steps, groups, attributes)
             # 11
             gathered = self._transfer.gather(values, Turn.VALUES, comm)
-            taken = [
+            new_values = [
                 (piece.of(piece.parameter), value)
                 for piece, value in gathered
                 if piece.parameter in parameters
                 and not (self._transfer.exact and piece in self._tensors)
             ]
-            if taken:
-                torch._foreach_copy_([old for old, _ in taken], [new for _, new in taken])
+            if new_values:
+                torch._foreach_copy_([old for old, _ in new_values], [new for _, new in new_values])
             self._transfer.close_bucket()
 
         return update

@@ -21,12 +21,12 @@ class WholePart(Part):
         others: the other parts, a list that may grow.
     """
 
-    def __init__(self, optimizer: Optimizer, others: Sequence[Part]) -> None:
+    def __init__(self, optimizer: Optimizer, other_parts: Sequence[Part]) -> None:
         super().__init__(optimizer)
-        self._others = others
+        self._other_parts = other_parts
 
     def has(self, parameter: nn.Parameter) -> bool:
-        return not any(part.has(parameter) for part in self._others)
+        return not any(part.has(parameter) for part in self._other_parts)
 
     def open(self) -> None: ...
 

@@ -81,7 +81,7 @@ def receive(reader: Reader[M], source: int, comm: Comm, head_bytes: int = HEAD_B
         message, tensors = reader.read(text)
     except ValueError as error:
         raise _no_message(source, comm, str(error)) from error
-    for pending in [comm.receive(each, source) for each in tensors if each.numel()]:
+    for pending in [comm.receive(tensor, source) for tensor in tensors if tensor.numel()]:
         pending.wait()
     return message
 

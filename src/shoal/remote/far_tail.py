@@ -93,7 +93,7 @@ class FarTail:
         """A forward of the model begins: its number, and what is set."""
         for name, module in self.modules.items():
             hooked = next(
-                (type(each).__name__ for each in module.modules() if has_hooks(each)), None
+                (type(inner).__name__ for inner in module.modules() if has_hooks(inner)), None
             )
             if hooked is not None:
                 raise UsageError(
@@ -130,8 +130,8 @@ class FarTail:
         with the tail.
         """
         wanted = [p.requires_grad and _is_reached(p) for p in self.parameters.values()]
-        for parameter, its in zip(self.parameters.values(), wanted, strict=True):
-            if its:
+        for parameter, is_wanted in zip(self.parameters.values(), wanted, strict=True):
+            if is_wanted:
                 _mark(parameter)
         return wanted
 
@@ -188,9 +188,9 @@ class FarTail:
 
     def _cuts(self) -> list[AtTail]:
         return [
-            its
+            at_tail
             for p in self.parameters.values()
-            if is_cut(p) and isinstance(its := cut_of(p), AtTail)
+            if is_cut(p) and isinstance(at_tail := cut_of(p), AtTail)
         ]
 
 
@@ -220,7 +220,7 @@ class AtTail(Cut):
         return self.part(wholes)
 
     def change(
-        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         def whole(leaf: Any) -> Any:
             return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
@@ -228,9 +228,9 @@ class AtTail(Cut):
         values = torch.empty(self.like.shape, dtype=self.like.dtype)
         if function.__name__ not in _OVERWRITING:
             values = self.whole(subject)
-        others, kwargs = pytree.tree_map(whole, (tuple(others), dict(kwargs)))
+        args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
         # as torch does, or refuses it
-        function(values.requires_grad_(subject.requires_grad), *others, **kwargs)
+        function(values.requires_grad_(subject.requires_grad), *args, **kwargs)
         self.tail.write_values(self._key, values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:

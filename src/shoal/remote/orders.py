@@ -111,9 +111,9 @@ class OwnersRole:
         raise _unasked("scale")
 
 
-def _unasked(what: str) -> WorldError:
+def _unasked(order: str) -> WorldError:
     return WorldError(
-        f"rank 0 asks a server for {what}, which workers of this model do not",
+        f"rank 0 asks a server for {order}, which workers of this model do not",
         do="start every rank with the same version of Shoal",
         rank=0,
     )
@@ -173,8 +173,8 @@ class UpdatePieces(ModelOrder, frozen=True):
 
     def only(self, transfers: Sequence[int]) -> UpdatePieces:
         """The part of it that concerns these transfers."""
-        given = {number: pieces for number, pieces in self.given.items() if number in transfers}
-        return UpdatePieces(self.optimizer, given, self.groups, self.attributes)
+        pieces_of = {number: pieces for number, pieces in self.given.items() if number in transfers}
+        return UpdatePieces(self.optimizer, pieces_of, self.groups, self.attributes)
 
 
 class GatherState(ModelOrder, frozen=True):

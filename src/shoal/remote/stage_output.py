@@ -132,19 +132,19 @@ class Run:
             )
             for number in sorted(self._forms, reverse=True):
                 form = self._forms[number]
-                landed = torch.empty(form.shape, dtype=form.dtype)
-                pending = hosts.channel.receive(landed) if landed.numel() else DONE
-                self._landing[number] = pending, landed
+                gradient = torch.empty(form.shape, dtype=form.dtype)
+                pending = hosts.channel.receive(gradient) if gradient.numel() else DONE
+                self._landing[number] = pending, gradient
         else:
             self._note(f"backward of micro-batch {index + 1}", self._since_s)
         if index not in self._landing:
             return None
         begin_s = perf_counter()
-        pending, landed = self._landing.pop(index)
+        pending, gradient = self._landing.pop(index)
         pending.wait()  # 10  on through the body
         self._note(f"wait for the gradient of micro-batch {index}", begin_s)
         self._since_s = perf_counter()
-        return landed
+        return gradient
 
     def output(self) -> Tensor:
         """What the tail has put out for this worker's rows; a collective, once."""
@@ -152,10 +152,10 @@ class Run:
             self._output = self.tail.hosts.ask(Output(self.number), Tensor)
         return self._output
 
-    def _note(self, what: str, begin_s: float) -> None:
+    def _note(self, label: str, begin_s: float) -> None:
         recorder = self.tail.hosts.comm.recorder
         if recorder is not None:
-            recorder.note(what, MAIN, begin_s)
+            recorder.note(label, MAIN, begin_s)
 
 
 @final
@@ -304,7 +304,7 @@ def in_micro_batches(batch: Any, rows: int, count: int, *, alike: bool = False) 
 
     leaves, form = pytree.tree_flatten(batch)
     return [
-        pytree.tree_unflatten(list(each), form) for each in zip(*map(split, leaves), strict=True)
+        pytree.tree_unflatten(list(parts), form) for parts in zip(*map(split, leaves), strict=True)
     ]
 
 

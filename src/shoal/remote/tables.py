@@ -199,15 +199,15 @@ class FarTable(Cut):
         return self.part(wholes)
 
     def change(
-        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         def whole(leaf: Any) -> Any:
             return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
 
         values = self._empty() if function.__name__ in _OVERWRITING else self.whole(subject)
-        others, kwargs = pytree.tree_map(whole, (tuple(others), dict(kwargs)))
+        args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
         # as torch does, which refuses it where gradients are on
-        function(values.requires_grad_(), *others, **kwargs)
+        function(values.requires_grad_(), *args, **kwargs)
         self.write_values(values.detach())
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
@@ -327,11 +327,11 @@ class FarTable(Cut):
         )
         return [(server, part - start, found) for server, part, found, start in parts]
 
-    def _require_in_step(self, what: str) -> None:
+    def _require_in_step(self, request: str) -> None:
         if self._tables.started and not self._tables.in_step:
             raise UsageError(
                 "there is no one gradient, optimizer state or parameter where workers run ahead of "
                 "one another",
-                got=what,
+                got=request,
                 do="train with staleness=0, or do without it",
             )

@@ -88,17 +88,17 @@ def modes(
     return Modes(
         tuple(module.training for module in modules),
         tuple(parameter.requires_grad for parameter in parameters),
-        tuple(None if each is None else Data(dict(each)) for each in changed),
+        tuple(None if attributes is None else Data(dict(attributes)) for attributes in changed),
     )
 
 
 def modules_of(modules: Iterable[nn.Module], loss_fn: Any) -> list[nn.Module]:
     """Those of the tail, and of the loss, if it is one."""
     return [
-        each
+        inner
         for module in (*modules, loss_fn)
         if isinstance(module, nn.Module)
-        for each in module.modules()
+        for inner in module.modules()
     ]
 
 

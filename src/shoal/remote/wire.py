@@ -23,7 +23,9 @@ from torch import Tensor
 from shoal.core.errors import UsageError
 
 M = TypeVar("M")
-_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+_DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 # what begins a list in plain data: its kind
 _LIST, _TUPLE, _DICT, _ORDERED_DICT, _TENSOR, _DTYPE = range(6)
@@ -98,17 +100,17 @@ def _lowered(value: Any, form: Callable[[Tensor], list[int]]) -> Any:
         return [_DTYPE, _NUMBERS[value]]
     kind = type(value)
     if kind in (list, tuple, torch.Size):
-        return [_LIST if kind is list else _TUPLE, *(_lowered(each, form) for each in value)]
+        return [_LIST if kind is list else _TUPLE, *(_lowered(item, form) for item in value)]
     if kind in (dict, OrderedDict):
         parts = (_lowered(part, form) for item in value.items() for part in item)
         return [_DICT if kind is dict else _ORDERED_DICT, *parts]
     raise _not_plain(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def _not_plain(what: str) -> UsageError:
+def _not_plain(found: str) -> UsageError:
     return UsageError(
         "this cannot be sent to another host",
-        got=what[:200],
+        got=found[:200],
         expected="tensors, numbers, strings, bytes, booleans, None, and lists, tuples and dicts "
         "of these",
         do="make plain data of it",

@@ -114,7 +114,7 @@ class RunningAhead:
             self._begin_backward()
         elif isinstance(first, UpdatePieces):
             self._update(
-                {s: each for s, each in of_server.items() if isinstance(each, UpdatePieces)}
+                {s: pieces for s, pieces in of_server.items() if isinstance(pieces, UpdatePieces)}
             )
         elif isinstance(first, TakeState | TakeValues) and not self._backwards:
             self._tell(OfRank(of_server.__getitem__))
@@ -230,7 +230,8 @@ class AheadModel(OwnersRole):
         self.transfers, self._updates, self._there, self._back = transfers, updates, there, back
         workers = there[0].workers
         self._shelves = {
-            t: Shelf([each[t] for each in updates], workers, staleness) for t in transfers
+            t: Shelf([of_transfer[t] for of_transfer in updates], workers, staleness)
+            for t in transfers
         }
         self._answering = answering = Answering()
         self.check, self.finish, self.close = answering.check, answering.finish, answering.close
@@ -239,9 +240,9 @@ class AheadModel(OwnersRole):
         for index, (there, back) in enumerate(zip(self._there, self._back, strict=True)):
             on_lane = [t for t in self.transfers[index :: len(self._there)] if t.owned[there.rank]]
             for worker in range(there.workers if on_lane else 0):
-                landed: _Landed = {transfer: SimpleQueue() for transfer in on_lane}
-                self._answering.begin(worker, partial(_receive, worker, landed), there)
-                self._answering.begin(worker, partial(self._answer, worker, landed), back)
+                received: _Landed = {transfer: SimpleQueue() for transfer in on_lane}
+                self._answering.begin(worker, partial(_receive, worker, received), there)
+                self._answering.begin(worker, partial(self._answer, worker, received), back)
 
     def take_values(self, values: Values) -> None:
         put_values(self.transfers, values)
@@ -255,28 +256,28 @@ class AheadModel(OwnersRole):
         """
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
-    def _answer(self, worker: int, landed: _Landed, comm: Comm) -> None:
+    def _answer(self, worker: int, received: _Landed, comm: Comm) -> None:
         reader, check = Reader[StepOrder](StepOrder), partial(comm.check, "serving")
         while not isinstance(order := receive_order(reader, worker, comm), End):
             answers = []
-            for number, given in order.given.items():
+            for number, pieces in order.given.items():
                 transfer = self.transfers[number]
-                gradients, answer = _taken(landed[transfer], check), transfer.slice_of(comm.rank)
-                work = given, order.groups.value, order.attributes.value
+                gradients, answer = _taken(received[transfer], check), transfer.slice_of(comm.rank)
+                work = pieces, order.groups.value, order.attributes.value
                 self._shelves[transfer].step(
                     worker, gradients, order.optimizer, work, answer, check
                 )
                 answers.append(comm.send(answer.whole, worker))
             for sent in answers:
                 sent.wait()
-        for transfer in landed:
+        for transfer in received:
             self._shelves[transfer].leave(worker)
 
 
-def _receive(worker: int, landed: _Landed, comm: Comm) -> None:
+def _receive(worker: int, received: _Landed, comm: Comm) -> None:
     """Receive a worker's gradients, step after step, until it has ended."""
     while True:
-        for transfer, waiting in landed.items():
+        for transfer, waiting in received.items():
             gradients = transfer.slice_of(comm.rank)
             comm.receive(gradients.whole, worker).wait()
             if gradients.turn == Turn.END:
@@ -317,7 +318,7 @@ class Clocks(Generic[T]):
         """Those that have not ended."""
         return self._clocks.keys()
 
-    def step(self, worker: int, brought: T) -> list[list[T]]:
+    def step(self, worker: int, contribution: T) -> list[list[T]]:
         """Count a worker's step; what is to be applied now, one update after the other, each in the
         order of ranks.
         """
@@ -325,8 +326,8 @@ class Clocks(Generic[T]):
         self._clocks[worker] += 1
         self.moved.notify_all()
         if self._bound is None:
-            return [[brought]]
-        self._waiting.setdefault(clock, {})[worker] = brought
+            return [[contribution]]
+        self._waiting.setdefault(clock, {})[worker] = contribution
         return self._complete()
 
     def leave(self, worker: int) -> list[list[T]]:
@@ -356,8 +357,8 @@ class Clocks(Generic[T]):
         """Every step that all workers that have not ended have made."""
         complete = []
         while self._waiting and self._clocks.keys() <= self._waiting.get(self._applied, {}).keys():
-            brought = self._waiting.pop(self._applied)
-            complete.append([brought[worker] for worker in sorted(brought)])
+            contributions = self._waiting.pop(self._applied)
+            complete.append([contributions[worker] for worker in sorted(contributions)])
             self._applied += 1
         return complete
 
@@ -394,8 +395,8 @@ class Shelf:
         while it waits.
         """
         with self._clocks.moved:
-            for brought in self._clocks.step(worker, _Brought(gradients, optimizer, work)):
-                self._apply(brought)
+            for contributions in self._clocks.step(worker, _Brought(gradients, optimizer, work)):
+                self._apply(contributions)
             self._clocks.wait(worker, check)
             self._clocks.count(worker)
             for value, new in zip(answer.values, self._updates[optimizer].values(), strict=True):
@@ -406,14 +407,14 @@ class Shelf:
     def leave(self, worker: int) -> None:
         """A worker has ended."""
         with self._clocks.moved:
-            for brought in self._clocks.leave(worker):
-                self._apply(brought)
+            for contributions in self._clocks.leave(worker):
+                self._apply(contributions)
 
-    def _apply(self, brought: Sequence[_Brought]) -> None:
+    def _apply(self, contributions: Sequence[_Brought]) -> None:
         """Make one update of the sum of these gradients."""
-        first, *others = brought
+        first, *rest = contributions
         total = first.gradients
-        for other in others:
+        for other in rest:
             total.whole.add_(other.gradients.whole)
         used = total.flags.tolist()
         values = [value if flag else None for value, flag in zip(total.values, used, strict=True)]

@@ -261,11 +261,11 @@ def serve(comm: Comm) -> list[Counter[int]]:
     server, reader = _Server(comm), Reader[AnyOrder](AnyOrder)
     # after an error nothing is closed: threads may wait for messages that will not come
     while True:
-        landed: SimpleQueue[AnyOrder] = SimpleQueue()
+        received: SimpleQueue[AnyOrder] = SimpleQueue()
         # 4  the lane's thread reads, so that this one sees meanwhile whether a rank was lost
-        errand = lane.run(partial(_read, reader, landed), "orders")
+        errand = lane.run(partial(_read, reader, received), "orders")
         errand.wait("serving", meanwhile=server.check)
-        order = landed.get()
+        order = received.get()
         if isinstance(order, End):
             break
         order.do(server)  # 5
@@ -274,8 +274,8 @@ def serve(comm: Comm) -> list[Counter[int]]:
     return server.observed()
 
 
-def _read(reader: Reader[AnyOrder], landed: SimpleQueue[AnyOrder], comm: Comm) -> None:
-    landed.put(receive_order(reader, 0, comm))
+def _read(reader: Reader[AnyOrder], received: SimpleQueue[AnyOrder], comm: Comm) -> None:
+    received.put(receive_order(reader, 0, comm))
 
 
 @final
@@ -427,10 +427,10 @@ class _InStep(OwnersRole):
 
     def update(self, order: UpdatePieces) -> None:
         # 7  on the lanes, behind the sums of this backward
-        for number, given in order.given.items():
+        for number, pieces in order.given.items():
             transfer = self.transfers[number]
             update = self._updates[order.optimizer][transfer]
-            work = update.work(given, order.groups.value, order.attributes.value)
+            work = update.work(pieces, order.groups.value, order.attributes.value)
             self._owners.send_off(transfer, (), work)
 
     def gather_state(self, optimizer: int) -> None:

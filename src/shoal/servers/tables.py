@@ -136,8 +136,8 @@ class _Desk(TableRole):
     def scale(self, factor: Tensor) -> None:
         self._together("scale", factor, self.table.scale)
 
-    def _together(self, what: str, content: Any, do: Callable[[Any], Any]) -> Any:
-        return self.table.together(self._worker, what, content, do, self._check)
+    def _together(self, purpose: str, content: Any, do: Callable[[Any], Any]) -> Any:
+        return self.table.together(self._worker, purpose, content, do, self._check)
 
 
 _Pushed = list[tuple[Tensor, Tensor]]  # ids, which are different, and gradients of their rows
@@ -186,11 +186,11 @@ class _Table:
     def push(self, worker: int, ids: Tensor, rows: Tensor) -> None:
         """Keep a worker's gradients, beside those that it has brought since it had none."""
         with self.clocks.moved:
-            brought = [*(self._pushed[worker] or ()), (ids, rows)]
+            pushed = [*(self._pushed[worker] or ()), (ids, rows)]
             # never more than a table of them
-            if sum(len(its) for its, _ in brought) > len(self.weight):
-                brought = [_folded(brought)]
-            self._pushed[worker] = brought
+            if sum(len(row_ids) for row_ids, _ in pushed) > len(self.weight):
+                pushed = [_folded(pushed)]
+            self._pushed[worker] = pushed
 
     def mark(self, worker: int, *, used: bool) -> None:
         """Drop what a worker has brought, unless it has a gradient still."""
@@ -200,14 +200,14 @@ class _Table:
     def step(self, worker: int, work: Work | None) -> None:
         """Count a worker's step, and apply what may be."""
         with self.clocks.moved:
-            for brought in self.clocks.step(worker, (self._pushed[worker], work)):
-                self._apply(brought)
+            for contributions in self.clocks.step(worker, (self._pushed[worker], work)):
+                self._apply(contributions)
 
     def leave(self, worker: int) -> None:
         """A worker has ended."""
         with self.clocks.moved:
-            for brought in self.clocks.leave(worker):
-                self._apply(brought)
+            for contributions in self.clocks.leave(worker):
+                self._apply(contributions)
 
     def values(self, worker: int, check: Callable[[], None]) -> Tensor:
         """All rows, as soon as this worker may have them."""
@@ -227,16 +227,16 @@ class _Table:
 
     def take_gradient(self, rows: Tensor) -> None:
         """Have this gradient in place of what workers have brought."""
-        first, *others = sorted(self.clocks.workers)
+        first, *other_workers = sorted(self.clocks.workers)
         self._pushed[first] = [(torch.arange(len(rows)), rows)]
-        self._pushed |= {worker: [] for worker in others}
+        self._pushed |= {worker: [] for worker in other_workers}
 
     def gradient(self) -> Tensor | None:
         """The sum of what workers have brought, if any has."""
-        brought = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
-        if all(pushed is None for pushed in brought):
+        gradients = [self._pushed[worker] for worker in sorted(self.clocks.workers)]
+        if all(pushed is None for pushed in gradients):
             return None
-        with self._summed(brought) as gradient:
+        with self._summed(gradients) as gradient:
             return gradient.clone()
 
     def norm(self, order: float) -> Tensor:
@@ -259,8 +259,8 @@ class _Table:
     def together(
         self,
         worker: int,
-        what: str,
-        given: Any,
+        purpose: str,
+        content: Any,
         do: Callable[[Any], Any],
         check: Callable[[], None],
     ) -> Any:
@@ -271,7 +271,7 @@ class _Table:
             self._wait(worker, check)
             meeting = self._meeting
             number = meeting.number
-            meeting.asked[worker] = what, given
+            meeting.asked[worker] = purpose, content
             if len(meeting.asked) == len(self._pushed):
                 self._require_same(meeting)
                 meeting.result = do(meeting.asked[min(meeting.asked)][1])
@@ -280,7 +280,7 @@ class _Table:
             while meeting.number == number:
                 if ended := self._pushed.keys() - self.clocks.workers:
                     raise RanksDiffer(
-                        f"rank {min(ended)} has ended, but rank {worker} asks for {what!r} of "
+                        f"rank {min(ended)} has ended, but rank {worker} asks for {purpose!r} of "
                         f"table {self._name}",
                         do=_ALIKE,
                         rank=min(ended),
@@ -312,38 +312,38 @@ class _Table:
         self.clocks.wait(worker, check_meeting)
 
     def _require_same(self, meeting: _Meeting) -> None:
-        for worker, (what, _) in meeting.asked.items():
+        for worker, (purpose, _) in meeting.asked.items():
             first = meeting.asked[min(meeting.asked)][0]
-            if what != first:
+            if purpose != first:
                 raise RanksDiffer(
                     f"rank {worker} wants another thing of table {self._name} than rank "
                     f"{min(meeting.asked)}",
-                    got=f"{what}, {first}",
+                    got=f"{purpose}, {first}",
                     do=_ALIKE,
                     rank=worker,
                 )
 
-    def _apply(self, brought: Sequence[_Brought]) -> None:
+    def _apply(self, contributions: Sequence[_Brought]) -> None:
         """One update by the sum of what workers have brought to a step."""
-        if all(pushed is None for pushed, _ in brought):
+        if all(pushed is None for pushed, _ in contributions):
             return
-        work = next((work for _, work in brought if work is not None), None)
+        work = next((work for _, work in contributions if work is not None), None)
         if work is None:
             raise RanksDiffer(
                 f"rank 0 has ended without a step of table {self._name} that others have made",
                 do="let every rank make the same steps",
                 rank=0,
             )
-        with self._summed([pushed for pushed, _ in brought]) as gradient:
+        with self._summed([pushed for pushed, _ in contributions]) as gradient:
             self.weight.grad = gradient
             group = {**work.settings.value, "params": [self.weight]}
             make_step(self._copies[work.optimizer], [group], work.attributes.value)
             self.weight.grad = None
 
     @contextmanager
-    def _summed(self, brought: Iterable[_Pushed | None]) -> Iterator[Tensor]:
+    def _summed(self, gradients: Iterable[_Pushed | None]) -> Iterator[Tensor]:
         """The dense sum of gradients, in memory that is kept: only the rows it has are cleared."""
-        rows = [each for pushed in brought for each in pushed or ()]
+        rows = [rows_pushed for pushed in gradients for rows_pushed in pushed or ()]
         if self._dense is None:
             self._dense = torch.zeros_like(self.weight.detach())
         for ids, slopes in rows:
@@ -358,8 +358,8 @@ class _Table:
             self._dense.zero_()
 
 
-def _folded(brought: _Pushed) -> tuple[Tensor, Tensor]:
+def _folded(pushed: _Pushed) -> tuple[Tensor, Tensor]:
     """The same as ids that are different, and the sums of their rows' gradients."""
-    ids, place = torch.unique(torch.cat([its for its, _ in brought]), return_inverse=True)
-    rows = torch.cat([rows for _, rows in brought])
+    ids, place = torch.unique(torch.cat([row_ids for row_ids, _ in pushed]), return_inverse=True)
+    rows = torch.cat([rows for _, rows in pushed])
     return ids, torch.zeros(len(ids), rows.shape[1], dtype=rows.dtype).index_add_(0, place, rows)

@@ -75,8 +75,8 @@ def attach(
     rewritten = apply(
         model,
         [
-            replace(each, place=replace(each.place, comm=boundary, tables=tables, tail=stage))
-            for each in sites
+            replace(site, place=replace(site.place, comm=boundary, tables=tables, tail=stage))
+            for site in sites
         ],
         comm,
     )
@@ -176,7 +176,7 @@ def _open_servers(
         return None, (), ()
     _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
     sites = [
-        _served_site(each) for each, _ in rewritten.sites if each.strategy.role.owns_at_servers
+        _served_site(site) for site, _ in rewritten.sites if site.strategy.role.owns_at_servers
     ]
     return servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
 
@@ -206,15 +206,17 @@ def _open_tables(
     """The way to the tables that the plan leaves to servers, if to any."""
     tables = {
         name: parameter
-        for each in sites
-        if each.strategy.role.has_tables
-        for name, parameter in each.place.parameters.items()
+        for site in sites
+        if site.strategy.role.has_tables
+        for name, parameter in site.place.parameters.items()
     }
     servers = session.other(Servers)
     if servers is None or not tables:
         return None
     _check_for_servers(session, tables.values(), optimizers)
-    forms = [TableForm(name, len(each), each.shape[1], each.dtype) for name, each in tables.items()]
+    forms = [
+        TableForm(name, len(table), table.shape[1], table.dtype) for name, table in tables.items()
+    ]
     return servers.open_tables(forms, optimizers, plan.staleness)
 
 

@@ -86,7 +86,9 @@ def memory(model: nn.Module) -> Memory:
     parts = attached.parts if attached else ()
     elsewhere_bytes = sum(part.state_bytes() for part in parts)  # waits
     parameters = list(model.parameters())
-    states = (each.state.get(p, {}) for each in session.optimizers[model] for p in parameters)
+    states = (
+        optimizer.state.get(p, {}) for optimizer in session.optimizers[model] for p in parameters
+    )
     kept = (
         [tensor for transfer in attached.engine.transfers for tensor in transfer.kept()]
         if attached

@@ -126,9 +126,9 @@ class _BeforeCompiled(_StaysBehind):
         self._owners = owners
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        for each in module.modules():
-            if each._compiled_call_impl is not None or "_orig_mod" in each._modules:
-                for parameter in each.parameters():
+        for inner in module.modules():
+            if inner._compiled_call_impl is not None or "_orig_mod" in inner._modules:
+                for parameter in inner.parameters():
                     if isinstance(parameter, ComingParameter):
                         self._owners.arrive(parameter)
 

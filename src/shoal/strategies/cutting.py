@@ -219,17 +219,17 @@ class ByOutputs(CutStrategy):
         return CutOutput.of(product, rows, widths, numbers)
 
 
-def uncut(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
+def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
     """Why a layer cannot be cut along a dimension of that width over ranks that call it together,
     or None.
     """
     if layer.calls_vary:
         how_often = "ranks or steps differ in how often they call it"
         return f"{how_often}, and what is cut is called by all ranks together"
-    return refused(layer, width, what, cluster)
+    return refused(layer, width, unit, cluster)
 
 
-def refused(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str | None:
+def refused(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
     """Why a layer cannot be in parts along a dimension of that width, or None."""
     if layer.outside_use:
         return layer.outside_use
@@ -238,7 +238,7 @@ def refused(layer: LayerProfile, width: int, what: str, cluster: Cluster) -> str
     if why := layer.measured(UpdateFacts).whole:
         return why
     if width < cluster.size:
-        return f"{width} {what} cannot be cut over {cluster.size} ranks"
+        return f"{width} {unit} cannot be cut over {cluster.size} ranks"
     return None
 
 
@@ -283,12 +283,12 @@ class _Parts:
     def called(self, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """The layer's output for this rank's rows; `forward` is the layer's own."""
         ahead, row = x.shape[: -self._row_dims], x.shape[-self._row_dims :]
-        taken = None
+        cut_rows = None
         if isinstance(x, CutOutput):
-            taken = x.taken_by(self._name, self._widths) if self._strategy.takes_parts else None
-            x = x if taken else x.whole()
-        if taken is not None:
-            rows, inside = taken
+            cut_rows = x.taken_by(self._name, self._widths) if self._strategy.takes_parts else None
+            x = x if cut_rows else x.whole()
+        if cut_rows is not None:
+            rows, inside = cut_rows
         else:
             flat = x.reshape(-1, row.numel())
             form = "" if len(row) == 1 else f", rows of {tuple(row)}"

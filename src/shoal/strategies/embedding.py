@@ -133,8 +133,10 @@ class _Table:
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self._comm, self._rows = module.weight, comm, sum(sizes)
         self._starts = list(accumulate(sizes, initial=0))
-        padding, mine = module.padding_idx, range(*self._starts[comm.rank : comm.rank + 2])
-        self._padding = mine.index(padding) if padding is not None and padding in mine else None
+        padding, own_rows = module.padding_idx, range(*self._starts[comm.rank : comm.rank + 2])
+        self._padding: int | None = None
+        if padding is not None and padding in own_rows:
+            self._padding = own_rows.index(padding)
         self._cut = cut_of(module.weight)  # whose buffer is the gradient,
         self._touched: list[Tensor] = []  # with these rows that are not zero,
         self._version = 0  # if it is as it was left then

@@ -299,12 +299,12 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Te
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
     pending = [comm.receive(headers[r], r) for r in comm.others]
     # once for all, where they lie on a GPU
-    mine = [header, left.cpu(), right.cpu()] if len(left) else [header]
-    sends = [comm.send(each, r) for each in mine for r in comm.others]
-    for each in pending:
-        each.wait()
-    rows = [int(each[0]) for each in headers]
-    mean_share = at_least(sum(float(each[1]) for each in headers) / comm.size)
+    own_factors = [header, left.cpu(), right.cpu()] if len(left) else [header]
+    sends = [comm.send(part, r) for part in own_factors for r in comm.others]
+    for transmission in pending:
+        transmission.wait()
+    rows = [int(header_of_rank[0]) for header_of_rank in headers]
+    mean_share = at_least(sum(float(header_of_rank[1]) for header_of_rank in headers) / comm.size)
     all_left, all_right = (
         left.new_empty(sum(rows), left.shape[1]),
         right.new_empty(sum(rows), right.shape[1]),
@@ -315,8 +315,8 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Te
     ]
     lefts[comm.rank].copy_(left)
     rights[comm.rank].copy_(right)
-    for each in (*pending, *sends):
-        each.wait()
+    for transmission in (*pending, *sends):
+        transmission.wait()
     if mean_share != 1:
         all_right.div_(mean_share)
     return all_left, all_right

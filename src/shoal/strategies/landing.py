@@ -92,8 +92,8 @@ class Landing:
                     do="do after loss.backward() what the hook does (an optimizer's step, a look "
                     "at .grad)",
                 )
-        landed, take = self._landed, self._take
-        return [parameter in landed or take(parameter, backward) for parameter in self._names]
+        seen, take = self._landed, self._take
+        return [parameter in seen or take(parameter, backward) for parameter in self._names]
 
     def open(self) -> None:
         """Be there for the next backward."""
@@ -160,19 +160,19 @@ def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
             return
         _check_counted(shares.dtype, ranks)
     numbers = shares.real.double()
-    others, digits = numbers[0], numbers[1:]  # ranks that have it, of each
+    sharers, digits = numbers[0], numbers[1:]  # ranks that have it, of each
     if len(digits) > 1:
         digits = digits.ldexp(
             torch.arange(-_BEHIND_POINT, _DIGITS - _BEHIND_POINT, device=digits.device)
         )
-    mean = ((ranks - others + digits.sum()) / ranks).clamp(min=_LEAST)
-    for each in sums:
+    mean = ((ranks - sharers + digits.sum()) / ranks).clamp(min=_LEAST)
+    for total in sums:
         if at_host:
-            each.div_(float(mean))
-        elif each.itemsize > 2:
-            each.div_(mean)
+            total.div_(float(mean))
+        elif total.itemsize > 2:
+            total.div_(mean)
         else:  # which would round the mean first
-            each.copy_(each.float().div_(mean))
+            total.copy_(total.float().div_(mean))
 
 
 def _check_counted(dtype: torch.dtype, ranks: int) -> None:
@@ -190,8 +190,8 @@ def _check_counted(dtype: torch.dtype, ranks: int) -> None:
 def mark(flags: Tensor, used: Sequence[bool]) -> None:
     """Say of each parameter whether this rank used it, as mostly."""
     flags.fill_(1)
-    for index, its in enumerate(used):
-        if not its:
+    for index, is_used in enumerate(used):
+        if not is_used:
             flags[index].zero_()
 
 

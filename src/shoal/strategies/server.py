@@ -77,5 +77,5 @@ def shares(workers: int, servers: int, stale: bool = False) -> tuple[float, ...]
     are as many servers, nor where they run ahead of one another.
     """
     idle = stale or servers >= workers
-    mine = 0.0 if idle else (workers - servers) / (workers**2 + servers * (workers - 2))
-    return (mine,) * workers + ((1 - workers * mine) / servers,) * servers
+    worker_share = 0.0 if idle else (workers - servers) / (workers**2 + servers * (workers - 2))
+    return (worker_share,) * workers + ((1 - workers * worker_share) / servers,) * servers

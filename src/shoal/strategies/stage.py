@@ -72,8 +72,8 @@ class Stage(Strategy):
 
     def needs(self, layer: LayerProfile) -> dict[str, str]:
         tail = layer.measured(TailFacts).tail
-        others = tail.layers if tail else ()
-        return {other: self.name for other in others if other != layer.name}
+        members = tail.layers if tail else ()
+        return {other: self.name for other in members if other != layer.name}
 
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
@@ -112,11 +112,11 @@ class Stage(Strategy):
         tail = place.tail
         assert isinstance(tail, FarTail)
         for name, parameter in tail.parameters.items():
-            its = AtTail(name, parameter, tail)
+            at_tail = AtTail(name, parameter, tail)
             tail.write_values(name, parameter.detach())
             if parameter.grad is not None:
                 tail.write_gradient(name, parameter.grad)
-            cut(parameter, its)
+            cut(parameter, at_tail)
         first, *rest = tail.modules.values()
         run_by(first, _First(tail))
         for module in rest:
@@ -271,8 +271,8 @@ def _traffic(cluster: Cluster, out: float, back: float) -> Traffic:
     apart = [host != cluster.tail[w % hosts] for w, host in enumerate(cluster.topology.hosts)]
     afar = [sum(apart[t::hosts]) for t in range(hosts)]
     return Traffic(
-        sent=(*[out] * workers, *[back * its for its in served]),
-        received=(*[back] * workers, *[out * its for its in served]),
+        sent=(*[out] * workers, *[back * num_workers for num_workers in served]),
+        received=(*[back] * workers, *[out * num_workers for num_workers in served]),
         rounds=1,
         leaving=(*[out * far for far in apart], *[back * far for far in afar]),
     )

@@ -110,7 +110,9 @@ class Tail(TailRole):
         if first.modes is not None:
             self._set(first.modes)
             oldest = min(message.oldest for message in asked.values())
-            self._forwards = {run: each for run, each in self._forwards.items() if run >= oldest}
+            self._forwards = {
+                run: older_run for run, older_run in self._forwards.items() if run >= oldest
+            }
             self._forwards[first.run] = Run(first.of_gradients)
         run = self._forwards[first.run]
         # 4  join the rows
@@ -125,8 +127,8 @@ class Tail(TailRole):
             if self._hosts == 1:
                 return
             # others may have rows, and all of them are called
-            like, its = run.passes[0].taken, run.passes[0].blocks[0]
-            block = Block(self._workers[0], first.index, 0, its.back)
+            like, first_block = run.passes[0].activation, run.passes[0].blocks[0]
+            block = Block(self._workers[0], first.index, 0, first_block.back)
             run.waiting = [(block, like.detach().new_empty(0, *like.shape[1:]))]
         groups = run.alike()
         if len(groups) > 1 and self._hosts > 1:
@@ -139,11 +141,11 @@ class Tail(TailRole):
         with torch.set_grad_enabled(first.of_gradients), _cast(first.autocast):
             for same in groups:
                 blocks, tensors = map(list, zip(*same, strict=True))
-                taken = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-                taken.requires_grad_(first.of_gradients and any(block.back for block in blocks))
+                joined = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+                joined.requires_grad_(first.of_gradients and any(block.back for block in blocks))
                 # it may begin in place
-                put_out = self._runs(taken.clone() if taken.requires_grad else taken)
-                run.passes.append(Pass(blocks, taken, put_out))
+                put_out = self._runs(joined.clone() if joined.requires_grad else joined)
+                run.passes.append(Pass(blocks, joined, put_out))
 
     def _set(self, modes: Modes) -> None:
         every = modules_of(self._modules, self._loss_fn)
@@ -159,12 +161,12 @@ class Tail(TailRole):
         if worker not in run.whole:
             parts = [
                 part
-                for each in run.passes
-                for block, part in each.outputs(each.put_out.detach())
+                for tail_pass in run.passes
+                for block, part in tail_pass.outputs(tail_pass.put_out.detach())
                 if block.worker == worker
             ]
             run.whole[worker] = torch.cat(parts).requires_grad_(
-                any(each.put_out.requires_grad for each in run.passes)
+                any(tail_pass.put_out.requires_grad for tail_pass in run.passes)
             )
         return run.whole[worker]
 
@@ -196,41 +198,42 @@ class Tail(TailRole):
             torch.autograd.backward(losses, scaled)
         grads = {worker: iter(self._slopes(run, worker)) for worker in self._workers}
         slopes = [
-            torch.cat([next(grads[block.worker]) for block in each.blocks]) for each in run.passes
+            torch.cat([next(grads[block.worker]) for block in tail_pass.blocks])
+            for tail_pass in run.passes
         ]
         live = [
-            (each, slope)
-            for each, slope in zip(run.passes, slopes, strict=True)
-            if each.put_out.requires_grad
+            (tail_pass, slope)
+            for tail_pass, slope in zip(run.passes, slopes, strict=True)
+            if tail_pass.put_out.requires_grad
         ]
-        waiting = [each for each in run.passes if each.taken.requires_grad]
+        waiting = [tail_pass for tail_pass in run.passes if tail_pass.activation.requires_grad]
         there: dict[int, Tensor] = {}
 
-        def ready(its: Pass, grad: Tensor) -> None:
+        def ready(tail_pass: Pass, grad: Tensor) -> None:
             """The gradient of a pass's input has come; they go in the order in which workers wait
             for them.
             """
-            there[id(its)] = grad / share
+            there[id(tail_pass)] = grad / share
             while waiting and id(waiting[-1]) in there:
-                each = waiting.pop()
-                self._send_back(each, there[id(each)])
+                last = waiting.pop()
+                self._send_back(last, there[id(last)])
 
-        for each in waiting:
-            each.taken.register_hook(partial(ready, each))
+        for tail_pass in waiting:
+            tail_pass.activation.register_hook(partial(ready, tail_pass))
         parameters = zip(self._parameters.values(), wanted, strict=True)
-        into: list[Tensor] = [parameter for parameter, its in parameters if its]
-        into += [each.taken for each in waiting if each.put_out.requires_grad]
+        into: list[Tensor] = [parameter for parameter, is_wanted in parameters if is_wanted]
+        into += [tail_pass.activation for tail_pass in waiting if tail_pass.put_out.requires_grad]
         if into and live:
             every = all(
-                its
-                for p, its in zip(self._parameters.values(), wanted, strict=True)
+                is_wanted
+                for p, is_wanted in zip(self._parameters.values(), wanted, strict=True)
                 if p.requires_grad
             )
             outputs, their_slopes = zip(*live, strict=True)
-            put_out = [each.put_out for each in outputs]
+            put_out = [tail_pass.put_out for tail_pass in outputs]
             torch.autograd.backward(put_out, list(their_slopes), inputs=None if every else into)
-        for each in reversed(waiting.copy()):  # where the tail does not pass gradients on
-            ready(each, torch.zeros_like(each.taken))
+        for tail_pass in reversed(waiting.copy()):  # where the tail does not pass gradients on
+            ready(tail_pass, torch.zeros_like(tail_pass.activation))
         run.passes, run.losses = [], {}  # but outputs may still be looked at
         run.whole = {worker: whole.detach() for worker, whole in run.whole.items()}
 
@@ -240,17 +243,17 @@ class Tail(TailRole):
         grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
         rows = [
             len(part)
-            for each in run.passes
-            for block, part in each.outputs(each.put_out)
+            for tail_pass in run.passes
+            for block, part in tail_pass.outputs(tail_pass.put_out)
             if block.worker == worker
         ]
         return list(grad.split(rows))
 
-    def _send_back(self, its: Pass, grad: Tensor) -> None:
+    def _send_back(self, tail_pass: Pass, grad: Tensor) -> None:
         """The gradient of a pass's input to the workers, the last micro-batch first."""
-        parts = grad.split([block.rows for block in its.blocks])
+        parts = grad.split([block.rows for block in tail_pass.blocks])
         for block, part in sorted(
-            zip(its.blocks, parts, strict=True), key=lambda each: -each[0].index
+            zip(tail_pass.blocks, parts, strict=True), key=lambda pair: -pair[0].index
         ):
             if block.back and block.rows:
                 self._channels[block.worker].post_rows(part.contiguous())  # 9

@@ -124,9 +124,9 @@ class Rows:
 T = TypeVar("T")
 
 
-def _come(finish: Callable[[], None], landed: T) -> T:
+def _come(finish: Callable[[], None], received: T) -> T:
     finish()
-    return landed
+    return received
 
 
 def linear(
@@ -152,11 +152,11 @@ def linear(
     return product
 
 
-def rows_of_all(comm: Comm, rows: int, what: str) -> Rows:
+def rows_of_all(comm: Comm, rows: int, purpose: str) -> Rows:
     """Tell every rank how many rows this one brings, and what for (RanksDiffer if others are about
     something else).
     """
-    return Rows(comm, tuple(comm.numbers([rows] * comm.size, what)))
+    return Rows(comm, tuple(comm.numbers([rows] * comm.size, purpose)))
 
 
 def call_of(layer: str) -> str:
@@ -184,9 +184,10 @@ def dealt(
     """
 
     def deal(rows: Tensor, out: Sequence[int], come: Sequence[int]) -> _Coming:
-        landed = rows.new_empty(sum(come), *rows.shape[1:])
-        finish = comm.start_all_to_all(landed.split(list(come)), rows.contiguous().split(list(out)))
-        return lambda: _come(finish, landed)
+        incoming = rows.new_empty(sum(come), *rows.shape[1:])
+        parts = rows.contiguous().split(list(out))
+        finish = comm.start_all_to_all(incoming.split(list(come)), parts)
+        return lambda: _come(finish, incoming)
 
     return Move(
         lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale

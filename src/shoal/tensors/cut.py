@@ -59,7 +59,7 @@ class Cut(ABC):
 
     @abstractmethod
     def change(
-        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         """Do an element-wise function in place, of the parameter and of others of its shape."""
 
@@ -122,7 +122,7 @@ class OverRanks(Cut):
         return torch.stack(incoming).mean(0)
 
     def change(
-        self, function: Callable[..., Any], subject: Tensor, others: Any, kwargs: Mapping[str, Any]
+        self, function: Callable[..., Any], subject: Tensor, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         def part(leaf: Any) -> Any:
             if isinstance(leaf, CutParameter):
@@ -131,9 +131,9 @@ class OverRanks(Cut):
                 return self.part(leaf.expand(self.like.shape))
             return leaf
 
-        others, kwargs = pytree.tree_map(part, (tuple(others), dict(kwargs)))
+        args, kwargs = pytree.tree_map(part, (tuple(args), dict(kwargs)))
         with torch._C.DisableTorchFunctionSubclass():
-            function(subject, *others, **kwargs)
+            function(subject, *args, **kwargs)
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
         if local is None:
@@ -314,11 +314,11 @@ def _changes(name: str) -> bool:
     return in_place or (name.startswith(("register_", "__i", "__set")) and name != "__int__")
 
 
-def _refused(parameter: Tensor, what: str) -> UsageError:
+def _refused(parameter: Tensor, operation: str) -> UsageError:
     its_cut = cut_of(parameter)
     return UsageError(
-        f"{what} on parameter {its_cut.name}, of which this rank has a part, would not reach the "
-        "rest",
+        f"{operation} on parameter {its_cut.name}, of which this rank has a part, would not reach "
+        "the rest",
         where=f"rank {its_cut.comm.rank} of {its_cut.comm.size}",
         do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}; or pin the layer "
         "to replicate; "

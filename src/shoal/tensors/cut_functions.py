@@ -63,9 +63,9 @@ class RowTerms(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         comm = rows.comm
         picked = rows_of_all(comm, len(numbers), "terms of rows of an output that is cut")
-        mine = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
-        everyone = mine.new_empty(sum(picked.counts), 2)
-        comm.all_gather(everyone.split(picked.counts), mine)
+        own_terms = torch.stack([numbers + _starts(rows.counts, comm.rank), targets], 1)
+        everyone = own_terms.new_empty(sum(picked.counts), 2)
+        comm.all_gather(everyone.split(picked.counts), own_terms)
         row, wanted = everyone.unbind(1)
         every_row = len(row) == len(part) and bool(
             (row == torch.arange(len(part), device=row.device)).all()
@@ -92,9 +92,9 @@ class RowTerms(torch.autograd.Function):
         refuse_second_derivative()
         part, row, at, here, log_sum, of_class = ctx.saved_tensors
         comm = ctx.picked.comm
-        mine = torch.stack([*(grad / comm.size for grad in grads), log_sum], 1)
-        everyone = mine.new_empty(len(row), 4)
-        comm.all_gather(everyone.split(ctx.picked.counts), mine)
+        own_grads = torch.stack([*(grad / comm.size for grad in grads), log_sum], 1)
+        everyone = own_grads.new_empty(len(row), 4)
+        comm.all_gather(everyone.split(ctx.picked.counts), own_grads)
         by_sum, by_pick, by_weight, log_sums = everyone.unbind(1)
         logits = part if ctx.every_row else part[row]
         slope = torch.exp(logits - log_sums.unsqueeze(1)).mul_(by_sum.unsqueeze(1))

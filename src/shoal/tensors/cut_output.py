@@ -245,18 +245,18 @@ class CutOutput(Tensor):
         log_sum, picked, summed = self._terms(wanted, of_class if label_smoothing else None)
         if of_log_probabilities:
             log_sum = torch.zeros_like(picked)
-        its = torch.where(kept, of_class[wanted], 0.0)
+        class_weights = torch.where(kept, of_class[wanted], 0.0)
         # where none is kept, 0 ÷ 0 stays out of gradients
-        losses = torch.where(kept, its * (log_sum - picked), 0.0)
+        losses = torch.where(kept, class_weights * (log_sum - picked), 0.0)
         if label_smoothing:
             spread = torch.where(kept, of_class.sum() * log_sum - summed, 0.0)
             losses = (1 - label_smoothing) * losses + label_smoothing / classes * spread
         if not torch.is_autocast_enabled(part.device.type):
-            losses, its = losses.to(self._part.dtype), its.to(self._part.dtype)
+            losses, class_weights = losses.to(self._part.dtype), class_weights.to(self._part.dtype)
         if reduction == "none":
             return self._after(losses.view(target.shape))
         total = losses.sum()
-        return self._after(total / its.sum() if reduction == "mean" else total)
+        return self._after(total / class_weights.sum() if reduction == "mean" else total)
 
     def _nll_loss(
         self,
@@ -307,13 +307,13 @@ class CutOutput(Tensor):
             if func in (F.softmax, F.log_softmax)
             else ("dim", "dtype")
         )
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("dim") not in (-1, self.dim() - 1):
+        options = dict(zip(names, args, strict=False)) | kwargs
+        if options.get("dim") not in (-1, self.dim() - 1):
             return None
         self._tell(Use(softmax_rows=self._rows.counts[self._rows.comm.rank]))
-        part = self._wide() if given.get("dtype") is None else self._part.to(given["dtype"])
+        part = self._wide() if options.get("dtype") is None else self._part.to(options["dtype"])
         logs = part - LogSum.apply(part, self._rows).unsqueeze(1)  # type: ignore[no-untyped-call]
-        if given.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
+        if options.get("dtype") is None and not torch.is_autocast_enabled(part.device.type):
             logs = logs.to(self._part.dtype)
         return self._like(part=logs if func.__name__ == "log_softmax" else logs.exp())
 
