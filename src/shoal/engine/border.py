@@ -1,5 +1,4 @@
-"""The model's border as autograd sees it: gradients that come in are weighed, those that go out
-weighed back.
+"""The model's border as autograd sees it: gradients are weighed in, and weighed back out.
 
     forward     x ──▶ [inward] ──▶ model ──▶ [outward] ──▶ output
     backward   dx ◀──  ÷ w    ◀── model ◀──    × w    ◀── d output    here the engine's round opens
@@ -58,9 +57,7 @@ class Border:
         self._anchored = _accumulator(self.anchor)
 
     def check(self) -> None:
-        """Raise UsageError if a parameter trains that was frozen when the plan was made, or is of
-        another type now.
-        """
+        """Raise UsageError if a parameter trains that was frozen, or has another type now."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
@@ -73,9 +70,7 @@ class Border:
             noted.check()
 
     def outward(self, output: Any, weight: Weight) -> Any:
-        """The same output, its tensors through the border. Objects of unknown classes are changed
-        in place.
-        """
+        """The same output, its tensors through the border. Unknown classes are changed in place."""
         return _mapped(
             output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH
         )
@@ -100,8 +95,9 @@ class Border:
         return None if shared is weight else weight.over(shared)
 
     def _check_whole(self) -> None:
-        """Raise UsageError if the model trains others than it was given with: nobody would exchange
-        their gradients.
+        """Raise UsageError if the model trains others than it was given with.
+
+        Nobody would exchange their gradients.
 
         In backward, as during forward `torch.func.functional_call` may have its own in their
         places.
@@ -130,9 +126,7 @@ class Border:
             )
 
     def _trains(self) -> bool:
-        """Whether the running backward is one of the model's parameters, and not a gradient of
-        something else.
-        """
+        """Whether the running backward is of the model's parameters, not of something else."""
         runs = torch._C._will_engine_execute_node
         try:
             if any(runs(node) for node in self._accumulators):
@@ -188,9 +182,7 @@ class Crossing:
     outward: bool
 
     def back(self, grad: Tensor) -> Tensor:
-        """The gradient, weighed; where it is itself part of a graph, what comes back through it is
-        weighed, too.
-        """
+        """The gradient, weighed. What comes back through it as part of a graph is weighed, too."""
         weight = self.border.weight(self.weight)
         if weight is not None and self.outward:
             grad = grad * weight

@@ -94,8 +94,7 @@ class Engine(Rounds):
         return backward
 
     def begin(self) -> BackwardRound:
-        """Open a round for the backward that is running. Called as it enters the model, once for
-        each output.
+        """Open a round for the running backward: called as it enters the model, once an output.
 
         Raises:
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on
@@ -155,8 +154,9 @@ class Engine(Rounds):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keep the gradients of backwards inside on this rank; the next backward outside sends them
-        with its own.
+        """Keep the gradients of backwards inside on this rank.
+
+        The next backward outside sends them with its own.
         """
         self._accumulate(+1)
         try:

@@ -42,8 +42,9 @@ class Errand:
         purpose: str,
         device: torch.device | None = None,
     ) -> None:
-        """Queued now, by the thread whose computing it comes after; it computes on `device`, which
-        has streams.
+        """Queued now, by the thread whose computing it comes after.
+
+        It computes on `device`, which has streams.
         """
         self.purpose = purpose
         self._work = work
@@ -72,8 +73,9 @@ class Errand:
         self._done.set()
 
     def result(self) -> None:
-        """Block until it is done, saying nothing of it: the rank waits for something else. Raise
-        its very error.
+        """Block until it is done, and raise its very error.
+
+        Nothing is said of it: the rank waits for something else.
         """
         self._check_process()
         self._done.wait()
@@ -91,8 +93,7 @@ class Errand:
         return self._error is not None and not self._heard
 
     def wait(self, where: str, meanwhile: Callable[[], object] | None = None) -> None:
-        """Block until it is done; raise its error as one that names the peer and `where` it
-        happened.
+        """Block until it is done. Its error is raised as one that names the peer and `where`.
 
         `meanwhile` is called now and then.
         """
@@ -112,9 +113,7 @@ class Errand:
             _check_process(self._process)
 
     def finish(self, where: str) -> None:
-        """Block until the device, too, has done what it was given: what NCCL carries is only queued
-        there.
-        """
+        """Block until the device has done it, too: what NCCL carries is only queued there."""
         while self._computed is not None and not self._computed.query():
             self._comm.check(where)
             time.sleep(_LOOK_S)
@@ -163,9 +162,7 @@ class Lane:
         self._thread.start()
 
     def run(self, work: Callable[[Comm], None], purpose: str) -> Errand:
-        """Queue `work(comm)` behind what the lane has (WorldError once it is closed: nobody would
-        do it).
-        """
+        """Queue `work(comm)` behind what the lane has (WorldError once it is closed)."""
         if self._closed:
             raise WorldError(
                 "the session that the model was parallelised in has ended",
@@ -177,9 +174,7 @@ class Lane:
         return errand
 
     def drain(self) -> None:
-        """Wait until all that is queued has been done; raise an error that nobody has waited
-        for.
-        """
+        """Wait until all that is queued is done. Raise an error that nobody has waited for."""
         if not self._closed:
             last = self.run(lambda comm: None, "the end")
             last.wait("the end of the program")
@@ -196,8 +191,7 @@ class Lane:
         self._comm.reached(where)
 
     def abandon(self) -> None:
-        """Have the thread end behind what it is doing, whatever is queued: this rank ends for an
-        error.
+        """Have the thread end behind what it is doing: this rank ends for an error.
 
         A thread that still computes while the interpreter ends aborts the process ("terminate
         called …").
@@ -234,9 +228,7 @@ class Lane:
 
 @final
 class Answering:
-    """A server's threads, each of which answers one worker over one channel until that has
-    ended.
-    """
+    """A server's threads: each answers one worker over one channel until that has ended."""
 
     def __init__(self) -> None:
         self._threads: list[tuple[Lane, Errand]] = []

@@ -21,9 +21,7 @@ class Block:
 
 @dataclass
 class Pass:
-    """What has gone through the tail at once: a micro-batch of all of this host's workers, or all
-    of theirs.
-    """
+    """What went through the tail at once: a micro-batch of all of this host's workers, or all."""
 
     blocks: list[Block]
     activation: Tensor

@@ -134,8 +134,9 @@ class BackwardRound(Round):
             self._send_in_order()
 
     def make_room(self, transfer: Transfer) -> None:
-        """Wait until a transfer may fill its bucket: no lane works on it, and not too many buckets
-        have memory.
+        """Wait until a transfer may fill its bucket.
+
+        No lane works on it then, and not too many buckets have memory.
 
         What is waited for was sent before, so every rank sends it without our doing; what was not
         sent yet is not waited for, even if there are too many then. Lanes, which all ranks wait

@@ -1,5 +1,4 @@
-"""The timetable: who listens to the engine's events, and the transfers that go on them by their
-cadence.
+"""The timetable: who listens to the engine's events, and which transfers go on them.
 
     1  told        listeners first, in the order in which they came
     2  published   what was sent `lag` events ago is waited for and published

@@ -40,8 +40,9 @@ _Asked = tuple[Errand | None, list[Tensor]]
 
 @final
 class Weigher:
-    """Counts rows, and exchanges the counts over a channel of its own; without one, every rank
-    weighs the same.
+    """Counts rows, and exchanges the counts over a channel of its own.
+
+    Without a channel every rank weighs the same.
     """
 
     def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
@@ -51,8 +52,7 @@ class Weigher:
         self._usual = 1.0  # rows of the rank that has most of them in the first forward
 
     def weight(self, count: float, batch: Any = None) -> Weight:
-        """The weight of this rank's count; the first also looks whether batches (anything with
-        tensors) differ.
+        """The weight of this rank's count. The first also looks whether batches differ.
 
         Raises:
             RanksDiffer: every rank was fed the same batch.
@@ -110,8 +110,9 @@ class Weigher:
 
 @final
 class Weight:
-    """This rank's weight in the global mean: its share, at once; or, once every rank's count has
-    come, all of it.
+    """This rank's weight in the global mean.
+
+    Its share is known at once, the rest once every rank's count has come.
 
     Args:
         count: its rows, or terms of its loss.
@@ -134,9 +135,7 @@ class Weight:
         return self._count / self.usual
 
     def ask(self) -> None:
-        """Start the exchange of counts, if it was not: on every rank, of the same weights in the
-        same order.
-        """
+        """Start the exchange of counts, unless it was: on every rank in the same order."""
         if self._asked is None:
             self._asked = self._ask()
 
@@ -148,8 +147,9 @@ class Weight:
         return counts[self._rank] * len(counts) / sum(counts)
 
     def over(self, other: Weight) -> float | None:
-        """This weight, where that of `other` comes on top; None where there is nothing to multiply.
-        Waits for both.
+        """This weight, where that of `other` comes on top, or None. Waits for both.
+
+        None says that there is nothing to multiply.
 
         Raises:
             UsageError: the other is 0.
@@ -201,23 +201,20 @@ def _nobody() -> _Asked:
 
 
 def rows(batch: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor that has one (1 where there is
-    none).
-    """
+    """Rows of a batch: the first dimension of its first tensor that has one, else 1."""
     return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
 
 
 def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
-    """Whether the ranks' samples have the same inputs, as of one grid, for targets that differ (a
-    collective).
-    """
+    """Whether the ranks' samples have the same inputs for targets that differ (a collective)."""
     inputs, targets = zip(*comm.gather_objects((_digest(x), _digest(y))), strict=True)
     return len(set(inputs)) == 1 < len(set(targets))
 
 
 def warn_of_rows(x: Any, y: Any) -> None:
-    """Warn where the rows of x seem to be none of the target's: the mean is over those, and the
-    weight by these.
+    """Warn where the rows of x seem to be none of the target's.
+
+    The mean is over the target's, and the weight by those of x.
     """
     of_input, of_target = rows(x), rows(y)
     if any(leaf.dim() for leaf in _tensors(y)) and of_input and of_target % of_input:

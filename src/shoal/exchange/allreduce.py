@@ -31,8 +31,9 @@ class AllReduce(Exchange):
     native: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Every slice twice, save the two that a rank's place in the ring spares it (as in
-        `Comm.all_reduce`).
+        """Every slice twice, save the two that a rank's place in the ring spares it.
+
+        As in `Comm.all_reduce`.
         """
         ranks, twice = topology.size, 2 * bucket.nbytes
         sizes = [size * bucket.itemsize for size in cut_sizes(bucket.numel, ranks)]

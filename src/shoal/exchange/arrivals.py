@@ -1,5 +1,4 @@
-"""Chunks on their way from one rank: a few receives are posted ahead, so that the link is busy
-while one is added.
+"""Chunks on their way from one rank: some receives are posted ahead, so the link stays busy.
 
 Why here: gloo sends nothing before the receiver has said that it is ready, and says so behind
 whatever the same connection has still to send. Who posts a receive only when it needs the chunk
@@ -20,8 +19,9 @@ AHEAD = 3
 
 
 def arrivals(comm: Comm, source: int, landing: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Receive into each of `landing` in turn and give it out when it has come; the first are posted
-    at once.
+    """Receive into each of `landing` in turn, and give it out when it has come.
+
+    The first are posted at once.
 
     What is given out is the caller's until it asks for the next.
     """
@@ -39,8 +39,9 @@ def arrivals(comm: Comm, source: int, landing: Iterable[Tensor]) -> Iterator[Ten
 
 
 def landing_beside(chunks: Sequence[Tensor]) -> list[Tensor]:
-    """Where chunks of these sizes may land for a while: as many buffers as there are receives
-    ahead, taking turns.
+    """Where chunks of these sizes may land for a while.
+
+    As many buffers as there are receives ahead, taking turns.
     """
     if not chunks:
         return []
@@ -49,8 +50,9 @@ def landing_beside(chunks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def once_sent(chunks: Sequence[Tensor], sends: Sequence[Pending]) -> Iterator[Tensor]:
-    """Each chunk as soon as it has been sent: then a total may land there. `sends` may grow,
-    `AHEAD` before its use.
+    """Each chunk as soon as it has been sent: then a total may land there.
+
+    `sends` may grow, `AHEAD` before its use.
     """
     for index, chunk in enumerate(chunks):
         sends[index].wait()

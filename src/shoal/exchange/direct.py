@@ -1,5 +1,4 @@
-"""Every slice goes straight to its owner, who adds and sends it straight back: every rank is the
-master of one slice.
+"""Every slice goes straight to its owner, who adds and sends the sum straight back.
 
     reduce   rank r ── slice o of its own ──▶ owner o        for every r ≠ o; the owner adds in
     gather   rank r ◀── slice o, summed ───── owner o        rank order
@@ -40,7 +39,8 @@ class Direct(DeliveringExchange):
     serves: ClassVar[bool] = True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """A worker sends foreign slices once and its own to every other worker; a server its own.
+        """A worker sends foreign slices once and its own to all workers; a server sends its own.
+
         As much comes in.
         """
         workers, sizes = topology.workers, bucket.slice_bytes(topology.size)

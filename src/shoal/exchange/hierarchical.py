@@ -1,5 +1,4 @@
-"""Inside each host first, then one slice a host across: the link that a host's ranks share carries
-no slice twice.
+"""Inside each host first, then one slice a host across: a shared link carries no slice twice.
 
     host a, ranks 0 1; host b, ranks 2 3. Slice 0 belongs to rank 0, its collector on b is rank 2.
 
@@ -49,8 +48,9 @@ class Hierarchical(SplitExchange):
         return 1 < len(topology.ranks_on) < topology.size
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """As `direct` sends foreign slices and its own back; but what crosses, a rank does for
-        those it collects.
+        """As `direct` sends foreign slices and its own back.
+
+        But what crosses, a rank does for those it collects.
         """
         ranks, other_hosts = range(topology.size), len(topology.ranks_on) - 1
         sizes = bucket.slice_bytes(topology.size)
@@ -93,9 +93,7 @@ class Hierarchical(SplitExchange):
             send.wait()
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
-        """The same way back: own slice to all collectors, what one collects to the ranks beside
-        one.
-        """
+        """The same way back: own slice to all collectors, collected ones to the ranks beside."""
         hosts = comm.topology.ranks_on
         own, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
         beside = [r for r in hosts[own_host] if r != comm.rank]
@@ -122,8 +120,9 @@ def _collector(owner: int, host: str, topology: Topology) -> int:
 
 
 def _collected(slices: Sequence[Tensor], comm: Comm, rank: int | None = None) -> list[int]:
-    """The owners of what a rank (without one, this) collects, save empty slices: from the next rank
-    on, itself last.
+    """The owners of what a rank (without one, this) collects, save empty slices.
+
+    From the next rank on, itself last.
     """
     topology, rank = comm.topology, comm.rank if rank is None else rank
     owners = [(rank + step) % comm.size for step in range(1, comm.size + 1)]
@@ -141,8 +140,9 @@ def _receive(comm: Comm, like: Tensor, sources: Sequence[int]) -> list[tuple[Ten
 
 
 def _add(own: Tensor, addends: Sequence[tuple[Tensor, Pending]], place: int) -> None:
-    """Add what comes to `own`, which stands at its `place` among them, in that order: the bits
-    depend on no owner.
+    """Add what comes to `own`, which stands at its `place` among them, in that order.
+
+    So the bits depend on no owner.
     """
     total: Tensor | None = None
     for part, pending in addends[:place]:

@@ -1,5 +1,6 @@
-"""Exchanges nothing: each rank keeps its own gradients. Shows how fast a step would be if the
-network were free.
+"""Exchanges nothing: each rank keeps its own gradients.
+
+Shows how fast a step would be if the network were free.
 
 Steps 0, bytes 0. The result is not the sum (`exact` is False), so the planner never chooses it by
 itself.

@@ -1,5 +1,4 @@
-"""Slices travel round a ring of neighbours: each rank talks to two others only, however many there
-are.
+"""Slices travel round a ring of neighbours: each rank talks to two others only.
 
     step      0        1        2          P = 4, seen on rank r
     sends     r−1      r−2      r−3        reduce: a slice goes r+1, r+2, … and ends, summed, on
@@ -37,9 +36,7 @@ from shoal.exchange.arrivals import arrivals, landing_beside
 @final
 @dataclass(frozen=True)
 class Ring(SplitExchange):
-    """Reduce-scatter and all-gather among neighbours; `chunk_bytes` is the most that one message
-    carries.
-    """
+    """Reduce-scatter and all-gather among neighbours, in messages of at most `chunk_bytes`."""
 
     name: ClassVar[str] = "ring"
     chunk_bytes: int = 4 * 1024 * 1024
@@ -51,9 +48,7 @@ class Ring(SplitExchange):
             )
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
-        """Every slice twice, save those a rank does not send (r, then r+1) or receive (r−1, then
-        r).
-        """
+        """Every slice twice, save those not sent (r, then r+1) or not received (r−1, then r)."""
         ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
         twice = 2 * sum(sizes)
         sent = tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks))
@@ -74,8 +69,9 @@ class Ring(SplitExchange):
         self._pass_on(slices, comm, first=comm.rank, add=False)
 
     def _pass_on(self, slices: Sequence[Tensor], comm: Comm, first: int, add: bool) -> None:
-        """Send slice `first` to the right; add or take what comes from the left, and send all of it
-        on but the last.
+        """Send slice `first` to the right; add or take what comes from the left.
+
+        All of it goes on but the last.
         """
         if comm.size == 1:
             return

@@ -1,5 +1,4 @@
-"""Sums climb a binary tree and the total comes down again, in chunks that follow one another
-without a gap.
+"""Sums climb a binary tree and the total comes down again, in chunks without a gap.
 
             0             rank i's children are 2i + 1 and 2i + 2
           /   \\

@@ -225,9 +225,7 @@ class Owners:
         return any(parameter in transfer.held for transfer in self._transfers[parameter])
 
     def norms(self, parameters: Sequence[Tensor], order: float) -> list[Tensor]:
-        """The norm of each owner's pieces of those parameters' gradients, in rank order (a
-        collective).
-        """
+        """The norm of each owner's pieces of those gradients, in rank order (a collective)."""
         self.tell(Norms(self._numbers(parameters), order))
         self.settle()
         numbers: list[Tensor] = []
@@ -271,8 +269,9 @@ class Owners:
         parameters: Iterable[nn.Parameter],
         work: Callable[[Comm], None],
     ) -> None:
-        """Let a lane bring new values of some of a transfer's parameters; until then, whoever uses
-        one waits.
+        """Let a lane bring new values of some of a transfer's parameters.
+
+        Until then, whoever uses one waits.
         """
         with self._marking:
             self._engine.routes.later(transfer, work, "update and return")
@@ -294,9 +293,7 @@ def _gradients(transfers: Iterable[OwnedTransfer], parameters: Iterable[Tensor])
 
 @final
 class _Fetch:
-    """The gradients of one transfer, on their way into the lines of their parameters on every
-    rank.
-    """
+    """One transfer's gradients, on their way into their parameters' lines on every rank."""
 
     def __init__(self, transfer: OwnedTransfer, lines: Mapping[nn.Parameter, Tensor]) -> None:
         self.transfer = transfer

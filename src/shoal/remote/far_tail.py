@@ -1,5 +1,4 @@
-"""A model whose end runs on hosts of its own: its parameters, as a worker has them, which is not at
-all.
+"""A model whose end runs on hosts of its own: its parameters, as a worker sees them.
 
 To all but the layers they look whole (tensors/cut.py), and whatever is done with them is done by
 all workers together. What goes on in a step: stage_output.py. Guarded by
@@ -119,15 +118,14 @@ class FarTail:
         return min(self._alive.values(), default=self._runs)
 
     def entered(self) -> None:
-        """A backward begins, on every rank: what somebody saw of gradients is not all of them any
-        more.
-        """
+        """A backward begins on every rank: gradients that were seen are not all any more."""
         for cut in self._cuts():
             cut.begin()
 
     def wanted(self) -> list[bool]:
-        """Which parameters the running backward is to give a gradient; from here on they have one,
-        with the tail.
+        """Which parameters the running backward gives a gradient.
+
+        From here on they have one, with the tail.
         """
         wanted = [p.requires_grad and _is_reached(p) for p in self.parameters.values()]
         for parameter, is_wanted in zip(self.parameters.values(), wanted, strict=True):
@@ -136,9 +134,7 @@ class FarTail:
         return wanted
 
     def cleared(self) -> tuple[bool, ...]:
-        """Which parameters have no gradient; those that somebody has seen and changed are told of
-        before.
-        """
+        """Which parameters have no gradient. Those seen and changed are told of before."""
         for cut in self._cuts():
             cut.tell()
         return tuple(local_gradient(parameter) is None for parameter in self.parameters.values())

@@ -68,8 +68,9 @@ class Run:
         return StageOutput.of(self, [ticket])
 
     def tell_forward(self, activation: Tensor | None, *, back: bool) -> int:
-        """Send a micro-batch's activation, whose gradient is to come back or not, or that it has
-        none: its number.
+        """Send a micro-batch's activation, or that it has none: its number.
+
+        The activation's gradient is to come back, or not.
         """
         index, self._index = self._index, self._index + 1
         self._note(f"forward of micro-batch {index}", self._since_s)
@@ -120,9 +121,7 @@ class Run:
         return first
 
     def backward(self, index: int, weight: Tensor) -> Tensor | None:
-        """The gradient of a micro-batch's activation; `weight` is what gradients are to be
-        multiplied by.
-        """
+        """The gradient of a micro-batch's activation. `weight` multiplies gradients."""
         hosts = self.tail.hosts
         if not self._gone:
             self._gone = True
@@ -160,8 +159,9 @@ class Run:
 
 @final
 class StageOutput(Tensor):
-    """What tail hosts have put out: the loss takes it as it is; whoever looks at it gets it,
-    without a gradient.
+    """What tail hosts have put out: the loss takes it as it is.
+
+    Whoever looks at it gets it without a gradient.
     """
 
     _run: Run
@@ -225,8 +225,9 @@ class StageOutput(Tensor):
 
 
 class _Sent(torch.autograd.Function):
-    """An activation on its way to the tail, and its gradient back; gives a ticket, whose gradient
-    is the weight.
+    """An activation on its way to the tail, and its gradient back.
+
+    It gives a ticket, whose gradient is the weight.
     """
 
     @staticmethod
@@ -293,8 +294,9 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
 
 
 def in_micro_batches(batch: Any, rows: int, count: int, *, alike: bool = False) -> list[Any]:
-    """A batch cut into at most so many, or exactly so many (`alike`), by the rows of every tensor
-    that has so many.
+    """A batch cut into at most so many, or exactly so many (`alike`).
+
+    Cut are the rows of every tensor that has as many.
     """
     sizes = [size for size in cut_sizes(rows, count) if size or alike] or [0]
 

@@ -140,8 +140,9 @@ class FarTable(Cut):
         return rows
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
-        """Add these rows' gradients, whose mean over the workers counts; ids are different and
-        ascending.
+        """Add these rows' gradients, whose mean over the workers counts.
+
+        Ids are different and ascending.
         """
         self.begin()
         self._tables.started = True
@@ -152,17 +153,13 @@ class FarTable(Cut):
         self._mark()
 
     def begin(self) -> None:
-        """A backward begins, on every rank: what somebody saw of the gradient is not all of it any
-        more.
-        """
+        """A backward begins on every rank: a gradient that was seen is not all of it any more."""
         self._tell()
         if self._seen is not None and self._has_gradient():
             self._mark()
 
     def step(self, number: int, group: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
-        """Have optimizer `number` make a step by these settings of the group and these attributes
-        of its own.
-        """
+        """Have optimizer `number` make a step by these settings and these attributes of its own."""
         self._tell()
         speaks = self.comm.rank == 0 or not self._tables.in_step
         work = Work(number, Data(dict(group)), Data(dict(attributes))) if speaks else None
@@ -262,9 +259,7 @@ class FarTable(Cut):
         return {name: together(name) for name in states[0]}
 
     def take_state(self, number: int, state: Mapping[str, Any]) -> None:
-        """Give optimizer `number` this state, in one-process form (a collective: that of rank 0 is
-        taken).
-        """
+        """Give optimizer `number` rank 0's state, in one-process form (a collective)."""
         self._require_in_step("optimizer.load_state_dict")
         known = state if self.comm.rank == 0 else {}
         shaped = {

@@ -45,9 +45,7 @@ class TailHosts:
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker is the first of its tail host's: what is the same on all is taken
-        from it.
-        """
+        """Whether this worker is its tail host's first, from which is taken what all share."""
         return self.comm.rank < len(self.hosts)
 
     def tell(self, message: TailMessage) -> None:

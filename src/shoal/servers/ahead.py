@@ -1,5 +1,4 @@
-"""Workers that run ahead of one another: servers answer each by itself, within a bound on its
-staleness.
+"""Workers that run ahead of one another: servers answer each alone, within a bound.
 
     worker r, lanes there and back              server, a thread for each worker and lane
       backward   each bucket's slice        ──▶   kept
@@ -251,9 +250,7 @@ class AheadModel(OwnersRole):
         put_states(self._updates[optimizer], states)
 
     def observed(self) -> Counter[int]:
-        """How often a worker was ahead of the slowest by how many steps, when it was given
-        parameters.
-        """
+        """How often a worker that was given parameters was how many steps ahead of the slowest."""
         return sum((shelf.observed for shelf in self._shelves.values()), Counter())
 
     def _answer(self, worker: int, received: _Landed, comm: Comm) -> None:
@@ -296,8 +293,7 @@ def _taken(waiting: SimpleQueue[Slice], check: Callable[[], None]) -> Slice:
 
 @final
 class Clocks(Generic[T]):
-    """How far each worker is with its steps, and what of them may be applied. To be used holding
-    `moved`.
+    """How far each worker is, and which steps may be applied. To be used holding `moved`.
 
     Args:
         workers: how many there are.
@@ -319,8 +315,9 @@ class Clocks(Generic[T]):
         return self._clocks.keys()
 
     def step(self, worker: int, contribution: T) -> list[list[T]]:
-        """Count a worker's step; what is to be applied now, one update after the other, each in the
-        order of ranks.
+        """Count a worker's step, and return the updates to be applied now.
+
+        One update after the other, each in the order of ranks.
         """
         clock = self._clocks[worker]
         self._clocks[worker] += 1
@@ -391,8 +388,9 @@ class Shelf:
         answer: Slice,
         check: Callable[[], None],
     ) -> None:
-        """Take a worker's gradients, and fill its answer as soon as it may go on; `check` is called
-        while it waits.
+        """Take a worker's gradients, and fill its answer as soon as it may go on.
+
+        `check` is called while it waits.
         """
         with self._clocks.moved:
             for contributions in self._clocks.step(worker, _Brought(gradients, optimizer, work)):

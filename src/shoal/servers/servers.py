@@ -95,8 +95,7 @@ class Servers:
         self._tables: dict[Tables, int] = {}
 
     def duplex(self, lanes: int, nbytes: int) -> float:
-        """What each direction of the links keeps of its rate while both are in use (a collective of
-        all ranks).
+        """What each direction of the links keeps of its rate while both are in use (a collective).
 
         Args:
             lanes: how many buckets go, and come, at once.
@@ -113,8 +112,9 @@ class Servers:
         lanes: int,
         staleness: int | None,
     ) -> tuple[int, list[Comm], list[Comm]]:
-        """Let servers take their part of a model (a collective of all ranks): its number, and the
-        ways there and back.
+        """Let servers take their part of a model: its number, and the ways there and back.
+
+        A collective of all ranks.
 
         Args:
             sites: what servers take part in.
@@ -132,8 +132,9 @@ class Servers:
     def open_tables(
         self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None
     ) -> Tables:
-        """Have the servers make tables of these forms, of zeros (a collective of all ranks); the
-        way to them.
+        """Have the servers make tables of these forms, of zeros: the way to them.
+
+        A collective of all ranks.
         """
         order = OpenTables(tuple(forms), tuple(map(form_of, optimizers)), staleness)
         self._send(lambda server: order)
@@ -144,9 +145,7 @@ class Servers:
         return tables
 
     def tell(self, model: int, engine: Engine, staleness: int | None) -> Tell:
-        """How to tell the servers of a model what its workers do; they are given the parameters as
-        they are.
-        """
+        """How to tell a model's servers what its workers do. They are given the parameters."""
         tell = partial(self._tell, model)
         for number, transfer in enumerate(self._models[model]):
             parameters = set(transfer.parameters)
@@ -384,9 +383,7 @@ def _shell(form: ParameterForm) -> nn.Parameter:
 
 @final
 class _InStep(OwnersRole):
-    """A server's part of a model whose workers keep step: whatever they do together, it does with
-    them.
-    """
+    """A server's part of a model whose workers keep step: it does with them what they do."""
 
     def __init__(
         self,

@@ -264,8 +264,9 @@ class _Table:
         do: Callable[[Any], Any],
         check: Callable[[], None],
     ) -> Any:
-        """Do something once, when every worker has asked for it, with what the first of them gives;
-        its result.
+        """Do something once, when every worker has asked for it: its result.
+
+        It is given what the first worker brings.
         """
         with self.clocks.moved:
             self._wait(worker, check)
@@ -294,8 +295,9 @@ class _Table:
             return result
 
     def _wait(self, worker: int, check: Callable[[], None]) -> None:
-        """Wait until a worker may go on; not for one that waits itself until all ask for the
-        same.
+        """Wait until a worker may go on.
+
+        Not for a worker that waits itself until all ask for the same.
         """
 
         def check_meeting() -> None:

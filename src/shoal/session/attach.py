@@ -168,9 +168,7 @@ def _open_servers(
     served: Sequence[OwnedTransfer],
     optimizers: Sequence[Optimizer],
 ) -> tuple[int | None, Sequence[Comm], Sequence[Comm]]:
-    """Let the servers, if the plan has any use for them, take their part; the channels there and
-    back.
-    """
+    """Let the servers take their part, if the plan uses them: the channels there and back."""
     servers = session.other(Servers)
     if servers is None or not served:
         return None, (), ()

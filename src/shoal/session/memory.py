@@ -1,6 +1,4 @@
-"""What a parallelised model takes of one rank's memory: counted from the tensors themselves, not
-estimated.
-"""
+"""What a parallelised model takes of one rank's memory, counted from the tensors themselves."""
 
 from __future__ import annotations
 
@@ -53,8 +51,9 @@ class Memory:
 
 
 def memory(model: nn.Module) -> Memory:
-    """What this rank holds for a parallelised model. Waits for parameters on their way; not a
-    collective.
+    """What this rank holds for a parallelised model. Not a collective.
+
+    Waits for parameters on their way.
 
     Args:
         model: one that `parallelize` was given.
@@ -109,9 +108,7 @@ def memory(model: nn.Module) -> Memory:
 
 
 def of_one_process(profile: ModelProfile) -> Memory:
-    """What a process by itself holds to train the model: all of it (activations not counted, as
-    everywhere here).
-    """
+    """What a process by itself holds to train the model, all of it but activations."""
     return Memory(
         profile.nbytes,
         profile.nbytes,
@@ -129,8 +126,9 @@ def give_back_freed() -> None:
 
 
 def keep_freed() -> None:
-    """Have glibc keep what a step frees for the next one: up to 64 MB, that else go to the system
-    and come back zeroed.
+    """Have glibc keep what a step frees for the next one, up to 64 MB.
+
+    Else it goes to the system and comes back zeroed.
 
     It does from the moment on at which a block of so many bytes is freed, which need not have been
     written to: man page mallopt(3), M_MMAP_THRESHOLD, whose dynamic value M_TRIM_THRESHOLD follows.

@@ -199,8 +199,9 @@ def world() -> World:
 
 
 def leave(error: BaseException | None) -> None:
-    """Tell the other ranks that this one ends, and why. An uncaught error and an ordinary end tell
-    by themselves.
+    """Tell the other ranks that this one ends, and why.
+
+    An uncaught error and an ordinary end tell by themselves.
     """
     session = found()
     if session is not None:

@@ -1,5 +1,4 @@
-"""Hooks on a parallelised model: they see forward begin and end, count its rows, and put the border
-around it.
+"""Hooks on a parallelised model: they see forward, count its rows, and put the border round it.
 
     before forward   this rank's rows are counted, unless gradients are off: evaluation on one rank
                      is free
@@ -118,9 +117,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 
 @final
 class _BeforeCompiled(_StaysBehind):
-    """Waits for the parameters of compiled blocks, which are compiled for parameters that are
-    there.
-    """
+    """Waits for the parameters of compiled blocks, which need parameters that are there."""
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
@@ -147,8 +144,9 @@ class _Entered(_StaysBehind):
 
 @final
 class _Before(_StaysBehind):
-    """Makes the weights, and keeps each running call's own: a model that calls itself is weighed
-    outside only.
+    """Makes the weights, and keeps each running call's own.
+
+    A model that calls itself is weighed outside only.
     """
 
     def __init__(self, border: Border, weigher: Weigher) -> None:

@@ -92,9 +92,7 @@ class CutStrategy(Strategy):
     def leave(
         self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
-        """Bring the parts' products to the ranks whose rows they are, who have them in that
-        shape.
-        """
+        """Bring the parts' products to the ranks whose rows they are, in that shape."""
 
     @abstractmethod
     def moved(
@@ -194,8 +192,9 @@ class CutStrategy(Strategy):
 
 
 class ByOutputs(CutStrategy):
-    """Cuts by outputs; what comes out stays cut (tensors/cut_output.py), unless `leave` says
-    otherwise.
+    """Cuts by outputs. What comes out stays cut, unless `leave` says otherwise.
+
+    See tensors/cut_output.py.
     """
 
     dim = 0
@@ -220,9 +219,7 @@ class ByOutputs(CutStrategy):
 
 
 def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
-    """Why a layer cannot be cut along a dimension of that width over ranks that call it together,
-    or None.
-    """
+    """Why a layer called by all ranks together cannot be cut along such a dimension, or None."""
     if layer.calls_vary:
         how_often = "ranks or steps differ in how often they call it"
         return f"{how_often}, and what is cut is called by all ranks together"
@@ -322,8 +319,9 @@ class _Parts:
 
 
 class _CutLayer(nn.Module):
-    """A layer that is cut over the ranks. Same parameters, names and repr; a copy of it is an
-    ordinary layer.
+    """A layer that is cut over the ranks, with the same parameters, names and repr.
+
+    A copy of it is an ordinary layer.
     """
 
     _cut_layer: _Parts | None = None

@@ -171,9 +171,7 @@ class _Table:
             self._version = target._version
 
     def _cleared(self) -> Tensor:
-        """A dense gradient of zeros: the last one, if it is not in use, where only the rows it has
-        are cleared.
-        """
+        """A dense gradient of zeros: the last one, if free, with only its rows cleared."""
         buffer = self._cut.buffer
         if buffer is None:
             buffer = self._cut.buffer = torch.zeros_like(part_of(self.weight))
@@ -190,8 +188,7 @@ class _Table:
 
 
 def is_written(dense: Tensor) -> bool:
-    """Whether somebody has written over a gradient that should be zeros, as optimizers that write
-    through `.data` do.
+    """Whether a gradient that should be zeros was written, as optimizers do through `.data`.
 
     That leaves no version behind, so some rows are looked at: such an optimizer writes over all of
     them.
@@ -238,8 +235,9 @@ def run_by_itself(module: nn.Module) -> nn.Parameter:
 
 
 class CutEmbedding(nn.Embedding):
-    """An nn.Embedding whose rows are elsewhere. Same parameters, names and repr; a copy of it is an
-    ordinary one.
+    """An nn.Embedding whose rows are elsewhere, with the same parameters, names and repr.
+
+    A copy of it is an ordinary one.
     """
 
     _cut_embedding: Table | None = None

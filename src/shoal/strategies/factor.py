@@ -44,8 +44,9 @@ _SLOT = "_factors"  # where a served layer keeps its transfer
 
 @final
 class Factor(Strategy):
-    """Gathers the factors of a linear layer's or an embedding's weight gradient and multiplies them
-    on every rank.
+    """Gathers the factors of a weight gradient and multiplies them on every rank.
+
+    For linear layers and embeddings.
     """
 
     name = "factor"
@@ -151,8 +152,9 @@ class _EmbeddingFunction(torch.autograd.Function):
 
 
 class FactorLinear(nn.Linear):
-    """An nn.Linear served by `factor`. Same parameters, names and repr; a copy of it is an ordinary
-    linear layer.
+    """An nn.Linear served by `factor`, with the same parameters, names and repr.
+
+    A copy of it is an ordinary linear layer.
     """
 
     _factors: FactorTransfer | None = None
@@ -172,8 +174,9 @@ class FactorLinear(nn.Linear):
 
 
 class FactorEmbedding(nn.Embedding):
-    """An nn.Embedding served by `factor`. Same parameters, names and repr; a copy of it is an
-    ordinary embedding.
+    """An nn.Embedding served by `factor`, with the same parameters, names and repr.
+
+    A copy of it is an ordinary embedding.
     """
 
     _factors: FactorTransfer | None = None

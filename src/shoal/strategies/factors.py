@@ -1,6 +1,4 @@
-"""Factors of gradients, from the backward that brings them to the `.grad` that every rank makes of
-all of them.
-"""
+"""Factors of gradients, from their backward to the `.grad` that every rank makes of all."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from shoal.strategies.landing import at_least, history
 
 
 class Product(ABC):
-    """How a layer's gradients follow from its factors: `left` rows (x, or ids) and `right` rows
-    (dy).
-    """
+    """How a layer's gradients follow from its factors: `left` (x, or ids) and `right` (dy)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -70,9 +66,7 @@ class EmbeddingProduct(Product):
 
 @final
 class FactorTransfer(Transfer):
-    """The factors of one layer in one backward, kept as they come; a layer used twice has two
-    pairs.
-    """
+    """One layer's factors in one backward, kept as they come: a pair for each use."""
 
     def __init__(self, product: Product, place: Place, label: str) -> None:
         self.label = label
@@ -98,9 +92,7 @@ class FactorTransfer(Transfer):
         self._accumulators: list[Any] = []
 
     def serves(self, module: nn.Linear | nn.Embedding) -> bool:
-        """Whether this call of the layer is one of its own weights, and in training (not under
-        functional_call …).
-        """
+        """Whether this call of the layer is one of its own weights, and in training."""
         trains = any(target.requires_grad for target in self._targets)
         own = (
             module.weight is self._product.weight
@@ -117,8 +109,9 @@ class FactorTransfer(Transfer):
         return output
 
     def add(self, call: Any, left: Tensor, right: Tensor) -> None:
-        """Keep one pair of factors, of the call whose node runs; with the last of this backward, be
-        ready.
+        """Keep one pair of factors, of the call whose node runs.
+
+        With the last of this backward, be ready.
         """
         runs = torch._C._will_engine_execute_node
         # a gradient with respect to inputs only
@@ -156,8 +149,9 @@ class FactorTransfer(Transfer):
             backward.ready(self)
 
     def _mark(self) -> None:
-        """Let `.grad` show that something was kept: clearing it must drop that. What is put there
-        takes no memory.
+        """Let `.grad` show that something was kept: clearing it must drop that.
+
+        What is put there takes no memory.
         """
         for target in self._targets:
             if target.grad is None:
@@ -265,9 +259,7 @@ class FactorTransfer(Transfer):
 
 @final
 class _Mark:
-    """The `.grad` of a parameter of which factors are kept: what somebody does to it must be done
-    to them.
-    """
+    """The `.grad` of a parameter with kept factors: what is done to it is done to them."""
 
     def __init__(self, gradient: Tensor, ours: bool) -> None:
         self.gradient, self.ours = gradient, ours  # ours: put there to be seen

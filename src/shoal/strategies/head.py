@@ -1,5 +1,4 @@
-"""Head: `column` for the layer that gives the logits, whose loss is computed on each rank's
-classes.
+"""Head: `column` for the layer of the logits, whose loss each rank computes on its classes.
 
     forward     gather x: K·M·s·(P−1) sent; of every row in the loss its number and target, 16
                 bytes, to every peer, and four sums to the rank whose row it is

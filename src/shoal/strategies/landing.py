@@ -1,5 +1,4 @@
-"""Gradients that land in buckets as autograd accumulates them: what every strategy that takes
-buckets needs.
+"""Gradients that land in buckets as autograd accumulates them, for all strategies with buckets.
 
 A number that lies on a GPU is not looked at, and none is brought there from the host, where it is
 not needed: either waits for all that the GPU has still to do.
@@ -32,8 +31,7 @@ def history() -> UsageError:
 
 @final
 class Landing:
-    """The gradients of one transfer's parameters, as a backward brings them: each once, and ready
-    with the last.
+    """The gradients of one transfer's parameters in a backward: each once, ready with the last.
 
     Args:
         transfer: whose they are.
@@ -78,8 +76,9 @@ class Landing:
             backward.ready(self._transfer)
 
     def close(self, backward: Round) -> list[bool]:
-        """Take what has not landed as it is (nothing, or what was read, assigned or kept): whether
-        each was used.
+        """Take what has not landed as it is, and return whether each was used.
+
+        It may be nothing, or what was read, assigned or kept.
         """
         self._closed = True
         for parameter, name in self._names.items():
@@ -110,8 +109,7 @@ _DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coars
 
 
 def num_shares(itemsize: int) -> int:
-    """Numbers that go with a sum in a type of so many bytes: how many ranks have a share other than
-    1, and these' sum.
+    """Numbers that go with a sum: how many ranks have a share other than 1, and the sum of those.
 
     A type of 16 bits would round that sum by percents, so each binary digit goes as a number of its
     own.
@@ -120,8 +118,9 @@ def num_shares(itemsize: int) -> int:
 
 
 def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int) -> None:
-    """Multiply what a rank adds to a sum by its share, which goes along in `shares` where it is not
-    1, as mostly.
+    """Multiply what a rank adds to a sum by its share.
+
+    A share that is not 1 goes along in `shares`.
 
     Raises:
         UsageError: on a GPU, as `divide` elsewhere: a type of 16 bits cannot count that many ranks.
@@ -146,8 +145,9 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
 
 
 def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
-    """Divide sums over ranks by the mean of all shares, of which those that are not 1 have come
-    with them.
+    """Divide sums over ranks by the mean of all shares.
+
+    Those that are not 1 have come with the sums.
 
     On a GPU always, as nobody looks whether there are any.
 
@@ -196,8 +196,9 @@ def mark(flags: Tensor, used: Sequence[bool]) -> None:
 
 
 def at_least(share: float) -> float:
-    """A share that is no 0: where no rank has any rows, what does not come of rows, as a penalty,
-    is as it was.
+    """A share that is no 0.
+
+    Where no rank has rows, what does not come of rows, as a penalty, is as it was.
     """
     return share if share > _LEAST else _LEAST
 

@@ -1,5 +1,4 @@
-"""Pair: two linear layers with element-wise work between, cut by outputs, then by inputs: the
-hidden width stays cut.
+"""Pair: two linear layers, cut by outputs, then by inputs: the hidden width stays cut.
 
     forward     column_pair   gather x: K·M·s·(P−1) sent
                               (its N outputs are row_pair's inputs, and where it has them)
@@ -66,9 +65,7 @@ class PairProbe(Probe):
 
 @final
 class ColumnPair(ByOutputs):
-    """Cuts a linear layer by its outputs, and leaves those where they are for the layer that takes
-    them.
-    """
+    """Cuts a linear layer by its outputs, and leaves them for the layer that takes them."""
 
     name = "column_pair"
     probes = (*ByOutputs.probes, PairProbe)
@@ -95,8 +92,9 @@ class ColumnPair(ByOutputs):
 
 @final
 class RowPair(Row):
-    """Cuts a linear layer by its inputs, which are where they are needed; called with anything else
-    it is `Row`.
+    """Cuts a linear layer by its inputs, which lie where they are needed.
+
+    Called with anything else it is `Row`.
     """
 
     name = "row_pair"

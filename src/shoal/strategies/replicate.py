@@ -1,5 +1,4 @@
-"""Replicate: every rank holds the layer and the ranks exchange the sum of its gradients, one bucket
-at a time.
+"""Replicate: every rank holds the layer, and ranks sum its gradients, one bucket at a time.
 
 The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag
 a parameter that says whether the parameter was used: one that no rank used keeps the gradient it

@@ -1,5 +1,4 @@
-"""Row: each rank has the weights of M/P of a linear layer's inputs, and computes their part of all
-ranks' outputs.
+"""Row: each rank has the weights of M/P inputs, and computes their part of all outputs.
 
     forward     get x's columns of all rows: K·M·s·(P−1)/P     sum the products where the rows are:
                                                                K·N·s·(P−1)

@@ -1,5 +1,4 @@
-"""Server: hosts of their own hold slices of each bucket, sum and update them, and send back new
-parameters.
+"""Server: hosts of their own hold slices of buckets, update them, and send new parameters.
 
     worker ──▶ slices of its gradients ──▶ servers (where these are few, workers serve a share too)
     worker ◀── new parameters ◀─────────── which they have updated

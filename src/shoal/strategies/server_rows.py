@@ -1,5 +1,4 @@
-"""Server rows: an embedding's table is at servers, V/S rows each; workers pull the rows they look
-up, push gradients.
+"""Server rows: servers hold V/S rows of a table each; workers pull rows and push gradients.
 
     forward     each id once: 64 bytes and 8 an id to the row's server; D·s a row come back
     backward    64 bytes, and 8 + D·s a row, go to the servers; nobody waits for that

@@ -1,5 +1,4 @@
-"""Stage: the end of the model, its tail, runs on T hosts of its own, fed by the W workers in
-micro-batches.
+"""Stage: the end of the model runs on T hosts of its own, fed by W workers in micro-batches.
 
     forward     a micro-batch's activation goes to the worker's tail host, K·M·s in all, while the
                 next is computed
@@ -135,8 +134,9 @@ def run_by(module: nn.Module, stage: Any) -> None:
 
 
 class _Staged(nn.Module):
-    """A module that runs otherwise. Same parameters, names and repr; a copy of it is an ordinary
-    module.
+    """A module that runs otherwise, with the same parameters, names and repr.
+
+    A copy of it is an ordinary module.
     """
 
     _stage: Any = None
@@ -235,8 +235,9 @@ class _LossAtTail:
 
 
 def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The loss, computed by tail hosts where they have the output: a module changed in place, or a
-    function wrapped.
+    """The loss, computed by tail hosts where they have the output.
+
+    A module is changed in place, a function is wrapped.
     """
     if isinstance(loss_fn, nn.Module):
         run_by(loss_fn, _LossAtTail())
@@ -252,8 +253,9 @@ def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 def _piped(
     tail: Tail, body_s: float, link_s: float, own_s: float, workers: int, joined: bool
 ) -> float:
-    """Seconds until the last micro-batch has gone through body, link and tail; `own_s` is the
-    tail's of one worker.
+    """Seconds until the last micro-batch is through body, link and tail.
+
+    `own_s` is the tail's of one worker.
     """
     share = own_s / max(tail.forward_s + tail.backward_s, _LEAST_S)
     pass_s = min(own_s, tail.pass_s * share)

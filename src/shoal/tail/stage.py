@@ -210,9 +210,7 @@ class Tail(TailRole):
         there: dict[int, Tensor] = {}
 
         def ready(tail_pass: Pass, grad: Tensor) -> None:
-            """The gradient of a pass's input has come; they go in the order in which workers wait
-            for them.
-            """
+            """A pass's input gradient has come. They go in the order in which workers wait."""
             there[id(tail_pass)] = grad / share
             while waiting and id(waiting[-1]) in there:
                 last = waiting.pop()

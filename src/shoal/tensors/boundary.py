@@ -1,5 +1,4 @@
-"""What crosses between ranks within forward and backward: each move an autograd operator with its
-transpose.
+"""What crosses between ranks in forward and backward: autograd operators with a transpose.
 
 A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r rows of width W:
 
@@ -86,9 +85,7 @@ class Rows:
         )(x)
 
     def chunks(self, number: int) -> list[Rows]:
-        """So many parts of them, each with a part of every rank's rows; fewer where a rank has not
-        as many.
-        """
+        """So many parts, each with rows of every rank: fewer where a rank has not as many."""
         cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
         return [Rows(self.comm, part) for part in zip(*cuts, strict=True)]
 
@@ -153,15 +150,17 @@ def linear(
 
 
 def rows_of_all(comm: Comm, rows: int, purpose: str) -> Rows:
-    """Tell every rank how many rows this one brings, and what for (RanksDiffer if others are about
-    something else).
+    """Tell every rank how many rows this one brings, and what for.
+
+    RanksDiffer if others are about something else.
     """
     return Rows(comm, tuple(comm.numbers([rows] * comm.size, purpose)))
 
 
 def call_of(layer: str) -> str:
-    """What messages name a call of a layer: a rank that evaluates alone must not meet others that
-    train.
+    """What messages name a call of a layer.
+
+    A rank that evaluates alone must not meet others that train.
     """
     mode = "training" if torch.is_grad_enabled() else "evaluation (no_grad)"
     return f"{mode}, call of layer {layer}"
@@ -179,8 +178,9 @@ def refuse_second_derivative() -> None:
 def dealt(
     x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], scale: float = 1.0
 ) -> Tensor:
-    """Deal rows to the ranks, `sent[r]` in a row to rank r, and put together what comes; back it is
-    dealt back.
+    """Deal rows to the ranks, `sent[r]` in a row to rank r, and join what comes.
+
+    Backward deals it back.
     """
 
     def deal(rows: Tensor, out: Sequence[int], come: Sequence[int]) -> _Coming:

@@ -1,5 +1,4 @@
-"""A parameter of which this rank has a part: that is its memory, and whoever looks at it sees the
-whole.
+"""A parameter of which this rank has a part in memory. Whoever looks at it sees the whole.
 
     the layer, and optimizer.step()    work on the part                                (`opened`)
     torch functions, printing, saving  the whole, from where the rest is            (`Cut.whole`)
@@ -65,8 +64,9 @@ class Cut(ABC):
 
     @abstractmethod
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
-        """The whole gradient (a collective, unless it was seen and has not changed); `.grad` here
-        is a view of it.
+        """The whole gradient, of which `.grad` here is a view.
+
+        A collective, unless it was seen and has not changed.
         """
 
     def assign(self, parameter: Tensor, whole: Tensor | None) -> None:
@@ -85,9 +85,7 @@ class Cut(ABC):
 
 @final
 class OverRanks(Cut):
-    """Every rank has a part: of dimension `dim` rank r has `sizes[r]`, in rank order. Looking is a
-    collective.
-    """
+    """Every rank r has `sizes[r]` of dimension `dim`, in rank order. Looking is a collective."""
 
     def __init__(
         self, name: str, whole: Tensor, dim: int, sizes: Sequence[int], comm: Comm
@@ -208,8 +206,9 @@ class CutParameter(nn.Parameter):
 
 
 def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
-    """Leave this rank its part of a parameter, in place: the object stays, the memory of the rest
-    is given back.
+    """Leave this rank its part of a parameter, in place.
+
+    The object stays, and the rest's memory is given back.
     """
     gradient = parameter.grad
     parameter.grad = None
@@ -282,8 +281,9 @@ def opened(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 class _Whole(torch.autograd.Function):
-    """The whole, from every rank's part; back goes the mean over ranks of what each has for this
-    part.
+    """The whole, from every rank's part.
+
+    Back goes the mean over ranks of what each has for this part.
     """
 
     @staticmethod

@@ -1,5 +1,4 @@
-"""What is computed of outputs that are cut over the ranks (tensors/cut_output.py): sums over a row,
-its target, its best.
+"""What is computed of outputs that are cut: sums over a row, its target, its best.
 
 Rank r has `part`, (all ranks' rows, its own outputs). Of each row a rank makes a few numbers; those
 of all ranks are put together where the row is (`RowTerms`, `best_of_rows`) or everywhere
@@ -25,8 +24,9 @@ from shoal.tensors.boundary import Rows, refuse_second_derivative, rows_of_all
 def dropout(
     part: Tensor, rank: int, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """As torch's, with numbers of this rank's own also where all ranks have one random state: parts
-    are of one row.
+    """As torch's, with this rank's own numbers though all ranks may have one random state.
+
+    Parts are of one row.
     """
     if not training or p == 0.0:
         return F.dropout(part, p, training, inplace)
@@ -47,9 +47,7 @@ def _starts(sizes: Sequence[int], rank: int) -> int:
 
 
 class RowTerms(torch.autograd.Function):
-    """Of picked rows: log Σ exp, the logit of the row's target, and Σ w·logit with weights of the
-    classes.
-    """
+    """Of picked rows: log Σ exp, the target's logit, and Σ w·logit with weights of the classes."""
 
     @staticmethod
     def forward(

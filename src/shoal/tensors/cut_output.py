@@ -1,5 +1,4 @@
-"""What a layer cut by its outputs gives: it looks like this rank's rows of all outputs, and is not
-gathered.
+"""What a layer cut by its outputs gives: it looks like this rank's rows, and is not gathered.
 
 Rank r has its own outputs of all ranks' rows. What models do with logits, and between two linear
 layers, stays cut:
@@ -43,9 +42,7 @@ _After = Callable[[Tensor], Tensor]
 
 
 class Use(NamedTuple):
-    """What an output goes into: a loss, a softmax, or a layer that takes it as it is; without any
-    it is gathered.
-    """
+    """What takes an output: a loss, a softmax, or a layer. Without any it is gathered."""
 
     loss_rows: int = 0
     softmax_rows: int = 0
@@ -58,8 +55,9 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 @final
 class CutOutput(Tensor):
-    """This rank's rows of an output, of which it has a part of all ranks' rows; itself without
-    memory (`meta`).
+    """This rank's rows of an output, of which it has a part of all ranks' rows.
+
+    Itself without memory (`meta`).
     """
 
     _part: Tensor  # (all ranks' rows, this rank's outputs)
@@ -119,9 +117,7 @@ class CutOutput(Tensor):
         return self._like(after=lambda t: after(before(t)))
 
     def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[Rows, Tensor] | None:
-        """The rows of all ranks and this rank's part of them, for a layer whose inputs are cut in
-        the same way.
-        """
+        """All ranks' rows and this rank's part of them, for a layer with inputs cut so."""
         if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
         self._tell(Use(layer=layer))
@@ -223,9 +219,7 @@ class CutOutput(Tensor):
         label_smoothing: float = 0.0,
         of_log_probabilities: bool = False,
     ) -> Tensor | None:
-        """As torch's, from three terms a row: log Σ exp, the target's logit, and Σ w·logit where
-        labels are smooth.
-        """
+        """As torch's, from a row's log Σ exp, target logit and, with smooth labels, Σ w·logit."""
         if target.shape != self._numbers.shape or target.dim() > 1 or target.is_floating_point():
             return None  # class probabilities, or classes that are not the last dimension
         if (
@@ -346,9 +340,7 @@ class CutOutput(Tensor):
 
 
 def _has_a_part(leaf: Any) -> bool:
-    """Whether an argument is one that each rank would use a part of, or get a part of the gradient
-    of.
-    """
+    """Whether each rank would use a part of an argument, or get a part of its gradient."""
     return isinstance(leaf, Tensor) and (leaf.dim() > 0 or leaf.requires_grad)
 
 

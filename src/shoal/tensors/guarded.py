@@ -1,5 +1,4 @@
-"""Parameters whose gradient or value may be elsewhere: whoever looks gets the right one, waiting if
-need be.
+"""Parameters whose gradient or value may be elsewhere: whoever looks waits for the right one.
 
 A parameter that owners update is a `GuardedParameter` from parallelize on, and a `ComingParameter`
 from `optimizer.step()` until its new value is there. Only the object's class changes: its identity
@@ -47,9 +46,7 @@ class GuardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The mean gradient over the global batch: a collective, where the owners still have it to
-        themselves.
-        """
+        """The mean gradient over the global batch: a collective, while the owners have it alone."""
         caller = sys._getframe(1)
         if is_clearing(caller):
             keeper(self).assign(self, None)
