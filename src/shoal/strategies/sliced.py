@@ -40,17 +40,17 @@ import torch
 from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket, Span, SplitExchange
+from shoal.contracts.exchange import Bucket, Carrier, Exchange, SplitExchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer, Round, Slice, Transfer, Turn
 from shoal.core.cost import Cost, Direction, Phase, Update, Wait
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.core.pieces import Piece, local_gradient, set_local_gradient, spans
-from shoal.core.placement import Owner
+from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.strategies.landing import Landing, by_kind, divide, mark, num_shares, weigh
+from shoal.strategies.landing import Landing, by_kind, divide, mark, weigh
+from shoal.strategies.slice_bucket import SliceBucket, placed, width
 from shoal.strategies.unsent import Unsent
 
 
@@ -124,15 +124,13 @@ def owned_cost(
     """
     parameters = [p for layer in layers for p in layer.parameters]
     itemsize = max(p.itemsize for p in parameters)
-    placed = _placed(
+    rows = placed(
         [p.numel for p in parameters], [p.owner for p in parameters], shares, topology.workers
     )
-    widths = tuple(_width(owned, itemsize) for owned in placed)
-    largest = max(sum(stop - start for _, start, stop in owned) for owned in placed)
-    control = tuple(
-        width - sum(stop - start for _, start, stop in owned)
-        for width, owned in zip(widths, placed, strict=True)
-    )
+    value_counts = [sum(stop - start for _, start, stop in row) for row in rows]
+    widths = tuple(width(row, itemsize) for row in rows)
+    largest = max(value_counts)
+    control = tuple(whole - values for whole, values in zip(widths, value_counts, strict=True))
     bucket = Bucket(sum(widths), itemsize, widths, control)
     own_bytes = max(widths[: cluster.size]) * itemsize
     pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
@@ -162,25 +160,6 @@ _DOES = {
 }
 
 
-def _placed(
-    sizes: Sequence[int], owners: Sequence[Owner | None], shares: Sequence[float], workers: int
-) -> list[list[tuple[int, int, int]]]:
-    """Each rank's spans of parameters of these sizes; turns go round the servers, where any share
-    is theirs.
-    """
-    turns = range(workers if len(shares) > workers else 0, len(shares))
-    return spans(sizes, shares, [None if owner is None else owner.among(turns) for owner in owners])
-
-
-def _width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
-    """Elements of a slice: values, flags, shares and turn; none where nothing is owned."""
-    return (
-        sum(stop - start for _, start, stop in owned) + len(owned) + num_shares(itemsize) + 1
-        if owned
-        else 0
-    )
-
-
 @final
 class SlicedTransfer(OwnedTransfer):
     """Gradients of one dtype and device in their owners' slices, and afterwards the parameters."""
@@ -193,56 +172,18 @@ class SlicedTransfer(OwnedTransfer):
         shares: Sequence[float],
         label: str,
     ) -> None:
+        bucket = SliceBucket(parameters, place, shares)
         self.label = label
         self.served = len(shares) > place.ranks
         self.parameters = tuple(parameters.values())
-        self._workers = place.ranks
-        self._serves = place.rank >= place.ranks
-        owners = [place.owners.get(name) for name in parameters]
-        spans_here = [place.spans.get(name, (0, p.numel())) for name, p in parameters.items()]
-        sizes = [stop - start for start, stop in spans_here]
-        placed = _placed(sizes, owners, shares, place.ranks)
-        self.owned = tuple(
-            tuple(
-                Piece(self.parameters[i], spans_here[i][0] + start, spans_here[i][0] + stop)
-                for i, start, stop in owned
-            )
-            for owned in placed
-        )
-        self._ends = {  # those whose last part is here
-            p for p, (_, stop) in zip(self.parameters, spans_here, strict=True) if stop == p.numel()
-        }
-        self.pieces = self.owned[place.rank]
-        first = self.parameters[0]
-        self._buckets = place.buckets
-        widths = [_width(owned, first.itemsize) for owned in placed]
-        self._flat = self._buckets.flat(sum(widths), first)
-        wholes = self._flat.split(widths)
-        self._slices = [
-            _parted(whole, owned) for whole, owned in zip(wholes, self.owned, strict=True)
-        ]
-        self._own = self._slices[place.rank]  # this rank's
-        self._everything = [
-            (piece, value)
-            for owned, part in zip(self.owned, self._slices, strict=True)
-            for piece, value in zip(owned, part.values, strict=True)
-        ]
-        self._places = {
-            p: [pair for pair in self._everything if pair[0].parameter is p]
-            for p in self.parameters
-        }
+        self.owned, self.pieces = bucket.owned, bucket.owned[place.rank]
+        self._bucket = bucket
+        self._own = bucket.slices[place.rank]  # this rank's
         self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
-        names = {p: name for name, p in parameters.items()}
-        spans_of_slices = tuple(
-            tuple(Span(names[piece.parameter], piece.start, piece.stop) for piece in owned)
-            for owned in self.owned
-        )
-        numels = {name: p.numel() for name, p in parameters.items()}
-        live = LiveBucket(self._flat, tuple(wholes), spans_of_slices, numels)
-        self.carrier: Carrier = exchange.carrier(live)
+        self.carrier: Carrier = exchange.carrier(bucket.live(parameters))
         self.exact = self.carrier.exact
         self._unsent = Unsent(self.carrier, self.pieces, place.rank)
-        self._buckets.close(self._flat)
+        bucket.close()
         self.held: set[nn.Parameter] = set()
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
         self._open = False  # something of this backward is in the slices
@@ -252,42 +193,42 @@ class SlicedTransfer(OwnedTransfer):
         """Bring what is in `.grad` into the slices; whether there was anything."""
         if not self._open:
             backward.make_room(self)
-            self._buckets.open(self._flat)
+            self._bucket.open()
             self._open, self._carried = True, set(self.held)
         gradient = local_gradient(parameter)
-        for piece, value in self._places[parameter]:
+        for piece, value in self._bucket.places[parameter]:
             if gradient is None:
                 value.zero_()
             else:
-                torch.mul(piece.of(gradient), 1.0 / self._workers, out=value)
-        if parameter in self._ends:  # other transfers have taken their parts of it before
+                torch.mul(piece.of(gradient), 1.0 / self._bucket.workers, out=value)
+        if parameter in self._bucket.ends:  # other transfers have taken their parts of it before
             set_local_gradient(parameter, None)
         return gradient is not None
 
     def pack(self, backward: Round) -> None:
         used = dict(zip(self.parameters, self._landing.close(backward), strict=True))
-        for owned, part in zip(self.owned, self._slices, strict=True):
+        for owned, part in zip(self.owned, self._bucket.slices, strict=True):
             mark(part.flags, [used[piece.parameter] for piece in owned])
             if owned:
-                weigh(part.values, part.shares, backward.share, self._workers)
+                weigh(part.values, part.shares, backward.share, self._bucket.workers)
         self.held = set(self.parameters)
 
     def follow(self, held: set[nn.Parameter]) -> None:
-        self._buckets.open(self._flat)
+        self._bucket.open()
         self._carried, self.held = held, set(self.parameters)
 
     def run(self, comm: Comm) -> None:
-        for part in self._slices:
+        for part in self._bucket.slices:
             part.turn.fill_(Turn.SUM)
         self.carrier.reduce(comm)
         self._check(self._own.turn.real.tolist(), Turn.SUM)
         if self.pieces:
-            divide(self._own.values, self._own.shares, self._workers)
+            divide(self._own.values, self._own.shares, self._bucket.workers)
         if self._carried:
             self._add_up()
         else:
             self._total.whole.copy_(self._own.whole)
-        self._buckets.close(self._flat)
+        self._bucket.close()
 
     def _add_up(self) -> None:
         """Add this backward's sums to what earlier ones left, where they left something."""
@@ -312,7 +253,7 @@ class SlicedTransfer(OwnedTransfer):
     def gather(
         self, values: Sequence[Tensor], turn: Turn, comm: Comm
     ) -> list[tuple[Piece, Tensor]]:
-        self._buckets.open(self._flat)
+        self._bucket.open()
         in_changes = turn is Turn.VALUES and not self.exact
         if not in_changes:
             for value, own in zip(values, self._own.values, strict=True):
@@ -323,16 +264,16 @@ class SlicedTransfer(OwnedTransfer):
             self._gather_changes(values, comm)
         else:
             self.carrier.gather(comm)
-        if self._serves:
+        if self._bucket.at_server:
             return []
-        turns = [each for part in self._slices for each in part.turn.real.tolist()]
+        turns = [each for part in self._bucket.slices for each in part.turn.real.tolist()]
         self._check(turns, turn)
-        return self._everything
+        return self._bucket.everything
 
     def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
         """Bring to all ranks what a codec makes of the changes of own pieces."""
         own = self._own.values
-        for piece, value in self._everything:
+        for piece, value in self._bucket.everything:
             value.copy_(piece.of(piece.parameter))
         changes = self._unsent.changes(values, own)
         self.carrier.gather_changes(changes, comm)
@@ -343,20 +284,20 @@ class SlicedTransfer(OwnedTransfer):
             self._unsent.put_in(parameters)
 
     def slice_of(self, rank: int) -> Slice:
-        return _parted(torch.zeros_like(self._slices[rank].whole), self.owned[rank])
+        return self._bucket.new_slice(rank)
 
     def used(self) -> set[nn.Parameter]:
-        if self._serves:
+        if self._bucket.at_server:
             return set()
         return {
             piece.parameter
-            for owned, part in zip(self.owned, self._slices, strict=True)
+            for owned, part in zip(self.owned, self._bucket.slices, strict=True)
             for piece, flag in zip(owned, part.flags.tolist(), strict=True)
             if flag
         }
 
     def close_bucket(self) -> None:
-        self._buckets.close(self._flat)
+        self._bucket.close()
 
     def kept(self) -> Sequence[Tensor]:
         return [self._total.whole, *self.carrier.tensors()]
@@ -373,12 +314,3 @@ class SlicedTransfer(OwnedTransfer):
                 do="on every rank alike: backward, optimizer.step(), zero_grad, and reading .grad "
                 "before it is cleared",
             )
-
-
-def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
-    """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares,
-    and the turn.
-    """
-    behind = (len(pieces), num_shares(flat.itemsize), 1) if len(flat) else (0, 0, 0)
-    *values, flags, shares, turn = flat.split([*(piece.numel for piece in pieces), *behind])
-    return Slice(flat, tuple(values), flags, shares, turn)

@@ -1,0 +1,116 @@
+"""The bucket of parameters that have owners: in its memory a slice for each owner.
+
+    slice of owner o  │ piece │ piece ···│ flags │ shares │ turn │
+
+What these are: sliced.py. The memory is taken while the bucket is open (core/buckets.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.contracts.exchange import LiveBucket, Span
+from shoal.contracts.strategy import Place
+from shoal.contracts.transfer import Slice
+from shoal.core.pieces import Piece, spans
+from shoal.core.placement import Owner
+from shoal.strategies.landing import num_shares
+
+
+def placed(
+    sizes: Sequence[int], owners: Sequence[Owner | None], shares: Sequence[float], workers: int
+) -> list[list[tuple[int, int, int]]]:
+    """Each rank's spans of parameters of these sizes; turns go round the servers, where any share
+    is theirs.
+    """
+    turns = range(workers if len(shares) > workers else 0, len(shares))
+    return spans(sizes, shares, [None if owner is None else owner.among(turns) for owner in owners])
+
+
+def width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
+    """Elements of a slice: values, flags, shares and turn; none where nothing is owned."""
+    return (
+        sum(stop - start for _, start, stop in owned) + len(owned) + num_shares(itemsize) + 1
+        if owned
+        else 0
+    )
+
+
+@final
+class SliceBucket:
+    """Slices of every rank, and where the parts of each parameter are in them.
+
+    Args:
+        parameters: of one dtype and device, by dotted name.
+        place: the site, and this rank among the ranks.
+        shares: what each rank owns of the whole, workers first.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], place: Place, shares: Sequence[float]
+    ) -> None:
+        owners = [place.owners.get(name) for name in parameters]
+        inside = [place.spans.get(name, (0, p.numel())) for name, p in parameters.items()]
+        rows = placed([stop - start for start, stop in inside], owners, shares, place.ranks)
+        listed = tuple(parameters.values())
+        self.workers, self.at_server = place.ranks, place.rank >= place.ranks
+        self.owned = tuple(  # each rank's pieces
+            tuple(
+                Piece(listed[i], inside[i][0] + start, inside[i][0] + stop)
+                for i, start, stop in row
+            )
+            for row in rows
+        )
+        # the parameters whose last part is here
+        self.ends = {p for p, (_, stop) in zip(listed, inside, strict=True) if stop == p.numel()}
+        self._buckets = place.buckets
+        widths = [width(row, listed[0].itemsize) for row in rows]
+        self._flat = self._buckets.flat(sum(widths), listed[0])
+        wholes = self._flat.split(widths)
+        self.slices = [_parted(whole, row) for whole, row in zip(wholes, self.owned, strict=True)]
+        self.everything = [
+            (piece, value)
+            for row, part in zip(self.owned, self.slices, strict=True)
+            for piece, value in zip(row, part.values, strict=True)
+        ]
+        self.places = {
+            p: [pair for pair in self.everything if pair[0].parameter is p] for p in listed
+        }
+
+    def live(self, parameters: Mapping[str, nn.Parameter]) -> LiveBucket:
+        """The bucket as what carries it sees it: values by the names of their parameters."""
+        names = {p: name for name, p in parameters.items()}
+        return LiveBucket(
+            self._flat,
+            tuple(part.whole for part in self.slices),
+            tuple(
+                tuple(Span(names[piece.parameter], piece.start, piece.stop) for piece in row)
+                for row in self.owned
+            ),
+            {name: p.numel() for name, p in parameters.items()},
+        )
+
+    def new_slice(self, rank: int) -> Slice:
+        """A slice of a rank's pieces with memory of its own, of zeros."""
+        return _parted(torch.zeros_like(self.slices[rank].whole), self.owned[rank])
+
+    def open(self) -> None:
+        """See that it has memory."""
+        self._buckets.open(self._flat)
+
+    def close(self) -> None:
+        """Its memory is not in use."""
+        self._buckets.close(self._flat)
+
+
+def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
+    """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares,
+    and the turn.
+    """
+    behind = (len(pieces), num_shares(flat.itemsize), 1) if len(flat) else (0, 0, 0)
+    *values, flags, shares, turn = flat.split([*(piece.numel for piece in pieces), *behind])
+    return Slice(flat, tuple(values), flags, shares, turn)
