@@ -75,7 +75,6 @@ class Hub:
     def post(self, channel: str, source: int, to: int) -> int:
         """Ask for the next message; `take` of the number returned waits for it."""
         with self._lock:
-            self.check(f"channel {channel}")
             box = self._box(channel, source, to)
             box.posted += 1
             return box.posted - 1
@@ -85,16 +84,15 @@ class Hub:
         with self._lock:
             box = self._box(channel, source, to)
             box.arrived.wait_for(lambda: self.lost is not None or number in box.messages, timeout_s)
+            if number in box.messages:  # also of a rank that has left since
+                return box.messages.pop(number)
             self.check(f"channel {channel}")
-            if number not in box.messages:
-                raise DeadlinePassed(
-                    f"rank {source} sent nothing to rank {to} within {timeout_s or math.inf:g} s",
-                    where=f"rank {to}, channel {channel}",
-                    do="let every rank make the same calls in the same order, or raise the "
-                    "time-out",
-                    rank=source,
-                )
-            return box.messages.pop(number)
+            raise DeadlinePassed(
+                f"rank {source} sent nothing to rank {to} within {timeout_s or math.inf:g} s",
+                where=f"rank {to}, channel {channel}",
+                do="let every rank make the same calls in the same order, or raise the time-out",
+                rank=source,
+            )
 
     def abort(self, rank: int, failure: BaseException) -> None:
         """Tell all who wait or come later that `rank` has failed; the first failure stands."""
@@ -278,11 +276,13 @@ def run(
     hub = Hub(ranks, timeout_s, hosts, servers, tail)
     results: dict[int, T] = {}
     ended: SimpleQueue[int] = SimpleQueue()
+    failed: list[int] = []
 
     def serve(rank: int) -> None:
         try:
             results[rank] = Context().run(work, ThreadComm(rank, hub))
         except BaseException as error:
+            failed.append(rank)
             hub.abort(rank, error)
         finally:
             ended.put(rank)
@@ -299,7 +299,8 @@ def run(
     except Empty:
         assert hub.failure is not None
         hub.failure.add_note(f"ranks {sorted(threads)} had not ended {timeout_s:g} s later")
-    if hub.failure is not None:
+    if failed:
+        assert hub.failure is not None
         hub.failure.add_note(f"on rank {hub.lost} of {ranks}")
         raise hub.failure
     return [results[rank] for rank in range(ranks)]
