@@ -185,3 +185,19 @@ def test_ranks_know_each_others_hosts_on_every_channel() -> None:
 
     assert run(3, work, hosts="aba") == [{Topology(("a", "b", "a"))}] * 3
     assert run(2, work) == [{Topology(("thread0", "thread1"))}] * 2
+
+
+def test_who_is_alone_goes_on_after_it_has_left_for_an_error() -> None:
+    comm = ThreadComm()
+    comm.leave(ValueError("of the command before"))
+    comm.check("the next command")
+    assert comm.gather_objects(1) == [1]
+
+
+def test_a_message_is_taken_also_from_a_rank_that_has_left_since() -> None:
+    def work(comm: ThreadComm) -> int:
+        heard = comm.gather_objects(comm.rank)
+        comm.leave(ValueError("after the last word")) if comm.rank == 0 else None
+        return sum(heard)
+
+    assert run(3, work) == [3, 3, 3]

@@ -195,8 +195,8 @@ class ThreadComm(Comm):
         self.hub.check(f"{where}, channel {self.name}")
 
     def leave(self, error: BaseException | None) -> None:
-        """An error is as if this rank's work had raised it."""
-        if error is not None:
+        """An error is as if this rank's work had raised it; alone there is nobody to tell."""
+        if error is not None and self.hub.size > 1:
             self.hub.abort(self._seat, error)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
