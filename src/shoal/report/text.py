@@ -254,7 +254,7 @@ def summary(plan: Plan) -> str:
     Example:
         >>> from shoal.core.plan import Choice, Plan
         >>> choices = Choice("a", "replicate", "ring"), Choice("b", "factor"), Choice("c", "factor")
-        >>> summary(Plan(4, "digest", 1 << 20, 3, choices, predicted_s=1.05))
+        >>> summary(Plan(4, "digest", choices, 1 << 20, 3, predicted_s=1.05))
         '4 ranks, 3 layers: 2 factor, 1 replicate:ring; predicted step 1050.0 ms'
     """
     ways = Counter(map(_way, plan.choices)).most_common()
