@@ -44,7 +44,7 @@ needs_lab = pytest.mark.skipif(
 # Trains a tiny model; rank WHO does what FAULT says, at step 5 or before set-up. No links are
 # measured, to be quick.
 TRAIN = """
-import os, signal, sys, time
+import logging, os, signal, sys, time
 import torch
 from torch import nn
 import shoal
@@ -53,6 +53,7 @@ from shoal.core.facts import Link
 from shoal.session.session import current
 
 heartbeat._SILENT_S = 2.0
+logging.getLogger("shoal").setLevel(logging.WARNING)  # only what is wrong is to be printed
 world = shoal.init(timeout_s=float(os.environ["TIMEOUT_S"]), start_timeout_s=60)
 assert shoal.init() == world
 hosts = tuple(str(rank) for rank in range(world.size))
