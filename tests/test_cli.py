@@ -324,7 +324,7 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_train_starts_workers_that_end_in_silence() -> None:
+def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
     command = (
         str(Path(sys.executable).parent / "shoal"),
         "train",

@@ -253,6 +253,7 @@ def summary(plan: Plan) -> str:
 
     Example:
         >>> from shoal.core.plan import Choice, Plan
+        >>> from shoal.report.text import summary
         >>> choices = Choice("a", "replicate", "ring"), Choice("b", "factor"), Choice("c", "factor")
         >>> summary(Plan(4, "digest", choices, 1 << 20, 3, predicted_s=1.05))
         '4 ranks, 3 layers: 2 factor, 1 replicate:ring; predicted step 1050.0 ms'
