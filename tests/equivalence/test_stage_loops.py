@@ -211,10 +211,10 @@ def counting(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None
         with torch.no_grad():
             kept.append((loss, (output.argmax(1) == y).sum(), loss_fn(output, y), output))
     if isinstance(kept[0][3], StageOutput):
-        assert cut_of(model.tail[1].weight).stage.oldest == 1  # as outputs are kept
+        assert cut_of(model.tail[1].weight).tail.oldest == 1  # as outputs are kept
         kept = [each[:3] for each in kept]
         model(its[0][0])
-        assert cut_of(model.tail[1].weight).stage.oldest >= len(its), "losses keep what is over"
+        assert cut_of(model.tail[1].weight).tail.oldest >= len(its), "losses keep what is over"
 
 
 def regrouping(model: Any, loss_fn: Any, optimizer: Any, its: list[Batch]) -> None:
