@@ -270,7 +270,7 @@ def run(
     Raises:
         BaseException: the error of the rank that failed first, not those that followed from it.
 
-    Example:
+    Examples:
         >>> run(3, lambda comm: comm.gather_objects(comm.rank))
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """

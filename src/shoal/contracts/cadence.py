@@ -48,7 +48,7 @@ class Cadence:
     Raises:
         UsageError: the numbers do not go together, or the event is none to go on.
 
-    Example:
+    Examples:
         >>> third = Cadence(Event.STEP_ENDED, every=3)
         >>> [number for number in range(9) if third.goes(number)]
         [2, 5, 8]

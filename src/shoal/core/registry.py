@@ -112,7 +112,7 @@ def register(cls: type[C]) -> type[C]:
 def unregister(cls: Any) -> None:
     """Forget a class that was registered (UsageError where it is not).
 
-    Example:
+    Examples:
         >>> import shoal
         >>> from shoal.exchange.direct import Direct
         >>> class Mine(Direct):

@@ -73,7 +73,7 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         WorldError: on a server, a rank was lost.
         Served: on a server, behind its work. Not caught, it ends the script, with exit code 0.
 
-    Example:
+    Examples:
         >>> import shoal
         >>> shoal.init().size
         1
@@ -110,7 +110,7 @@ def serve(
         UsageError: this rank is a worker, or torchrun's variables are incomplete.
         WorldError: a rank was lost, or workers ask for different things.
 
-    Example:
+    Examples:
         >>> import shoal
         >>> shoal.serve()
         Traceback (most recent call last):

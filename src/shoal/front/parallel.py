@@ -133,7 +133,7 @@ def parallelize(
         WorldError: a rank was lost while they prepared.
         Served: on a tail host, behind its work. Not caught, it ends the script, with exit code 0.
 
-    Example:
+    Examples:
         >>> import shoal, torch
         >>> _ = shoal.init()
         >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
@@ -264,18 +264,18 @@ def plan(
     micro_batches: int = MICRO_BATCHES,
     search_options: SearchOptions = DEFAULT,
 ) -> Plan:
-    """Plan without changing anything. With a `cluster` it needs no network; without, it measures
-    the session's.
+    """Plan without changing anything.
+
+    What is not named below is as for `parallelize`.
 
     Args:
-        model, loss_fn, optimizer, sample, pins, strategies, placement, memory_limit, micro_batches,
-            search_options: as for `parallelize`.
-        cluster: the ranks and links to plan for.
+        cluster: the ranks and links to plan for. With one no network is needed. Without one the
+            session's links are measured.
 
     Raises:
         UsageError: as for `parallelize`; or no cluster and no session.
 
-    Example:
+    Examples:
         >>> import shoal, torch
         >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -318,7 +318,7 @@ def plan_of(model: nn.Module) -> Plan | None:
     Raises:
         UsageError: the model was not parallelised, or before `init`.
 
-    Example:
+    Examples:
         >>> import shoal, torch
         >>> alone = shoal.init().size == 1
         >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
@@ -359,7 +359,7 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
         UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or
             (RanksDiffer) loaders of other lengths or batch sizes on other ranks.
 
-    Example:
+    Examples:
         >>> import shoal
         >>> from torch.utils.data import DataLoader
         >>> _ = shoal.init()

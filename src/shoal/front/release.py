@@ -41,7 +41,7 @@ def unparallelize(model: nn.Module) -> None:
         RanksDiffer: another rank releases another model.
         WorldError: a rank was lost; then start again from a checkpoint.
 
-    Example:
+    Examples:
         >>> import torch, shoal
         >>> _ = shoal.init()
         >>> model = torch.nn.Linear(4, 2)

@@ -21,7 +21,7 @@ from shoal.launch.rendezvous import agreed, new_store, variables
 class Local(Launcher):
     """Runs a job's ranks as processes of this machine.
 
-    Example:
+    Examples:
         >>> Local().launch(Job(("true",), ranks=2)).exit_code
         0
     """

@@ -29,7 +29,7 @@ def explain(
     Returns:
         One row a layer, and the predicted step by its parts.
 
-    Example:
+    Examples:
         >>> import shoal, torch
         >>> from shoal.comm.threads import ThreadComm
         >>> from shoal.profiling.layers import profile_model

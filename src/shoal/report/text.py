@@ -251,7 +251,7 @@ def differences(rows: Sequence[tuple[str, float]]) -> Table:
 def summary(plan: Plan) -> str:
     """A plan in one line: how many layers each way serves, and the predicted step.
 
-    Example:
+    Examples:
         >>> from shoal.core.plan import Choice, Plan
         >>> from shoal.report.text import summary
         >>> choices = Choice("a", "replicate", "ring"), Choice("b", "factor"), Choice("c", "factor")

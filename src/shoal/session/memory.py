@@ -65,7 +65,7 @@ def memory(model: nn.Module) -> Memory:
         UsageError: the model was not parallelised, or before `init`.
         WorldError: a rank was lost.
 
-    Example:
+    Examples:
         >>> import torch, shoal
         >>> _ = shoal.init()
         >>> model = torch.nn.Linear(1000, 250)

@@ -189,7 +189,7 @@ def found() -> Session | None:
 def world() -> World:
     """This process's rank, the number of ranks, and its host's name (UsageError before `init`).
 
-    Example:
+    Examples:
         >>> import shoal
         >>> _ = shoal.init()
         >>> shoal.world().rank
