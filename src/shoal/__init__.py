@@ -1,10 +1,11 @@
-"""Shoal trains any PyTorch model on several machines joined by ordinary networks.
+"""Shoal trains a PyTorch model on several machines joined by ordinary networks.
 
->>> import shoal
->>> world = shoal.init()
+A script calls `init`, gives its loader to `shard`, and its model, loss and optimizer to
+`parallelize`. The loop stays the one it was.
 
-Then `loader = shoal.shard(loader)` and `shoal.parallelize(model, loss_fn, optimizer, sample=(x,
-y))`; the loop stays the one it was.
+Examples:
+    >>> import shoal
+    >>> world = shoal.init()
 """
 
 from shoal.core.errors import ShoalError, UsageError, WorldError
