@@ -1,0 +1,124 @@
+"""Values that ranks and launchers keep in their store: typed JSON, signed with the job's token.
+
+Why here: whoever reaches the store's port can write there, and ranks and launchers must agree on
+how a value of theirs is told from a stranger's.
+
+    scope/key  →  HMAC-SHA256(token, key and JSON), 16 bytes of it  +  JSON
+
+The signature holds for one key only, so a value that is copied to another key is a stranger's too.
+msgspec reads JSON into the type that the reader names, and nothing in it is code. A value that is
+no such thing is as if nothing were there, also where there is no token to sign with. A read never
+blocks and costs one message: a compare-and-set that changes nothing.
+Guarded by tests/contracts/test_store_values.py.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hmac
+from typing import Any, TypeVar, final
+
+import msgspec
+from torch.distributed import Store
+
+T = TypeVar("T")
+
+_SIGNATURE_BYTES = 16
+_NOTHING = "?"  # what a compare-and-set with itself gives for a key that nobody has written
+_TRIES = 1000  # at a key that a stranger goes on writing
+
+
+@final
+class Values:
+    """The values of one scope of a store.
+
+    Args:
+        store: where they are.
+        token: the secret that signs them; without one a stranger's values pass if their form does.
+        scope: what their keys begin with.
+
+    Examples:
+        >>> from torch.distributed import HashStore
+        >>> values = Values(HashStore(), token="secret", scope="shoal")
+        >>> values.write("steps", 3)
+        >>> values.read("steps", int)
+        3
+        >>> values.within("shoal", token="another").read("steps", int)
+    """
+
+    def __init__(self, store: Store, token: str = "", scope: str = "shoal") -> None:
+        self.store, self.scope = store, scope
+        self._token = token
+
+    def within(self, scope: str, token: str) -> Values:
+        """Values of another scope of the same store, signed with another token."""
+        return Values(self.store, token, scope)
+
+    def clone(self, timeout_s: float) -> Values:
+        """The same on a connection of its own."""
+        own_connection: Store = self.store.clone()  # type: ignore[attr-defined]
+        own_connection.set_timeout(datetime.timedelta(seconds=timeout_s))
+        return Values(own_connection, self._token, self.scope)
+
+    def write(self, key: str, value: Any) -> None:
+        """Put a value there: a frozen dataclass, or other data that JSON has."""
+        self.put(key, msgspec.json.encode(value))
+
+    def put(self, key: str, text: bytes) -> None:
+        """Put bytes there, signed."""
+        self.store.set(self._named(key), self._sealed(key, text))
+
+    def read(self, key: str, kind: type[T]) -> T | None:
+        """The value, or None where there is none that is signed and of this type."""
+        return self.value_of(key, self.seen(key), kind)
+
+    def take(self, key: str) -> bytes | None:
+        """The bytes that were `put` there, or None where there are none that are signed."""
+        return self._opened(key, self.seen(key))
+
+    def seen(self, key: str) -> bytes:
+        """What is there, whoever wrote it; empty where nothing is."""
+        found: bytes = self.store.compare_set(self._named(key), _NOTHING, _NOTHING)
+        return b"" if found == _NOTHING.encode() else found
+
+    def value_of(self, key: str, seen: bytes, kind: type[T]) -> T | None:
+        """The value that was `seen` there, or None where it is not signed or not of this type."""
+        text = self._opened(key, seen)
+        if text is None:
+            return None
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except Exception:  # of whatever kind: the text may be anything where there is no token
+            return None
+
+    def holds_other(self, key: str) -> bool:
+        """Whether something stands there that is not signed with this token."""
+        seen = self.seen(key)
+        return bool(seen) and self._opened(key, seen) is None
+
+    def agree(self, key: str, value: T) -> T:
+        """Put the value there if it is the first of ours; the one that stands."""
+        own: Any = self._sealed(key, msgspec.json.encode(value))
+        standing: Any = b""
+        for _ in range(_TRIES):
+            found: bytes = self.store.compare_set(self._named(key), standing, own)
+            first = self.value_of(key, found, type(value))
+            if first is not None:
+                return first
+            standing = found  # a stranger's: step over it
+        return value
+
+    def _named(self, key: str) -> str:
+        return f"{self.scope}/{key}"
+
+    def _sealed(self, key: str, text: bytes) -> Any:
+        return self._signature(key, text) + text
+
+    def _opened(self, key: str, seen: bytes) -> bytes | None:
+        signature, text = seen[:_SIGNATURE_BYTES], seen[_SIGNATURE_BYTES:]
+        sound = hmac.compare_digest(signature, self._signature(key, text))
+        return text if sound else None
+
+    def _signature(self, key: str, text: bytes) -> bytes:
+        named = f"{self._named(key)}\0".encode() + text
+        return hmac.digest(self._token.encode(), named, "sha256")[:_SIGNATURE_BYTES]
