@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.comm.process_group import join
 from shoal.comm.traced import TracedComm
 from shoal.contracts.comm import Comm
+from shoal.core.cost import Pace, Price
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
 from shoal.launch.rendezvous import seat
 
@@ -140,6 +141,22 @@ def gathered_objects_are_copies_in_rank_order(comm: Comm) -> None:
     everyone = comm.gather_objects(own)
     own.append(-1)
     assert everyone == [[rank] for rank in range(comm.size)]
+
+
+def gathered_objects_may_be_long_on_some_ranks_and_hold_tensors(comm: Comm) -> None:
+    for length in (1, 900, 1000, 1016, 1017, 5000):
+        texts = ["x" * (length if rank == comm.size - 1 else 0) for rank in range(comm.size)]
+        assert comm.gather_objects(texts[comm.rank]) == texts
+    own = {"step": torch.tensor(float(comm.rank)), "sums": [values(comm.rank, 1000)]}
+    for rank, state in enumerate(comm.gather_objects(own)):
+        assert state["step"].item() == rank
+        assert torch.equal(state["sums"][0], values(rank, 1000))
+
+
+def gathered_dataclasses_are_those_that_a_rank_names(comm: Comm) -> None:
+    own = Pace(Price(0.5, 1.0), Price(0.25, 0.0)) if comm.rank == 0 else None
+    assert comm.gather_objects(own, Pace)[0] == Pace(Price(0.5, 1.0), Price(0.25, 0.0))
+    assert comm.gather_objects(comm.rank) == list(range(comm.size))
 
 
 def numbers_are_told_and_who_does_something_else_is_named(comm: Comm) -> None:
@@ -266,6 +283,8 @@ PEACEFUL = {
         all_gather_and_all_to_all_take_tensors_of_any_sizes,
         broadcast_copies_any_roots_tensor,
         gathered_objects_are_copies_in_rank_order,
+        gathered_objects_may_be_long_on_some_ranks_and_hold_tensors,
+        gathered_dataclasses_are_those_that_a_rank_names,
         numbers_are_told_and_who_does_something_else_is_named,
         empty_tensors_cross,
         groups_count_their_ranks_from_0,

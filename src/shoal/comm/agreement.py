@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from shoal.contracts.comm import Comm
-from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.errors import LabError, PlanError, RanksDiffer, SampleError, UsageError
 
 T = TypeVar("T")
 
@@ -32,15 +33,43 @@ def agreed(comm: Comm, work: Callable[[], T], elsewhere: type[UsageError] = Rank
     return result
 
 
-def from_first(comm: Comm, work: Callable[[], T]) -> T:
-    """Do something on rank 0 and give every rank its result, or its error."""
-    outcome: T | UsageError | None = None
+@dataclass(frozen=True)
+class _Mistake:
+    """A UsageError as plain data."""
+
+    kind: str
+    what: str
+    details: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: UsageError) -> _Mistake:
+        kind = next(kind for kind in type(error).__mro__ if kind.__name__ in _MISTAKES)
+        details = {name: getattr(error, name) for name in ("where", "got", "expected", "do")}
+        return cls(kind.__name__, error.what, {**details, "rank": error.rank})
+
+    def error(self) -> UsageError:
+        return _MISTAKES[self.kind](self.what, **self.details)
+
+
+_KINDS: tuple[type[UsageError], ...] = (PlanError, SampleError, RanksDiffer, LabError, UsageError)
+_MISTAKES = {kind.__name__: kind for kind in _KINDS}
+
+
+def from_first(comm: Comm, kind: type[T], work: Callable[[], T]) -> T:
+    """Do something on rank 0 and give every rank its result, or its error.
+
+    Args:
+        comm: the ranks, all of which call this at once.
+        kind: the type of the result, which is plain data or a dataclass.
+        work: what to do; a mistake is a UsageError.
+    """
+    outcome: T | _Mistake | None = None
     if comm.rank == 0:
         try:
             outcome = work()
         except UsageError as error:
-            outcome = error
-    first: T | UsageError = comm.gather_objects(outcome)[0]
-    if isinstance(first, UsageError):
-        raise first
+            outcome = _Mistake.of(error)
+    first: T | _Mistake = comm.gather_objects(outcome, kind, _Mistake)[0]
+    if isinstance(first, _Mistake):
+        raise first.error()
     return first

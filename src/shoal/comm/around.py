@@ -19,8 +19,8 @@ class Around(Comm):
         self.rank = inner.rank
         self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self.inner.gather_objects(value)
+    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+        return self.inner.gather_objects(value, *kinds)
 
     def close(self) -> None:
         self.inner.close()

@@ -25,11 +25,13 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from shoal.comm.heartbeat import Heartbeat
 from shoal.contracts.comm import Comm
 from shoal.contracts.launcher import Meeting, Seat, scope
+from shoal.contracts.plain import packed, unpacked
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Topology
 
 _TAG = 0
 _FOREVER_S = 1e8
+_SHORT = 1016  # bytes of what ranks tell each other that cross at once
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
@@ -155,13 +157,40 @@ class ProcessGroupComm(Comm):
         assert isinstance(group, dist.ProcessGroup)
         return ProcessGroupComm(group, timeout_s, self._heartbeat, topology)
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
+    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+        parcel, records = packed(value, kinds)
         self.check("")
-        with self._inside:
-            dist.all_gather_object(values, value, group=self._group)
+        parcels = self._gathered(parcel)
         self.reached(self._heartbeat.at)
-        return values
+        return [self._read(rank, theirs, records) for rank, theirs in enumerate(parcels)]
+
+    def _gathered(self, parcel: Tensor) -> list[Tensor]:
+        """The parcels of all ranks: short ones in one exchange, else in a second one padded."""
+        size = torch.tensor([len(parcel)]).view(torch.uint8)
+        head = torch.cat([size, parcel[:_SHORT], parcel.new_zeros(max(0, _SHORT - len(parcel)))])
+        heads = self._all_gathered(head)
+        longest = max(int(theirs[: len(size)].view(torch.int64)) for theirs in heads)
+        if longest <= _SHORT:
+            return [theirs[len(size) :] for theirs in heads]
+        padding = parcel.new_zeros(longest - len(parcel))
+        return self._all_gathered(torch.cat([parcel, padding]))
+
+    def _all_gathered(self, tensor: Tensor) -> list[Tensor]:
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._inside:
+            dist.all_gather(tensors, tensor, group=self._group)
+        return tensors
+
+    def _read(self, rank: int, parcel: Tensor, records: dict[str, type]) -> Any:
+        try:
+            return unpacked(parcel, records)
+        except ValueError as error:
+            raise RanksDiffer(
+                f"rank {rank} tells something that rank {self.rank} cannot read",
+                got=str(error),
+                do="run the same script, and the same version of Shoal, on every rank",
+                rank=rank,
+            ) from error
 
     def close(self) -> None:
         # closed already, by another of its users

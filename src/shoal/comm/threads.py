@@ -11,7 +11,6 @@ communicates later, hears at once who.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.plain import packed, unpacked
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
 from shoal.core.facts import Topology
 
@@ -175,15 +175,16 @@ class ThreadComm(Comm):
         comm._seat = self._seat
         return comm
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, pickled as between processes: no two ranks share an object."""
-        parcel, ranks = pickle.dumps(value), range(self.size)
+    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+        """Every rank's value, packed as between processes: no two ranks share an object."""
+        (parcel, records), ranks = packed(value, kinds), range(self.size)
         for to in ranks:
             self.hub.put(self.name, self.rank, to, parcel)
         numbers = [self.hub.post(self.name, source, self.rank) for source in ranks]
         take = self.hub.take
         return [
-            pickle.loads(take(self.name, r, self.rank, numbers[r], self.timeout_s)) for r in ranks
+            unpacked(take(self.name, r, self.rank, numbers[r], self.timeout_s), records)
+            for r in ranks
         ]
 
     def close(self) -> None:

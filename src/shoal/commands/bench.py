@@ -183,7 +183,7 @@ def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, 
     with attached.engine.recorded() as recorder, watching(recorder):
         for _ in range(steps):
             _recorded(shoal, batch, recorder)
-    ranks: list[Recorder] = comm.gather_objects(recorder)
+    ranks: list[Recorder] = comm.gather_objects(recorder, Recorder)
     if comm.rank > 0:
         return
     predicted = Predictor(attached.profile, attached.cluster).as_is(attached.plan)

@@ -77,8 +77,12 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value` (picklable), by rank, on every rank: not for the hot path."""
+    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+        """Every rank's `value`, by rank, on every rank: not for the hot path.
+
+        It is plain data (contracts/plain.py). Of dataclasses a rank reads those that its own value
+        has, and `kinds`.
+        """
 
     @abstractmethod
     def close(self) -> None:

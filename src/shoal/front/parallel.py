@@ -194,7 +194,7 @@ def parallelize(
     give_back_freed()
     stages.done("measuring the links")
     comm.reached("parallelize: planning and rewriting")
-    chosen = from_first(comm, lambda: _chosen(given_plan, profile, cluster, asked))
+    chosen = from_first(comm, Plan, lambda: _chosen(given_plan, profile, cluster, asked))
     stages.done("planning")
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     loss_fn, running = attach(
@@ -295,6 +295,7 @@ def plan(
     where = cluster or measured_cluster(current(), exchanges_of(None, pins))
     return from_first(
         comm,
+        Plan,
         lambda: plan_for(
             profile,
             where,

@@ -134,8 +134,8 @@ class Session:
         ending = {n: threads for n, threads in self.threads.items() if not threads.lasting}
         if not ending:  # as on every rank
             return
-        gone = {number for number, threads in ending.items() if threads.model() is None}
-        for number in set.intersection(*self.comm.gather_objects(gone)):
+        gone = [number for number, threads in ending.items() if threads.model() is None]
+        for number in set.intersection(*map(set, self.comm.gather_objects(gone))):
             ended = self.threads.pop(number)
             ended.drain()
             ended.close()
