@@ -20,8 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
+from shoal.commands.options import NEW_FILE, PLAN, RANKS, in_a_folder, recipe_command
 from shoal.commands.peers import PEERS, Peer, Workload, ready, slowest_rank, step_times
 from shoal.commands.worker import PlanOptions, pair
 from shoal.core.errors import UsageError
@@ -43,7 +45,56 @@ _SEED = 0
 _EXPECTED = "predicted, one step"
 
 
+@click.command()
+@recipe_command
+@RANKS
+@click.option(
+    "--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain."
+)
+@PLAN
+@click.option(
+    "--rounds",
+    default=5,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Turns that each contender takes.",
+)
+@click.option(
+    "--steps", default=5, show_default=True, type=click.IntRange(1), help="Steps in a turn."
+)
+@click.option(
+    "--json", "json_path", type=NEW_FILE, callback=in_a_folder, help="Write all figures there."
+)
+@click.option(
+    "--trace",
+    "trace_path",
+    type=NEW_FILE,
+    callback=in_a_folder,
+    help="Write a Chrome trace of steps there.",
+)
 def bench(
+    recipe: Recipe,
+    options: PlanOptions,
+    against: str,
+    rounds: int,
+    steps: int,
+    json_path: Path | None,
+    trace_path: Path | None,
+) -> None:
+    """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
+    peers = against.split(",")
+    run(
+        recipe,
+        options,
+        peers,
+        rounds=rounds,
+        steps=steps,
+        json_path=json_path,
+        trace_path=trace_path,
+    )
+
+
+def run(
     recipe: Recipe,
     options: PlanOptions,
     against: Sequence[str],

@@ -1,0 +1,145 @@
+"""Options that commands share, and what every command on a recipe does first."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.commands.worker import PlanOptions
+from shoal.contracts.launcher import Job
+from shoal.core.buckets import MEMORY
+from shoal.core.errors import UsageError
+from shoal.core.placement import BALANCED, POLICIES
+from shoal.core.plan import MICRO_BATCHES
+from shoal.front.recipe import load
+from shoal.launch import rendezvous
+from shoal.launch.local import Local
+
+NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+PLAN = click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+RANKS = click.option(
+    "--ranks",
+    "--workers",
+    "-w",
+    "workers",
+    type=click.IntRange(1),
+    help="Start this many ranks on this machine (--workers is the old name).",
+)
+EXPLAIN = click.option(
+    "--explain",
+    "reasons",
+    is_flag=True,
+    help="Say of each layer what else was compared, and why.",
+)
+
+
+def in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    """Refuse, before any work, a file that cannot be written when the work is done."""
+    # who writes it
+    if path is not None and rendezvous.is_first() and not path.parent.is_dir():
+        raise UsageError(
+            f"there is no folder {path.parent}",
+            got=f"{option.opts[0]} {path}",
+            do="make the folder first",
+        )
+    return path
+
+
+def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command on a recipe: called on every rank, with the recipe and what is said of its plan
+    before its own.
+    """
+
+    @functools.wraps(function)
+    def command(
+        recipe: Path,
+        workers: int | None,
+        pin: tuple[str, ...],
+        strategy: tuple[str, ...],
+        placement: str,
+        memory: str,
+        memory_limit: float | None,
+        micro_batches: int,
+        plan: str = "auto",
+        **own: Any,
+    ) -> None:
+        loaded = load(recipe)
+        pins = _pins(pin) or None
+        options = PlanOptions(
+            plan, pins, strategy or None, memory, placement, memory_limit, micro_batches
+        )
+        distributed(workers)
+        function(loaded, options, **own)
+
+    shared = [
+        click.argument("recipe", type=click.Path(path_type=Path)),
+        click.option(
+            "--pin",
+            multiple=True,
+            metavar="LAYER=STRATEGY",
+            help="Fix a layer's strategy; globs work.",
+        ),
+        click.option(
+            "--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."
+        ),
+        click.option(
+            "--placement",
+            type=click.Choice(POLICIES),
+            default=BALANCED,
+            show_default=True,
+            help="How what owners update is dealt to them.",
+        ),
+        click.option(
+            "--memory",
+            type=click.Choice(MEMORY),
+            default=MEMORY[0],
+            show_default=True,
+            help="With low, buckets that owners sum take memory only on their way.",
+        ),
+        click.option(
+            "--memory-limit",
+            type=click.FloatRange(0, min_open=True),
+            metavar="BYTES",
+            help="What a rank may hold between steps; 2e9 is 2 GB.",
+        ),
+        click.option(
+            "--micro-batches",
+            type=click.IntRange(1),
+            default=MICRO_BATCHES,
+            show_default=True,
+            help="That a batch is cut into where the end of the model has hosts of its own.",
+        ),
+    ]
+    for option in reversed(shared):
+        command = option(command)
+    return command
+
+
+def distributed(workers: int | None) -> None:
+    """Become a launcher of this very command where ranks are to be started; return where this
+    process is a rank.
+    """
+    if rendezvous.is_rank():
+        return
+    if workers is not None and workers > 1:
+        command = (sys.executable, "-m", "shoal", *sys.argv[1:])
+        sys.exit(Local().launch(Job(command, workers)).exit_code)
+
+
+def _pins(texts: tuple[str, ...]) -> dict[str, str]:
+    pins = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(
+                "a pin is LAYER=STRATEGY",
+                got=text,
+                do="write for instance --pin 'classifier.*=factor'",
+            )
+        pins[name] = value
+    return pins

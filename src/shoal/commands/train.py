@@ -1,0 +1,61 @@
+"""`shoal train`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from shoal.commands import worker
+from shoal.commands.options import EXPLAIN, NEW_FILE, PLAN, RANKS, in_a_folder, recipe_command
+from shoal.commands.worker import PlanOptions
+from shoal.front.recipe import Recipe
+
+
+def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> int | None:
+    if text != "none" and not text.isdigit():
+        raise click.BadParameter(f'{text!r} is not a number of steps, nor "none"')
+    return None if text == "none" else int(text)
+
+
+@click.command()
+@recipe_command
+@RANKS
+@EXPLAIN
+@PLAN
+@click.option(
+    "--staleness",
+    default="0",
+    show_default=True,
+    metavar="STEPS",
+    callback=_steps_ahead,
+    help='With servers: how far a worker may run ahead; "none" for any number.',
+)
+@click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
+@click.option(
+    "--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="End after this many steps, however many passes they take.",
+)
+def train(
+    recipe: Recipe,
+    options: PlanOptions,
+    staleness: int | None,
+    save_plan: Path | None,
+    epochs: int | None,
+    steps: int | None,
+    reasons: bool,
+) -> None:
+    """Train RECIPE, after showing its plan."""
+    worker.train(
+        recipe,
+        replace(options, staleness=staleness),
+        save=save_plan,
+        epochs=epochs,
+        max_steps=steps,
+        reasons=reasons,
+    )
