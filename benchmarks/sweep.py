@@ -36,7 +36,6 @@ from torch import nn
 import shoal
 from shoal.comm.agreement import from_first
 from shoal.commands.peers import Peer, Workload, slowest_rank, step_times
-from shoal.commands.worker import pair
 from shoal.contracts.launcher import Job
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, ModelProfile
@@ -74,7 +73,7 @@ def measure(recipe: str, rate: str) -> None:
         loaded.model,
         loaded.loss(),
         loaded.optimizer,
-        pair(next(iter(shoal.shard(loaded.data()[0])))),
+        loaded.batch(next(iter(shoal.shard(loaded.data()[0])))),
     )
     auto = Peer("auto", seeded(work), work)
     auto.model, auto.loss, auto.optimizer = shoal.parallelize(

@@ -12,6 +12,7 @@ none in training.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,6 +37,8 @@ from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import profile_model
 from shoal.servers.servers import serve
 
+# where models and batches are; `make test-gpu` says cuda
+DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
 LEARNING_RATE = 0.05
 ROWS = 12  # of a whole batch: even on 1, 2, 3 and 4 ranks
 
@@ -285,12 +288,12 @@ def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> T
     """Normal random numbers that depend on the seed alone."""
     return torch.randn(
         *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    ).to(DEVICE, dtype)
 
 
 def integers(high: int, *shape: int, seed: int = 0) -> Tensor:
     """Random integers below `high` that depend on the seed alone."""
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def features(width: int, classes: int, *, steps: int = 5, rows: int = ROWS) -> list[Batch]:
@@ -302,7 +305,7 @@ def built(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> 
     """A model with the same initial parameters in every test."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(7)
-        return make().to(dtype)
+        return make().to(DEVICE, dtype)
 
 
 def mlp() -> nn.Module:

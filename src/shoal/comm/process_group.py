@@ -26,6 +26,7 @@ from shoal.comm.heartbeat import Heartbeat
 from shoal.contracts.comm import Comm
 from shoal.contracts.launcher import Meeting, Seat, scope
 from shoal.contracts.plain import packed, unpacked
+from shoal.core.by_host import beside, staged
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Topology
 
@@ -76,14 +77,15 @@ class _Work:
 
 @final
 class _Landing:
-    """What is received beside the device that wants it."""
+    """What is received at the host, and belongs on a device."""
 
     def __init__(self, work: _Work, received: Tensor, wanted: Tensor) -> None:
         self._work, self._received, self._wanted = work, received, wanted
 
     def wait(self) -> None:
         self._work.wait()
-        self._wanted.copy_(self._received)
+        # no wait for the device: the copy is queued, and what uses `wanted` is queued behind it
+        self._wanted.copy_(self._received, non_blocking=True)
 
 
 @final
@@ -102,28 +104,49 @@ class ProcessGroupComm(Comm):
         self.timeout_s = timeout_s
         self._heartbeat = heartbeat
         self._inside = _Inside(heartbeat, timeout_s)
+        self._has_nccl: bool | None = None  # whether NCCL reaches every rank, once it was asked
         heartbeat.channels[id(self)] = self
 
     def send(self, tensor: Tensor, to: int) -> _Work:
         # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides
         # receive first
+        at_host = staged(tensor)
         # the group's own call: dist.isend looks up the group anew, at twice the processor time
         with self._inside:
-            return _Work(self._group.send([tensor.cpu()], to, _TAG), self._inside)  # walk 7
+            return _Work(self._group.send([at_host], to, _TAG), self._inside)  # walk 7
 
     def receive(self, tensor: Tensor, source: int) -> _Work | _Landing:
-        received = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        received = tensor if tensor.device.type == "cpu" else beside(tensor)
         with self._inside:
             work = _Work(self._group.recv([received], source, _TAG), self._inside)
         return work if received is tensor else _Landing(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
+        carried = tensor if self.carries(tensor.device) else staged(tensor)
         with self._inside:
-            dist.all_reduce(tensor, group=self._group)
+            dist.all_reduce(carried, group=self._group)
+        if carried is not tensor:
+            tensor.copy_(carried, non_blocking=True)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
+        carried = tensor if self.carries(tensor.device) else staged(tensor)
         with self._inside:
-            dist.broadcast(tensor, group=self._group, group_src=root)
+            dist.broadcast(carried, group=self._group, group_src=root)
+        if carried is not tensor and self.rank != root:
+            tensor.copy_(carried, non_blocking=True)
+
+    def carries(self, device: torch.device) -> bool:
+        """Whether the library's collectives take a tensor there; every rank calls this at once.
+
+        Gloo takes those of the host. NCCL takes those of GPUs, if every rank has one of its own.
+        """
+        if device.type != "cuda":
+            return device.type == "cpu"
+        if self._has_nccl is None:
+            own = str(torch.cuda.get_device_properties(device).uuid) if _has_nccl() else None
+            devices = self.gather_objects(own)
+            self._has_nccl = None not in devices and len(set(devices)) == self.size
+        return self._has_nccl
 
     def channel(self, name: str, *, idle: bool = False) -> ProcessGroupComm:
         """A process group of its own; RanksDiffer where another rank makes another channel now."""
@@ -307,7 +330,11 @@ def _check_workers(seat: Seat, size: int) -> None:
 
 
 def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if _has_nccl() else "gloo"
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def _connect(meeting: Meeting, hold: bool, timeout_s: float, host: str) -> TCPStore:

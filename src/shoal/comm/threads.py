@@ -22,6 +22,7 @@ from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
+from shoal.core.by_host import staged
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
 from shoal.core.facts import Topology
 
@@ -153,7 +154,9 @@ class ThreadComm(Comm):
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Copy `tensor` into the mailbox; it must be contiguous, as for gloo."""
         assert tensor.is_contiguous()
-        self.hub.put(self.name, self.rank, to, tensor.detach().clone())
+        # a GPU's by way of the host, as between processes: the receiver computes on another stream
+        at_host = tensor.detach().clone() if tensor.device.type == "cpu" else staged(tensor)
+        self.hub.put(self.name, self.rank, to, at_host)
         return DONE
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
@@ -243,7 +246,7 @@ class _Receive:
                 do="let every rank make the same calls in the same order",
                 rank=self.source,
             )
-        expected.copy_(got.view(-1))
+        expected.copy_(got.view(-1), non_blocking=True)
 
 
 def run(

@@ -25,7 +25,7 @@ import torch
 
 from shoal.commands.options import NEW_FILE, PLAN, RANKS, in_a_folder, recipe_command
 from shoal.commands.peers import PEERS, Peer, Workload, ready, slowest_rank, step_times
-from shoal.commands.worker import PlanOptions, pair
+from shoal.commands.worker import PlanOptions, at_own_device
 from shoal.core.errors import UsageError
 from shoal.core.trace import MAIN, Recorder
 from shoal.front.joining import init
@@ -124,7 +124,8 @@ def run(
         UsageError: an unknown peer, or no other rank to train with.
     """
     _require_peers(against)
-    batch = pair(next(iter(shard(recipe.data()[0]))))
+    recipe = at_own_device(recipe)
+    batch = recipe.batch(next(iter(shard(recipe.data()[0]))))
     _tell("measuring and planning")
     work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
     shoal = _shoal(work, options)

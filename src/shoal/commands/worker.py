@@ -85,13 +85,14 @@ def train(
     """
     # 1  join the others, and take a share of the data
     init()
+    recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     training_data, test_data = recipe.data()
     loader = shard(training_data)
     # 2  spread the model over the ranks
     model, loss_fn = recipe.model(), recipe.loss()
     optimizer = recipe.optimizer(model.parameters())
-    sample = pair(next(iter(loader)))
+    sample = recipe.batch(next(iter(loader)))
     model, loss_fn, optimizer = parallelize(
         model, loss_fn, optimizer, sample=sample, **vars(options)
     )
@@ -101,7 +102,7 @@ def train(
     model.train()
     with Progress(text.console(), num_steps, world().size, speaks=world().rank == 0) as progress:
         for epoch in range(epochs):
-            for x, y in islice(map(pair, loader), num_steps - progress.num_steps):
+            for x, y in islice(map(recipe.batch, loader), num_steps - progress.num_steps):
                 seconds, loss = timed_step(model, loss_fn, optimizer, x, y)
                 progress.count(epoch, seconds, loss, rows=len(pytree.tree_leaves(x)[0]))
             progress.end_epoch(epoch)
@@ -181,13 +182,15 @@ def timed_step(
     return time.perf_counter() - began, value
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
-    """A loader's batch as (x, y); one that is not a pair is all x."""
-    return (
-        (batch[0], batch[1])
-        if isinstance(batch, list | tuple) and len(batch) == 2
-        else (batch, None)
-    )
+def at_own_device(recipe: Recipe) -> Recipe:
+    """The recipe on this rank's GPU, which the ranks of a host share out; else on the CPU."""
+    if not torch.cuda.is_available():
+        return recipe
+    comm = current().comm
+    number = comm.topology.local_ranks[comm.rank] % torch.cuda.device_count()
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return recipe.on(device)
 
 
 @torch.no_grad()
@@ -195,7 +198,7 @@ def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
     """Share of right answers over all of it."""
     assert recipe.accuracy is not None
     model.eval()
-    counts = [recipe.accuracy(model(x), y) for x, y in map(pair, test)]
+    counts = [recipe.accuracy(model(x), y) for x, y in map(recipe.batch, test)]
     model.train()
     return sum(right for right, _ in counts) / sum(total for _, total in counts)
 
@@ -210,6 +213,7 @@ def check(
     """
     init(timeout_s=_CHECK_S)
     console, comm = text.console(), current().comm
+    recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
     model, loss_fn = recipe.model(), recipe.loss()
@@ -217,7 +221,7 @@ def check(
     options = replace(options, plan=_retyped(options.plan, model, dtype))
     local = [module for module in model.modules() if isinstance(module, _LOCAL)]
     optimizer = recipe.optimizer(model.parameters())
-    batches = [_as_type(batch, dtype) for batch in _take(loader, steps)]
+    batches = [_as_type(batch, dtype) for batch in _take(recipe, loader, steps)]
     for module in local:
         module.eval()
     parallelize(
@@ -238,7 +242,7 @@ def check(
     for x, y in batches:
         timed_step(model, loss_fn, optimizer, x, y)
     trained = [parameter.detach() for parameter in model.parameters()]
-    everyone = comm.gather_objects(batches)
+    everyone = comm.gather_objects(pytree.tree_map_only(Tensor, Tensor.cpu, batches))
     worst = 0.0
     if comm.rank == 0:
         rows = _differences(recipe, single, everyone, trained)
@@ -270,7 +274,7 @@ def _differences(
     """Train one process on all ranks' batches: how far each parameter is from the trained one."""
     optimizer = recipe.optimizer(single.parameters())
     for parts in zip(*everyone, strict=True):
-        x, y = _joined(parts)
+        x, y = recipe.batch(_joined(parts))
         timed_step(single, recipe.loss(), optimizer, x, y)
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
     return [
@@ -308,9 +312,10 @@ def plan(
     """
     init()
     session = current()
+    recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     model = recipe.model()
-    sample = pair(next(iter(shard(recipe.data()[0]))))
+    sample = recipe.batch(next(iter(shard(recipe.data()[0]))))
     optimizer = recipe.optimizer(model.parameters())
     _stay_behind(session)
     pieces = options.micro_batches if session.other(TailHosts) else None
@@ -347,14 +352,14 @@ def _stay_behind(session: Session) -> None:
         serve_and_end(session)
 
 
-def _take(loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:
+def _take(recipe: Recipe, loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:
     """The first `count` batches, going round where the loader is shorter."""
 
     def forever() -> Iterator[Any]:
         while True:
             yield from loader
 
-    return [pair(batch) for batch, _ in zip(forever(), range(count), strict=False)]
+    return [recipe.batch(batch) for batch, _ in zip(forever(), range(count), strict=False)]
 
 
 def _as_type(batch: Any, dtype: torch.dtype) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.exchange import Bucket, DeliveringExchange
+from shoal.core.by_host import staged
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
@@ -84,7 +85,7 @@ class Direct(DeliveringExchange):
             for r in comm.others
             if comm.rank < comm.workers and slices[r].numel()
         ]
-        at_host = own.cpu()  # once for all, where it lies on a GPU
+        at_host = staged(own)  # once for all, where it lies on a GPU
         pending += _sent(
             comm, [(at_host, r) for r in comm.others if r < comm.workers and own.numel()]
         )

@@ -20,17 +20,20 @@ import inspect
 import symtable
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from shoal.core.errors import UsageError
 
+CPU = torch.device("cpu")
 _BUILDERS = {
     "data": "data() -> DataLoader, or (train, test)",
     "model": "model() -> nn.Module",
@@ -43,12 +46,20 @@ _NUM_ARGUMENTS = {"data": 0, "model": 0, "loss": 0, "optimizer": 1, "accuracy": 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe file offers. A method calls the builder of its name and checks the result."""
+    """What a recipe file offers. A method calls the builder of its name and checks the result.
+
+    Models, losses and batches come on `device`.
+    """
 
     path: Path
     builders: Mapping[str, Callable[..., Any]]
     accuracy: Callable[[Any, Any], tuple[float, int]] | None = None
     epochs: int = 1
+    device: torch.device = CPU
+
+    def on(self, device: torch.device) -> Recipe:
+        """The same, with models, losses and batches on this device."""
+        return replace(self, device=device)
 
     def data(self) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
         """The training loader, and the test loader or None."""
@@ -65,14 +76,14 @@ class Recipe:
         built = self.builders["model"]()
         if not isinstance(built, nn.Module):
             raise self._wrong("model", built)
-        return built
+        return built.to(self.device)
 
     def loss(self) -> Callable[..., Tensor] | None:
         """The loss as a function of output and target."""
         built = self.builders["loss"]()
         if built is not None and not callable(built):
             raise self._wrong("loss", built)
-        return built  # type: ignore[no-any-return]
+        return built.to(self.device) if isinstance(built, nn.Module) else built
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> Optimizer:
         """A new optimizer over these parameters."""
@@ -80,6 +91,17 @@ class Recipe:
         if not isinstance(built, Optimizer):
             raise self._wrong("optimizer", built)
         return built
+
+    def batch(self, batch: Any) -> tuple[Any, Any]:
+        """A loader's batch as (x, y); one that is not a pair is all x."""
+        is_pair = isinstance(batch, list | tuple) and len(batch) == 2
+        x, y = batch if is_pair else (batch, None)
+        return pytree.tree_map_only(Tensor, self._moved, x), pytree.tree_map_only(
+            Tensor, self._moved, y
+        )
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _wrong(self, builder: str, built: Any) -> UsageError:
         do = f"return that from {builder} in {self.path}"

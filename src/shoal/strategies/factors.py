@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import Round, Transfer
+from shoal.core.by_host import staged
 from shoal.core.errors import UsageError
 from shoal.strategies.landing import at_least, history
 
@@ -291,7 +292,7 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Te
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
     pending = [comm.receive(headers[r], r) for r in comm.others]
     # once for all, where they lie on a GPU
-    own_factors = [header, left.cpu(), right.cpu()] if len(left) else [header]
+    own_factors = [header, staged(left), staged(right)] if len(left) else [header]
     sends = [comm.send(part, r) for part in own_factors for r in comm.others]
     for transmission in pending:
         transmission.wait()

@@ -44,13 +44,13 @@ from shoal.contracts.exchange import Bucket, Carrier, Exchange, SplitExchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer, Round, Slice, Transfer, Turn
 from shoal.core.cost import Cost, Direction, Phase, Update, Wait
-from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.landing import Landing, by_kind, divide, mark, weigh
 from shoal.strategies.slice_bucket import SliceBucket, placed, width
+from shoal.strategies.turns import Turns
 from shoal.strategies.unsent import Unsent
 
 
@@ -153,13 +153,6 @@ def owned_cost(
     )
 
 
-_DOES = {
-    Turn.SUM: "sums gradients",
-    Turn.VALUES: "sends parameters after a step",
-    Turn.GRADIENTS: "reads gradients",
-}
-
-
 @final
 class SlicedTransfer(OwnedTransfer):
     """Gradients of one dtype and device in their owners' slices, and afterwards the parameters."""
@@ -187,6 +180,8 @@ class SlicedTransfer(OwnedTransfer):
         self.held: set[nn.Parameter] = set()
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
         self._open = False  # something of this backward is in the slices
+        self._used: set[nn.Parameter] = set()  # by this rank, in what the sums are of
+        self._turns = Turns(self.label)
         self._landing = Landing(self, parameters, self._take)
 
     def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
@@ -207,6 +202,7 @@ class SlicedTransfer(OwnedTransfer):
 
     def pack(self, backward: Round) -> None:
         used = dict(zip(self.parameters, self._landing.close(backward), strict=True))
+        self._used = {p for p in used if used[p]} | (self._used & self._carried)
         for owned, part in zip(self.owned, self._bucket.slices, strict=True):
             mark(part.flags, [used[piece.parameter] for piece in owned])
             if owned:
@@ -216,12 +212,13 @@ class SlicedTransfer(OwnedTransfer):
     def follow(self, held: set[nn.Parameter]) -> None:
         self._bucket.open()
         self._carried, self.held = held, set(self.parameters)
+        self._used = set()
 
     def run(self, comm: Comm) -> None:
         for part in self._bucket.slices:
             part.turn.fill_(Turn.SUM)
         self.carrier.reduce(comm)
-        self._check(self._own.turn.real.tolist(), Turn.SUM)
+        self._turns.check([self._own.turn], Turn.SUM)
         if self.pieces:
             divide(self._own.values, self._own.shares, self._bucket.workers)
         if self._carried:
@@ -245,19 +242,27 @@ class SlicedTransfer(OwnedTransfer):
         self._open = False
 
     def gradients(self) -> list[Tensor | None]:
+        flags = self._flags(self.pieces, self._total)
         return [
-            value if flag else None
-            for value, flag in zip(self._total.values, self._total.flags.tolist(), strict=True)
+            value if flag else None for value, flag in zip(self._total.values, flags, strict=True)
         ]
+
+    def _flags(self, pieces: Sequence[Piece], part: Slice) -> Sequence[float]:
+        """How many ranks used each piece's parameter, at least.
+
+        The numbers are not looked at where this rank used them all: on a GPU that would wait.
+        """
+        if all(piece.parameter in self._used for piece in pieces):
+            return (1.0,) * len(pieces)
+        return part.flags.tolist()
 
     def gather(
         self, values: Sequence[Tensor], turn: Turn, comm: Comm
     ) -> list[tuple[Piece, Tensor]]:
         self._bucket.open()
         in_changes = turn is Turn.VALUES and not self.exact
-        if not in_changes:
-            for value, own in zip(values, self._own.values, strict=True):
-                own.copy_(value)
+        if values and not in_changes:
+            torch._foreach_copy_(list(self._own.values), list(values))
         self._own.flags.copy_(self._total.flags)
         self._own.turn.fill_(turn)
         if in_changes:
@@ -266,8 +271,7 @@ class SlicedTransfer(OwnedTransfer):
             self.carrier.gather(comm)
         if self._bucket.at_server:
             return []
-        turns = [each for part in self._bucket.slices for each in part.turn.real.tolist()]
-        self._check(turns, turn)
+        self._turns.check([part.turn for part in self._bucket.slices], turn)
         return self._bucket.everything
 
     def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
@@ -292,7 +296,7 @@ class SlicedTransfer(OwnedTransfer):
         return {
             piece.parameter
             for owned, part in zip(self.owned, self._bucket.slices, strict=True)
-            for piece, flag in zip(owned, part.flags.tolist(), strict=True)
+            for piece, flag in zip(owned, self._flags(owned, part), strict=True)
             if flag
         }
 
@@ -304,13 +308,3 @@ class SlicedTransfer(OwnedTransfer):
 
     def release(self) -> None:
         self._landing.release()
-
-    def _check(self, turns: Sequence[float], own: Turn) -> None:
-        """Refuse what came where not every rank takes it for the same."""
-        if any(turn != own for turn in turns):
-            raise RanksDiffer(
-                f"another rank does something else than this one, which {_DOES[own]}",
-                where=self.label,
-                do="on every rank alike: backward, optimizer.step(), zero_grad, and reading .grad "
-                "before it is cleared",
-            )
