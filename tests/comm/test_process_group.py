@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -10,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from shoal.comm.process_group import join
 from shoal.contracts.launcher import Job
-from shoal.core.errors import MissingRank, RanksDiffer, UsageError
+from shoal.core.errors import MissingRank, UsageError
 from shoal.launch.local import Local
 from shoal.launch.rendezvous import seat
 
@@ -89,7 +88,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
     values = ("0", "3", "127.0.0.1", str(store.port), "True")
     for name, value in zip(VARIABLES, values, strict=True):
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield store
 
 
@@ -144,29 +143,6 @@ def test_two_processes_with_one_rank_are_told(store: TCPStore) -> None:
         }
     # the second one, and the first, which goes on waiting for the others
     assert errors == {UsageError, MissingRank}
-
-
-@pytest.mark.parametrize(
-    ("variable", "differs"),
-    [
-        ("WORLD_SIZE", {"WORLD_SIZE": 4}),
-        ("SHOAL_SERVERS", {"SHOAL_SERVERS": 1}),
-        ("SHOAL_TAIL", {"SHOAL_TAIL": 1}),
-    ],
-)
-def test_a_rank_started_otherwise_is_told(
-    store: TCPStore, variable: str, differs: dict[str, int]
-) -> None:
-    meeting, alike = (
-        PrefixStore("shoal/0", store),
-        {"WORLD_SIZE": 3, "SHOAL_SERVERS": 0, "SHOAL_TAIL": 0},
-    )
-    for rank, others in [(1, {}), (2, differs)]:
-        meeting.set(f"here/{rank}", json.dumps({"host": f"h{rank}", **alike, **others}))
-    with pytest.raises(
-        RanksDiffer, match=rf"rank 2 \(host h2\) was started with another {variable}"
-    ):
-        join(seat(), 60, 5)
 
 
 @pytest.mark.parametrize(("servers", "tail"), [(0, 2), (1, 1)])

@@ -122,11 +122,11 @@ def test_what_the_ranks_agreed_on_goes_before_who_ended_first(
     ]
     with Interrupts() as interrupts:
         result = processes.run(
-            commands, 5.0, interrupts, lambda: ("rank 1 failed: a bad sample", 1)
+            commands, 5.0, interrupts, lambda job: ("rank 1 failed: a bad sample", 1)
         )
         assert (result.first_failure, result.exit_code) == (1, 7)
         assert capfd.readouterr().err.splitlines()[-1] == "shoal: rank 1 failed: a bad sample"
-        calm = processes.run(commands[:1], 5.0, interrupts, lambda: ("rank 1 has left", None))
+        calm = processes.run(commands[:1], 5.0, interrupts, lambda job: ("rank 1 has left", None))
         assert (calm.first_failure, calm.exit_code) == (0, 5)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from shoal.contracts.launcher import Meeting, Seat
+from shoal.contracts.launcher import MARK, Meeting, Seat
 from shoal.core.errors import UsageError
 from shoal.launch.rendezvous import host_name, is_alone, seat, variables
 
@@ -14,7 +16,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The variables of a rank 1 of 3, as Shoal's launchers set them."""
     for name, value in variables("10.0.0.1", 29500, 1, 3, 0, 1).items():
         monkeypatch.setenv(name, value)
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SHOAL_SERVERS", "SHOAL_TAIL"):
+    for name in ("TORCHELASTIC_RUN_ID", MARK, "GLOO_SOCKET_IFNAME", "SHOAL_SERVERS", "SHOAL_TAIL"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -22,10 +24,30 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_seat_is_what_the_launcher_has_said(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("SHOAL_HOST", "h7")
     environment.setenv("SHOAL_SERVERS", "2")
-    environment.setenv("TORCHELASTIC_RESTART_COUNT", "4")
+    environment.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    environment.setenv(MARK, "12")
     meeting = Meeting(1, 3, "10.0.0.1", 29500)
-    assert seat() == Seat("h7", servers=2, attempt="4", holder=None, meeting=meeting)
-    assert seat(has_joined=True) == Seat("h7", servers=2, attempt="4", holder=None)
+    own = Seat("h7", servers=2, holder=None, job="12", interface="eth7")
+    assert seat() == replace(own, meeting=meeting)
+    assert seat(has_joined=True) == own
+
+
+@pytest.mark.parametrize(
+    ("run_id", "job", "restarts"),
+    [("", "", False), ("none", "", True), ("none-1", "none-1", True)],
+    ids=["Shoal's launchers", "torchrun", "torchrun with --rdzv-id"],
+)
+def test_a_job_is_what_torchrun_calls_it_and_may_be_started_again(
+    environment: pytest.MonkeyPatch, run_id: str, job: str, restarts: bool
+) -> None:
+    environment.setenv("TORCHELASTIC_RUN_ID", run_id)
+    assert (seat().job, seat().restarts) == (job, restarts)
+
+
+@pytest.mark.parametrize("written", ["fd00::1", "[fd00::1]"])
+def test_an_address_may_stand_in_brackets(environment: pytest.MonkeyPatch, written: str) -> None:
+    environment.setenv("MASTER_ADDR", written)
+    assert seat().meeting == Meeting(1, 3, "fd00::1", 29500)
 
 
 def test_without_a_launcher_that_holds_the_store_rank_0_does(

@@ -2,32 +2,30 @@
 
 The one file that knows torch.distributed's names. Every channel is a process group of its own.
 Whole buckets go through the library's all_reduce; everything else is point-to-point, which on gloo
-is faster than its own reduce_scatter and all_gather. Joining costs one store connection and a roll
-call that names who is missing. What breaks or takes too long is raised as the verdict that the
-heartbeat finds (heartbeat.py), which also frees whoever is blocked here.
+is faster than its own reduce_scatter and all_gather. Ranks meet first (meeting.py). What breaks or
+takes too long is raised as the verdict that the heartbeat finds (heartbeat.py), which also frees
+whoever is blocked here.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
-import socket
+import os
 import threading
-import time
 from contextlib import suppress
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal.comm.heartbeat import Heartbeat
+from shoal.comm.meeting import INTERFACE, meet
 from shoal.contracts.comm import Comm
-from shoal.contracts.launcher import Meeting, Seat, scope
+from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import beside, staged
-from shoal.core.errors import MissingRank, RanksDiffer, UsageError, WorldError
+from shoal.core.errors import RanksDiffer, WorldError
 from shoal.core.facts import Topology
 
 _TAG = 0
@@ -289,44 +287,23 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
         MissingRank: not every rank came within `start_timeout_s`; it names them.
         UsageError: a rank is there twice, or the servers and the tail leave too few workers.
     """
-    if seat.meeting is None:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        shared = PrefixStore(scope(seat.attempt), dist.distributed_c10d._get_default_store())
-    else:
-        rank, size = seat.meeting.rank, seat.meeting.size
-        store = _connect(seat.meeting, rank == seat.holder, start_timeout_s, seat.host)
-        shared = PrefixStore(scope(seat.attempt), store)
-        if shared.add(f"count/{rank}", 1) > 1:
-            raise UsageError(
-                f"there is a rank {rank} already",
-                where=f"rank {rank}, host {seat.host}",
-                do="give every process a RANK of its own",
-            )
-    _check_workers(seat, size)
-    topology = _call_roll(shared, rank, size, seat, start_timeout_s)
-    heartbeat = Heartbeat(shared, rank, topology.hosts, seat.holder)
+    company = meet(seat, start_timeout_s)
+    if company.interface is not None:
+        os.environ[INTERFACE] = company.interface  # which torch reads for each group
+    heartbeat = Heartbeat(company.store, company.rank, company.topology.hosts, seat.holder)
     if seat.meeting is None:
         group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
     else:
         dist.init_process_group(
-            _backend(), store=shared, rank=rank, world_size=size, timeout=_seconds(timeout_s)
+            _backend(),
+            store=company.store,
+            rank=company.rank,
+            world_size=company.size,
+            timeout=_seconds(timeout_s),
         )
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
-    return ProcessGroupComm(group, timeout_s, heartbeat, topology)
-
-
-def _check_workers(seat: Seat, size: int) -> None:
-    servers, tail = seat.servers, seat.tail
-    if servers >= size:
-        got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
-        raise UsageError("not every rank can be a server", got=got, do=do)
-    if tail and (servers or size - tail < max(2, tail)):
-        raise UsageError(
-            "a tail needs two workers, and as many as it has ranks itself; and no servers",
-            got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
-            do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
-        )
+    return ProcessGroupComm(group, timeout_s, heartbeat, company.topology)
 
 
 def _backend() -> str:
@@ -335,85 +312,6 @@ def _backend() -> str:
 
 def _has_nccl() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
-
-
-def _connect(meeting: Meeting, hold: bool, timeout_s: float, host: str) -> TCPStore:
-    address, port = meeting.address, meeting.port
-    where = f"rank {meeting.rank} of {meeting.size}, host {host}"
-    deadline = time.monotonic() + timeout_s
-    try:
-        # Knock first: PyTorch's store prints its own stack where nobody listens, and takes twice
-        # its time-out.
-        while not hold and (refusal := _refusal(address, port)):
-            if time.monotonic() > deadline:
-                raise MissingRank(
-                    f"rank 0 (or the launcher) did not start within {timeout_s:g} s: no answer "
-                    f"from {address}:{port}",
-                    where=where,
-                    got=refusal,
-                    do="start every rank; check MASTER_ADDR and MASTER_PORT; or raise "
-                    "init(start_timeout_s=…)",
-                    rank=0,
-                )
-            time.sleep(0.1)
-        return TCPStore(
-            address, port, is_master=hold, timeout=_seconds(timeout_s), wait_for_workers=False
-        )
-    except dist.DistError as error:
-        raise UsageError(
-            f"the store of the ranks cannot {'listen' if hold else 'be used'} at {address}:{port}",
-            where=where,
-            got=str(error).splitlines()[0][:200],
-            do="set MASTER_ADDR to an address of rank 0's host and MASTER_PORT to a port that is "
-            "free there",
-        ) from None
-
-
-def _refusal(address: str, port: int) -> str | None:
-    try:
-        socket.create_connection((address, port), timeout=1.0).close()
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _call_roll(store: Store, rank: int, size: int, seat: Seat, timeout_s: float) -> Topology:
-    """Wait until every rank has come, and learn its host; after `timeout_s` say which have not."""
-    where = f"rank {rank}, host {seat.host}"
-    own_values = {"WORLD_SIZE": size, "SHOAL_SERVERS": seat.servers, "SHOAL_TAIL": seat.tail}
-    store.set(f"here/{rank}", json.dumps({"host": seat.host, **own_values}))
-    deadline = time.monotonic() + timeout_s
-    while missing := [r for r in range(size) if not store.check([f"here/{r}"])]:
-        if time.monotonic() > deadline:
-            store.set("over", json.dumps(missing))
-        if store.check(["over"]):  # also for a rank that comes when the others have given up
-            missing = json.loads(store.get("over"))
-            raise _missing(missing, size, timeout_s, where)
-        time.sleep(0.05)
-    everyone = [json.loads(store.get(f"here/{other}")) for other in range(size)]
-    for other, there in enumerate(everyone):
-        for variable, own in own_values.items():
-            if there[variable] != own:
-                raise RanksDiffer(
-                    f"rank {other} (host {there['host']}) was started with another {variable}",
-                    where=where,
-                    got=str(there[variable]),
-                    expected=str(own),
-                    do=f"give the same {variable} on every rank",
-                    rank=other,
-                )
-    hosts = tuple(there["host"] for there in everyone)
-    return Topology(hosts, seat.servers, seat.tail)
-
-
-def _missing(missing: list[int], size: int, timeout_s: float, where: str) -> MissingRank:
-    names = ", ".join(f"rank {rank}" for rank in missing[:8]) + (" …" if len(missing) > 8 else "")
-    return MissingRank(
-        f"{len(missing)} of {size} ranks did not start within {timeout_s:g} s: {names}",
-        where=where,
-        do="see what those ranks printed; start them, or raise init(start_timeout_s=…)",
-        rank=missing[0],
-    )
 
 
 def _seconds(seconds: float) -> datetime.timedelta:

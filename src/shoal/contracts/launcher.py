@@ -9,13 +9,19 @@ from typing import ClassVar
 
 from shoal.core.registry import Contract
 
+# an environment variable that every process of a job inherits, whatever session it moves to: its id
+MARK = "SHOAL_JOB"
 # in the ranks' store, what befell the job: JSON with `what`, and the `rank` that failed or null
 VERDICT = "verdict"
 
 
-def scope(attempt: str = "0") -> str:
-    """The prefix of the ranks' keys in their store, in this attempt of the launcher's."""
-    return f"shoal/{attempt}"
+# and the id of the start whose ranks have all come
+GO = "go"
+
+
+def scope(job: str) -> str:
+    """The prefix of a job's keys in the ranks' store."""
+    return f"shoal/{job}" if job else "shoal"
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,10 @@ class Seat:
     host: str
     servers: int = 0  # ranks, the last ones, that own parameters and do not train
     tail: int = 0  # ranks, the last ones, that run the end of the model
-    attempt: str = "0"  # the launcher's
     holder: int | None = 0  # the rank that holds the store; None where the launcher does
+    restarts: bool = False  # whether the launcher may start ranks again, and keep the store
+    job: str = ""  # its id, where the launcher gives one
+    interface: str | None = None  # by which torch is to reach other ranks, where the user says so
     meeting: Meeting | None = None  # None where the program has joined the ranks itself
 
 

@@ -27,6 +27,7 @@ class Topology:
     hosts: tuple[str, ...]
     servers: int = 0
     tail: int = 0
+    processors: tuple[str, ...] = ()  # of each rank: alike where they round alike
 
     @property
     def size(self) -> int:
@@ -57,7 +58,8 @@ class Topology:
 
     def among(self, ranks: range) -> Topology:
         """Some ranks by themselves."""
-        return Topology(self.hosts[ranks.start : ranks.stop])
+        some = slice(ranks.start, ranks.stop)
+        return Topology(self.hosts[some], processors=self.processors[some])
 
     @property
     def ranks_per_host(self) -> int:

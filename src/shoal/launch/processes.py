@@ -33,14 +33,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, TextIO
 
-from shoal.contracts.launcher import Job, Result
+from shoal.contracts.launcher import MARK, Job, Result
 from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
-# an environment variable that every process of a job inherits, whatever session it moves to
-MARK = "SHOAL_JOB"
 
 
 @dataclass(frozen=True)
@@ -130,13 +128,13 @@ def run(
     commands: Sequence[Command],
     grace_s: float,
     interrupts: Interrupts,
-    agreed: Callable[[], tuple[str, int | None] | None] = lambda: None,
+    agreed: Callable[[str], tuple[str, int | None] | None] = lambda job: None,
 ) -> Result:
     """Run all commands to their end (`Job` says the grace). A single one keeps the terminal.
 
-    `agreed` gives what the ranks themselves found to have befallen the job, if anything, and the
-    rank that failed: it is said last, and goes before which rank ended first, since those that hear
-    of a failure may end before its rank.
+    `agreed` gives what the ranks themselves found to have befallen the job of that id, if anything,
+    and the rank that failed: it is said last, and goes before which rank ended first, since those
+    that hear of a failure may end before its rank.
     """
     mark = uuid.uuid4().hex
     ranks = _Ranks(commands, mark, grace_s, interrupts)
@@ -148,7 +146,7 @@ def run(
         ranks.kill()
         kill_all(lambda: _marked(mark))
         ranks.close()
-    first, found = ranks.first_failure, agreed()
+    first, found = ranks.first_failure, agreed(mark)
     if first is not None and found is not None and not interrupts.received:
         problem, rank = found
         _say(problem)

@@ -14,9 +14,11 @@ import socket
 
 from torch.distributed import TCPStore
 
-from shoal.contracts.launcher import VERDICT, Meeting, Seat, scope
+from shoal.contracts.launcher import GO, MARK, VERDICT, Meeting, Seat, scope
+from shoal.contracts.store_values import Values
 from shoal.core.errors import UsageError
 
+_NO_RUN_ID = "none"  # as torchrun writes it, without --rdzv-id
 _START = "start with torchrun, `shoal lab` or `shoal train --ranks N`, which set it"
 
 
@@ -37,6 +39,7 @@ def variables(
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank joins the store, and none makes one
+        "TORCHELASTIC_RUN_ID": "",  # as it may be set where this job is started from another
     }
 
 
@@ -73,10 +76,18 @@ def seat(*, has_joined: bool = False) -> Seat:
         host_name(),
         servers=_number("SHOAL_SERVERS", "0"),
         tail=_number("SHOAL_TAIL", "0"),
-        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
+        restarts=bool(os.environ.get("TORCHELASTIC_RUN_ID")),
+        job=_job(),
+        interface=os.environ.get("GLOO_SOCKET_IFNAME") or None,
         meeting=None if has_joined else _meeting(),
     )
+
+
+def _job() -> str:
+    """What tells this job from others, also from an earlier start of it, as launchers set it."""
+    ids = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get(MARK, "")
+    return "-".join(each for each in ids if each not in ("", _NO_RUN_ID))
 
 
 def _meeting() -> Meeting:
@@ -85,7 +96,8 @@ def _meeting() -> Meeting:
         raise UsageError(
             "RANK counts from 0 to WORLD_SIZE − 1", got=f"RANK={rank}, WORLD_SIZE={size}", do=_START
         )
-    return Meeting(rank, size, os.environ.get("MASTER_ADDR", "127.0.0.1"), port)
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    return Meeting(rank, size, address.removeprefix("[").removesuffix("]"), port)
 
 
 def _number(variable: str, default: str = "") -> int:
@@ -98,10 +110,11 @@ def _number(variable: str, default: str = "") -> int:
     return int(text)
 
 
-def agreed(store: TCPStore) -> tuple[str, int | None] | None:
-    """The verdict of the ranks, and the rank that failed, if one did; None if there is none."""
-    key = f"{scope()}/{VERDICT}"
-    if not store.check([key]):
+def agreed(store: TCPStore, job: str) -> tuple[str, int | None] | None:
+    """The verdict of a job's ranks, and the rank that failed, if one did; None if there is none."""
+    start = Values(store, scope=scope(job)).read(GO, str)
+    key = f"{scope(job)}/{start}/{VERDICT}"
+    if start is None or not store.check([key]):
         return None
     verdict = json.loads(store.get(key))
     return verdict["what"], verdict["rank"]

@@ -1,0 +1,227 @@
+"""Where ranks come together, and by which network they will reach one another.
+
+    1  connect     to the store, which the launcher holds, or rank 0
+    2  roll call   who is there, and whether all were started alike (roll_call.py)
+    3  interface   that of the connection to the store. A rank on the store's own host reaches it
+                   by itself; it takes the interface that leads to a rank elsewhere
+
+Why so: PyTorch takes the interface of the host's own name. On Debian as installed that name means
+127.0.1.1, and with several networks it may mean one that leads nowhere. But every rank has reached
+the store, by a way that works.
+
+Cost: one connection more, to learn the way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from shoal.comm.roll_call import Here, RollCall
+from shoal.contracts.launcher import Meeting, Seat, scope
+from shoal.contracts.store import open_store
+from shoal.contracts.store_values import Values
+from shoal.core.errors import MissingRank, RanksDiffer, UsageError
+from shoal.core.facts import Topology
+from shoal.core.interfaces import interface_of, is_loopback, own_addresses, source_towards
+
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names it
+_KNOCK_S = 1.0
+_AGAIN_S = 0.1
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Company:
+    """The ranks that have come together.
+
+    `store` has what belongs to this start of the job, and to no other.
+    """
+
+    store: Store
+    rank: int
+    everyone: tuple[Here, ...] = field(repr=False)
+    interface: str | None = None  # by which this rank reaches the others; None: torch chooses
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.everyone)
+
+    @property
+    def topology(self) -> Topology:
+        """Where the ranks are, and on what processors."""
+        first = self.everyone[0]
+        return Topology(
+            tuple(here.host for here in self.everyone),
+            first.servers,
+            first.tail,
+            tuple(" ".join(here.versions.rounding) for here in self.everyone),
+        )
+
+    @property
+    def beside_store(self) -> tuple[int, ...]:
+        """The ranks on the store's host."""
+        return tuple(here.rank for here in self.everyone if here.is_beside_store)
+
+
+def meet(seat: Seat, timeout_s: float) -> Company:
+    """Meet the other ranks.
+
+    Args:
+        seat: what the launcher says; without a `meeting` where the program has a process group.
+        timeout_s: seconds to wait for every rank.
+
+    Raises:
+        MissingRank: not every rank came in time; it names them.
+        UsageError: a rank is there twice, or was started unlike this one; or the servers and the
+            tail leave too few workers.
+    """
+    if seat.meeting is None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        store, found = dist.distributed_c10d._get_default_store(), {}
+    else:
+        rank, size = seat.meeting.rank, seat.meeting.size
+        check_workers(seat, size)
+        store, way = connect(seat.meeting, rank == seat.holder, timeout_s, seat.host)
+        found = {"address": way.own, "is_beside_store": way.stays}
+    problem = interface_problem(seat.interface, seat.host)
+    what = problem.what if problem else ""
+    own = Here.at(seat, rank, size, machine=_machine(), problem=what, **found)
+    name = scope(seat.job)
+    roll = RollCall(Values(store, scope=name), own, timeout_s, restarts=seat.restarts)
+    try:
+        start, everyone = roll.take()
+    except RanksDiffer:
+        if problem is not None:  # the others hear of it, and this rank itself says more
+            raise problem from None
+        raise
+    interface = seat.interface or interface_towards(own, everyone)
+    return Company(PrefixStore(f"{name}/{start}", store), rank, everyone, interface)
+
+
+def check_workers(seat: Seat, size: int) -> None:
+    """Raise UsageError where the servers and the tail leave too few workers."""
+    servers, tail = seat.servers, seat.tail
+    if servers >= size:
+        got, do = f"{servers} servers among {size} ranks", "leave at least one rank to train"
+        raise UsageError("not every rank can be a server", got=got, do=do)
+    if tail and (servers or size - tail < max(2, tail)):
+        raise UsageError(
+            "a tail needs two workers, and as many as it has ranks itself; and no servers",
+            got=f"{tail} ranks of the tail and {servers} servers among {size} ranks",
+            do="set SHOAL_TAIL to half of the ranks at most, and no SHOAL_SERVERS",
+        )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A connection to the store, by numeric addresses."""
+
+    own: str
+    store: str
+
+    @property
+    def stays(self) -> bool:
+        """Whether the store is on this host."""
+        return is_loopback(self.own) or self.own == self.store
+
+
+def connect(meeting: Meeting, hold: bool, timeout_s: float, host: str) -> tuple[TCPStore, _Way]:
+    """Connect to the ranks' store, or hold it; and the way that leads there."""
+    address, port = meeting.address, meeting.port
+    where = f"rank {meeting.rank} of {meeting.size}, host {host}"
+    way = None if hold else _way_there(meeting, timeout_s, where)
+    try:
+        # a name may mean several addresses: the one that has answered
+        store = _store(way, port, timeout_s) if way else open_store(address, port, timeout_s)
+    except (OSError, dist.DistError) as error:
+        raise UsageError(
+            f"the store of the ranks cannot {'listen' if hold else 'be used'} at {address}:{port}",
+            where=where,
+            got=str(error).splitlines()[0][:200],
+            do="set MASTER_ADDR to an address of rank 0's host and MASTER_PORT to a port that is "
+            "free there",
+        ) from None
+    return store, way or _way_there(meeting, timeout_s, where)
+
+
+def _way_there(meeting: Meeting, timeout_s: float, where: str) -> _Way:
+    """Knock until somebody listens: PyTorch's store prints its own stack where nobody does.
+
+    It also takes twice its time-out, and does not say by which addresses it came.
+    """
+    deadline = time.monotonic() + timeout_s
+    while isinstance(way := _knock(meeting.address, meeting.port), str):
+        if time.monotonic() > deadline:
+            raise MissingRank(
+                f"rank 0 (or the launcher) did not start within {timeout_s:g} s: no answer "
+                f"from {meeting.address}:{meeting.port}",
+                where=where,
+                got=way,
+                do="start every rank; check MASTER_ADDR and MASTER_PORT; or raise "
+                "init(start_timeout_s=…)",
+                rank=0,
+            )
+        time.sleep(_AGAIN_S)
+    return way
+
+
+def _store(way: _Way, port: int, timeout_s: float) -> TCPStore:
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(way.store, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _knock(address: str, port: int) -> _Way | str:
+    """Connect, and hang up: the way there, or what keeps from it."""
+    try:
+        with socket.create_connection((address, port), timeout=_KNOCK_S) as there:
+            return _Way(there.getsockname()[0], there.getpeername()[0])
+    except (OSError, UnicodeError) as error:  # also of a name that is none
+        return str(error)
+
+
+def interface_problem(asked: str | None, host: str) -> UsageError | None:
+    """Why the interfaces that the user has named cannot be taken, if they cannot."""
+    there = own_addresses()
+    names = {address.interface for address in there}
+    absent = [name for name in (asked or "").split(",") if name and name not in names]
+    if not absent or not there:
+        return None
+    return UsageError(
+        f"{INTERFACE} names an interface that host {host} lacks, or that is down: {absent[0]}",
+        where=f"host {host}",
+        got=f"{INTERFACE}={asked}",
+        expected="one of: " + ", ".join(f"{a.interface} ({a.text})" for a in there),
+        do=f"unset {INTERFACE}: Shoal takes the interface that leads to MASTER_ADDR",
+    )
+
+
+def interface_towards(own: Here, everyone: Sequence[Here]) -> str | None:
+    """The interface that leads to the other ranks; None where it cannot be told."""
+    here = own.address
+    if own.is_beside_store:
+        elsewhere = [other for other in everyone if other.machine != own.machine]
+        reached = [other.address for other in elsewhere if not other.is_beside_store]
+        if elsewhere:  # without an address of theirs, as behind a tunnel, nobody can tell
+            here = next(filter(None, map(source_towards, filter(None, reached))), "")
+    if is_loopback(here):
+        return next(filter(None, map(interface_of, _LOOPBACK)), None)
+    return interface_of(here) if here else None
+
+
+def _machine() -> str:
+    """A name for what has the interfaces: a machine, or a container or namespace on it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,269 @@
+"""The roll call: each rank says who it is, and all hear who is missing, or unlike the others.
+
+    1  here    each rank writes who it is, with a number that is its process's own (`nonce`)
+    2  call    rank 0 calls the ranks that are here, by these numbers, and again as more come
+    3  ready   who is called answers
+    4  go      all have answered the same call: its id is the scope of all that follows
+
+Why so: a launcher that starts a job again keeps its store, so what an earlier start wrote still
+stands there. But a process that has ended answers no call, and the newest process of a rank writes
+over what an older one wrote. An older one that still waits hears of it, and ends.
+
+Cost: four turns of some milliseconds, once; in each, rank 0 reads two small values of each rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from shoal.contracts.launcher import GO, Seat
+from shoal.contracts.store_values import Values
+from shoal.contracts.versions import Versions, versions
+from shoal.core.errors import MissingRank, RanksDiffer, UsageError
+
+_QUICK_S, _SLOW_S = 0.002, 0.05  # from turn to turn: behind a change, and when nothing changes
+_MOST_NAMES = 8
+# what all ranks must be started with: fields of `Here`, and their names for people
+_SETTINGS = {"size": "WORLD_SIZE", "servers": "SHOAL_SERVERS", "tail": "SHOAL_TAIL"}
+
+
+@dataclass(frozen=True)
+class Here:
+    """Who a rank is, as it tells the others."""
+
+    rank: int
+    nonce: str  # of this process
+    host: str
+    pid: int
+    came: str  # the time of day
+    size: int  # of all ranks
+    servers: int
+    tail: int
+    versions: Versions
+    address: str = ""  # by which it reaches the store; "" where it made no connection itself
+    is_beside_store: bool = False  # the store is on this rank's host
+    machine: str = ""  # alike for ranks that share their interfaces
+    problem: str = ""  # why it cannot take part
+
+    @classmethod
+    def at(cls, seat: Seat, rank: int, size: int, **found: Any) -> Here:
+        """This process."""
+        return cls(
+            rank=rank,
+            nonce=uuid.uuid4().hex,
+            host=seat.host,
+            pid=os.getpid(),
+            came=time.strftime("%H:%M:%S"),
+            size=size,
+            servers=seat.servers,
+            tail=seat.tail,
+            versions=versions(),
+            **found,
+        )
+
+    @property
+    def process(self) -> str:
+        """This process, for messages."""
+        return f"process {self.pid} on host {self.host}, which came at {self.came}"
+
+    @property
+    def where(self) -> str:
+        """This rank, for messages."""
+        return f"rank {self.rank}, host {self.host}"
+
+    def refuses(self, other: Here) -> UsageError | None:
+        """Why this rank cannot train with the other one, if it cannot."""
+        who = f"rank {other.rank} (host {other.host})"
+        if other.problem:
+            return RanksDiffer(
+                f"{who} cannot take part: {other.problem}",
+                where=self.where,
+                do="see that rank's own message",
+                rank=other.rank,
+            )
+        for field, name in _SETTINGS.items():
+            got, expected = str(getattr(other, field)), str(getattr(self, field))
+            if got != expected:
+                what = f"{who} was started with another {name}"
+                do = f"give the same {name} on every rank"
+                return RanksDiffer(
+                    what, where=self.where, got=got, expected=expected, do=do, rank=other.rank
+                )
+        for name in ("shoal", "torch"):
+            got, expected = getattr(other.versions, name), getattr(self.versions, name)
+            if release(got) != release(expected):
+                what = f"{who} has another version of {name}"
+                do = f"install the same on every host: pip install {name}=={release(expected)}"
+                return RanksDiffer(
+                    what, where=self.where, got=got, expected=expected, do=do, rank=other.rank
+                )
+        return None
+
+
+@dataclass(frozen=True)
+class Over:
+    """The roll call has ended, and nobody starts."""
+
+    missing: tuple[int, ...]
+    heard: tuple[str, ...]  # nonces of the ranks that it is told to
+
+
+@final
+class RollCall:
+    """One rank's part in it.
+
+    Args:
+        values: of the job in the store.
+        own: who this rank is.
+        timeout_s: to wait for the others.
+        restarts: whether the launcher may start ranks anew, so that the values of an earlier start
+            mean nothing.
+    """
+
+    def __init__(self, values: Values, own: Here, timeout_s: float, *, restarts: bool) -> None:
+        self._values, self._own, self._restarts = values, own, restarts
+        self._timeout_s = timeout_s
+        self._called: tuple[str, ...] = ()  # the call that this rank has answered, by nonces
+
+    def take(self) -> tuple[str, tuple[Here, ...]]:
+        """Wait for the others: the id of the start, and all ranks.
+
+        Raises:
+            MissingRank: not every rank came in time; it names them.
+            RanksDiffer: a rank was started unlike this one, or cannot take part.
+            UsageError: another process is the same rank.
+        """
+        self._values.write(f"here/{self._own.rank}", self._own)
+        deadline, pause_s = time.monotonic() + self._timeout_s, _QUICK_S
+        while (start := self._turn()) is None:
+            if time.monotonic() > deadline:
+                self._give_up()
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, _SLOW_S)
+        everyone = self._roll(start)
+        for other in everyone:
+            if refusal := self._own.refuses(other):
+                raise refusal
+        if len(everyone) != self._own.size:  # it went on without some, since others differ
+            what = "the ranks were started unlike one another"
+            raise RanksDiffer(what, where=self._own.where, do="see the message of rank 0")
+        return start, everyone
+
+    def _turn(self) -> str | None:
+        """Look at the store once; the id of the start where there is one with this process."""
+        standing = self._values.read(f"here/{self._own.rank}", Here)
+        if standing is None:  # a stranger has written over it
+            self._values.write(f"here/{self._own.rank}", self._own)
+        elif standing.nonce != self._own.nonce:
+            raise self._replaced(standing)
+        if self._own.rank == 0:
+            self._conduct()
+        else:
+            self._answer()
+        start = self._values.read(GO, str)
+        if start is not None and start == identity(self._called):
+            return start
+        self._check_end(start)
+        return None
+
+    def _conduct(self) -> None:
+        """Rank 0: call who is here, and say go when all have answered."""
+        own = self._own
+        others = [self._values.read(f"here/{rank}", Here) for rank in range(1, own.size)]
+        ranks = [own, *others]
+        self._called = tuple(here.nonce if here else "" for here in ranks)
+        start = identity(self._called)
+        if self._values.read("call", tuple[str, ...]) != self._called:
+            self._values.write("call", self._called)
+        answered = tuple(
+            here for here in ranks if here and (here is own or self._said(here, start))
+        )
+        unlike = any(here.problem or own.refuses(here) for here in answered)
+        if len(answered) == own.size or unlike:  # who is unlike says so without waiting for more
+            self._values.write(f"roll/{start}", answered)
+            self._values.write(GO, start)
+
+    def _answer(self) -> None:
+        """Another rank: answer the call that names this process."""
+        call = self._values.read("call", tuple[str, ...]) or ()
+        if self._own.nonce in call and call != self._called:
+            self._called = call
+            self._values.write(f"ready/{self._own.rank}", identity(call))
+
+    def _said(self, here: Here, start: str) -> bool:
+        return self._values.read(f"ready/{here.rank}", str) == start
+
+    def _roll(self, start: str) -> tuple[Here, ...]:
+        return self._values.read(f"roll/{start}", tuple[Here, ...]) or ()
+
+    def _check_end(self, start: str | None) -> None:
+        """Raise where it is over, or the others have started without this process."""
+        over = self._values.read("over", Over)
+        if over is not None and (self._own.nonce in over.heard or not self._restarts):
+            raise self._not_all(over.missing)
+        if start is not None and not self._restarts:
+            self._check_among(self._roll(start))
+
+    def _check_among(self, others: Sequence[Here]) -> None:
+        if not others or self._own.nonce in {here.nonce for here in others}:
+            return
+        if refusal := self._own.refuses(others[0]):
+            raise refusal
+        same_rank = next((here for here in others if here.rank == self._own.rank), None)
+        if same_rank is not None:
+            raise self._replaced(same_rank)
+
+    def _give_up(self) -> None:
+        """Raise MissingRank here, and on all that wait."""
+        ranks = range(self._own.size)
+        here = [self._values.read(f"here/{rank}", Here) for rank in ranks]
+        absent = [rank for rank in ranks if here[rank] is None]
+        if self._called:
+            start = identity(self._called)
+            silent = [r for r in ranks if (each := here[r]) and not self._said(each, start)]
+            absent += [rank for rank in silent if rank not in (0, self._own.rank)]
+        else:  # rank 0 has not called this process
+            absent = sorted({0, *absent})
+        heard = tuple(each.nonce for each in here if each)
+        self._values.write("over", Over(tuple(sorted(absent)), heard))
+        raise self._not_all(absent)
+
+    def _not_all(self, missing: Sequence[int]) -> MissingRank:
+        size, most = self._own.size, _MOST_NAMES
+        names = ", ".join(f"rank {r}" for r in missing[:most]) + (" …" if missing[most:] else "")
+        strangers = [str(r) for r in missing if self._values.holds_other(f"here/{r}")]
+        return MissingRank(
+            f"{len(missing)} of {size} ranks did not start within {self._timeout_s:g} s: {names}",
+            where=self._own.where,
+            got=f"values with another SHOAL_TOKEN, or a stranger's, in place of ranks "
+            f"{', '.join(strangers)}"
+            if strangers
+            else "",
+            do="see what those ranks printed; start them, or raise init(start_timeout_s=…)",
+            rank=missing[0] if missing else None,
+        )
+
+    def _replaced(self, other: Here) -> UsageError:
+        return UsageError(
+            f"there is a rank {self._own.rank} already",
+            where=self._own.where,
+            got=f"{other.process}, beside {self._own.process}",
+            do="give every process a RANK of its own; end processes of an earlier start",
+            rank=other.rank,
+        )
+
+
+def identity(call: Sequence[str]) -> str:
+    """The id of a call."""
+    return hashlib.blake2b(" ".join(call).encode(), digest_size=8).hexdigest()
+
+
+def release(version: str) -> str:
+    """A version without the part that tells how it was built."""
+    return version.partition("+")[0]
