@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from shoal.contracts.comm import Comm
+
+T = TypeVar("T")
 
 
 class Around(Comm):
@@ -21,6 +24,9 @@ class Around(Comm):
 
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
         return self.inner.gather_objects(value, *kinds)
+
+    def beside(self, call: Callable[[], T]) -> T:
+        return self.inner.beside(call)
 
     def close(self) -> None:
         self.inner.close()

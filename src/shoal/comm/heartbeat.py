@@ -25,7 +25,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -39,6 +40,7 @@ _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
 # the same when nothing has failed yet: a rank that is stopped, or a host without power
 _SILENT_S = 20.0
+_ABSENT_S = 6.0  # the same for a rank that is awaited, to make connections
 _FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
 _LONGEST = 500  # letters of another error that a verdict repeats
 _GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no longer there
@@ -91,6 +93,7 @@ class Heartbeat:
         own_connection.set_timeout(datetime.timedelta(seconds=_SILENT_S))
         self._board = Board(own_connection, rank, hosts)
         self._holder = holder
+        self._awaited: frozenset[int] = frozenset()
         self._doubt: _Doubt | None = None
         self._verdict: Verdict | None = None
         self._lock = threading.Lock()  # of the two above
@@ -109,6 +112,23 @@ class Heartbeat:
     def at(self) -> str:
         """Where this rank works or waits."""
         return self._board.at
+
+    @property
+    def who(self) -> str:
+        """This rank and its host."""
+        return f"rank {self._board.rank}, host {self._board.host}"
+
+    @contextmanager
+    def awaiting(self, ranks: Iterable[int]) -> Iterator[None]:
+        """While these ranks make something together, look at the beats of all of them.
+
+        No exchange breaks where one dies meanwhile.
+        """
+        self._awaited = frozenset(ranks) - {self._board.rank}
+        try:
+            yield
+        finally:
+            self._awaited = frozenset()
 
     def reached(self, where: str) -> None:
         """This rank works at `where`."""
@@ -130,7 +150,9 @@ class Heartbeat:
             if self._doubt is None:
                 self._doubt = _Doubt(reason, timeout_s, time.monotonic())
         self._nudge.set()
-        self._concluded.wait()
+        while not self._concluded.wait(_DEAD_S):
+            if self._stopped.is_set():  # nobody looks any more
+                self._conclude(Verdict("this rank has left the others", self._board.rank))
         assert self._verdict is not None
         return self._error(self._verdict)
 
@@ -231,6 +253,8 @@ class Heartbeat:
         doubt = self._doubt
         if not self._board.beats:
             return None
+        if doubt is None and self._awaited:
+            return self._board.lost(sorted(self._awaited), _ABSENT_S, or_left=True)
         if doubt is None:
             return self._board.lost(
                 [(self._board.rank + 1) % self._board.size], _SILENT_S, or_left=False

@@ -11,38 +11,50 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.aside import Aside, may_block
 from shoal.comm.heartbeat import Heartbeat
 from shoal.comm.meeting import INTERFACE, meet
-from shoal.contracts.comm import Comm
+from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import beside, staged
-from shoal.core.errors import RanksDiffer, WorldError
+from shoal.core.errors import RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Topology
 
+T = TypeVar("T")
 _TAG = 0
-_FOREVER_S = 1e8
+_FOREVER = datetime.timedelta(days=1000)
 _SHORT = 1016  # bytes of what ranks tell each other that cross at once
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
+# what gloo says where not the others are at fault
+_OWN_FAULTS = ("Unable to find address", "Unable to find interface", "Cannot resolve", "bind")
 
 
 @final
 class _Inside:
-    """While a thread is inside torch.distributed, its errors come out as who is lost.
+    """Calls into torch.distributed, whose errors come out as who is lost.
 
-    A class and not a generator, as it stands around every message.
+    `with` stands around those that do not block; a class and not a generator, as that is around
+    every message. `run` makes those that do.
     """
 
-    def __init__(self, heartbeat: Heartbeat, timeout_s: float) -> None:
-        self._heartbeat = heartbeat
+    def __init__(
+        self, heartbeat: Heartbeat, timeout_s: float, aside: Aside, *, idle: bool = False
+    ) -> None:
+        self.idle = idle  # whether a message may be waited for however long it takes
+        self._heartbeat, self._aside = heartbeat, aside
         self._timeout_s = timeout_s
 
     def __enter__(self) -> None:
@@ -53,11 +65,38 @@ class _Inside:
     ) -> None:
         self._heartbeat.busy.discard(threading.get_ident())
         if isinstance(error, RuntimeError):
-            text = str(error)
-            timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-            raise self._heartbeat.judge(
-                text.splitlines()[0], self._timeout_s if timed_out else None
-            ) from None
+            reason = str(error).splitlines()[0]
+            overdue_s = self._timeout_s if _is_timeout(error) else None
+            raise self._heartbeat.judge(reason, overdue_s) from None
+
+    def run(self, call: Callable[[], T], *, in_time: bool = False) -> T:
+        """Make a call that waits for other ranks; `in_time` if it has no limit of its own."""
+        return self.beside(partial(self._entered, call), in_time=in_time)
+
+    def beside(self, call: Callable[[], T], *, in_time: bool = False) -> T:
+        """Make such calls beside this thread, which looks at the verdict meanwhile.
+
+        The library's own threads make them themselves: nobody waits for those without a limit.
+        """
+        if may_block():
+            return call()
+        began, looks = time.monotonic(), 0
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            self._heartbeat.check()
+            if in_time and time.monotonic() - began > self._timeout_s:
+                raise self._heartbeat.judge("no connections", self._timeout_s)
+
+        result = self._aside.run(call, look)
+        if looks:
+            self._heartbeat.reached(self._heartbeat.at)
+        return result
+
+    def _entered(self, call: Callable[[], T]) -> T:
+        with self:
+            return call()
 
 
 @final
@@ -65,12 +104,20 @@ class _Work:
     """A torch.distributed work handle."""
 
     def __init__(self, work: dist.Work, inside: _Inside) -> None:
-        self._work = work
-        self._inside = inside
+        self._work, self._inside = work, inside
 
     def wait(self) -> None:
-        with self._inside:
+        self._inside.run(self.done)
+
+    def done(self) -> None:
+        """Wait on this thread."""
+        if self._inside.idle:
+            self._work.wait(_FOREVER)
+        else:
             self._work.wait()
+
+    def land(self) -> None:
+        """Do what is left to do: nothing."""
 
 
 @final
@@ -79,9 +126,14 @@ class _Landing:
 
     def __init__(self, work: _Work, received: Tensor, wanted: Tensor) -> None:
         self._work, self._received, self._wanted = work, received, wanted
+        self.done = work.done
 
     def wait(self) -> None:
         self._work.wait()
+        self.land()
+
+    def land(self) -> None:
+        """Do what is left to do once the work is done."""
         # no wait for the device: the copy is queued, and what uses `wanted` is queued behind it
         self._wanted.copy_(self._received, non_blocking=True)
 
@@ -93,7 +145,14 @@ class ProcessGroupComm(Comm):
     timeout_s: float
 
     def __init__(
-        self, group: dist.ProcessGroup, timeout_s: float, heartbeat: Heartbeat, topology: Topology
+        self,
+        group: dist.ProcessGroup,
+        timeout_s: float,
+        heartbeat: Heartbeat,
+        topology: Topology,
+        aside: Aside,
+        *,
+        idle: bool = False,
     ) -> None:
         self.rank = group.rank()
         self.size = group.size()
@@ -101,7 +160,7 @@ class ProcessGroupComm(Comm):
         self._group = group
         self.timeout_s = timeout_s
         self._heartbeat = heartbeat
-        self._inside = _Inside(heartbeat, timeout_s)
+        self._aside, self._inside = aside, _Inside(heartbeat, timeout_s, aside, idle=idle)
         self._has_nccl: bool | None = None  # whether NCCL reaches every rank, once it was asked
         heartbeat.channels[id(self)] = self
 
@@ -121,17 +180,26 @@ class ProcessGroupComm(Comm):
 
     def all_reduce(self, tensor: Tensor) -> None:
         carried = tensor if self.carries(tensor.device) else staged(tensor)
-        with self._inside:
-            dist.all_reduce(carried, group=self._group)
+        self._inside.run(partial(dist.all_reduce, carried, group=self._group))
         if carried is not tensor:
             tensor.copy_(carried, non_blocking=True)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         carried = tensor if self.carries(tensor.device) else staged(tensor)
-        with self._inside:
-            dist.broadcast(carried, group=self._group, group_src=root)
+        self._inside.run(partial(dist.broadcast, carried, group=self._group, group_src=root))
         if carried is not tensor and self.rank != root:
             tensor.copy_(carried, non_blocking=True)
+
+    def finish(self, pending: Sequence[Pending]) -> None:
+        """Wait for all of them, in one call beside this thread."""
+        under_way = [each for each in pending if isinstance(each, _Work | _Landing)]
+        if under_way:
+            self._inside.run(lambda: [each.done() for each in under_way])
+        for each in under_way:
+            each.land()
+
+    def beside(self, call: Callable[[], T]) -> T:
+        return self._inside.beside(call)
 
     def carries(self, device: torch.device) -> bool:
         """Whether the library's collectives take a tensor there; every rank calls this at once.
@@ -156,27 +224,28 @@ class ProcessGroupComm(Comm):
                     do="let every rank make the same calls in the same order",
                     rank=rank,
                 )
-        timeout_s = _FOREVER_S if idle else self.timeout_s
-        return self._among(name, timeout_s, range(self.size))
+        return self._among(name, range(self.size), idle=idle)
 
     def group(self, ranks: range) -> ProcessGroupComm:
         """A process group of those ranks."""
-        return self._among(f"ranks{ranks.start}to{ranks.stop}", self.timeout_s, ranks)
+        return self._among(f"ranks{ranks.start}to{ranks.stop}", ranks)
 
-    def _among(self, name: str, timeout_s: float, members: range) -> ProcessGroupComm:
+    def _among(self, name: str, members: range, *, idle: bool = False) -> ProcessGroupComm:
         ranks = dist.get_process_group_ranks(self._group)[members.start : members.stop]
         topology = self.topology if len(members) == self.size else self.topology.among(members)
         by_themselves = len(ranks) < dist.get_world_size()  # else it needs every rank there is
-        with self._inside:
-            group = dist.new_group(
-                ranks,
-                timeout=_seconds(timeout_s),
-                backend=_backend(),
-                group_desc=f"shoal-{name}",
-                use_local_synchronization=by_themselves,
-            )
-        assert isinstance(group, dist.ProcessGroup)
-        return ProcessGroupComm(group, timeout_s, self._heartbeat, topology)
+        make = partial(
+            dist.new_group,
+            ranks,
+            timeout=_seconds(self.timeout_s),
+            backend=_backend(),
+            group_desc=f"shoal-{name}",
+            use_local_synchronization=by_themselves,
+        )
+        group = _made(make, self._heartbeat, self._inside, ranks)
+        return ProcessGroupComm(
+            group, self.timeout_s, self._heartbeat, topology, self._aside, idle=idle
+        )
 
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
         parcel, records = packed(value, kinds)
@@ -198,8 +267,7 @@ class ProcessGroupComm(Comm):
 
     def _all_gathered(self, tensor: Tensor) -> list[Tensor]:
         tensors = [torch.empty_like(tensor) for _ in range(self.size)]
-        with self._inside:
-            dist.all_gather(tensors, tensor, group=self._group)
+        self._inside.run(partial(dist.all_gather, tensors, tensor, group=self._group))
         return tensors
 
     def _read(self, rank: int, parcel: Tensor, records: dict[str, type]) -> Any:
@@ -242,19 +310,19 @@ class ProcessGroupComm(Comm):
         )
 
     def free(self) -> None:
-        """Let everything blocked on this channel fail: there is a verdict, or this rank ends.
+        """Let what is blocked on this channel fail: there is a verdict, or this rank ends.
 
-        Gloo has no abort, but a receive that times out closes all connections of its group.
+        Gloo has no abort, but a receive that times out closes all connections of its group. One
+        from a rank that has left fails at once, and closes none.
         """
         nobody = torch.empty(1, device="cpu")
-        try:
-            work = dist.irecv(
-                nobody, group=self._group, group_src=(self.rank + 1) % self.size, tag=_WAKE_TAG
-            )
-            if work is not None:
-                work.wait(datetime.timedelta(milliseconds=1))
-        except RuntimeError:
-            pass  # as it is meant to
+        for rank in self.others:
+            try:
+                waiting = self._group.recv([nobody], rank, _WAKE_TAG)
+                waiting.wait(datetime.timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if _is_timeout(error):
+                    break
         self._group.abort()  # and what NCCL carries
 
     def end(self) -> None:
@@ -291,19 +359,67 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
     if company.interface is not None:
         os.environ[INTERFACE] = company.interface  # which torch reads for each group
     heartbeat = Heartbeat(company.store, company.rank, company.topology.hosts, seat.holder)
-    if seat.meeting is None:
-        group = dist.new_group(timeout=_seconds(timeout_s), backend=_backend(), group_desc="shoal")
-    else:
+
+    def make() -> object:
+        limit = _seconds(timeout_s)
+        if seat.meeting is None:
+            return dist.new_group(timeout=limit, backend=_backend(), group_desc="shoal")
         dist.init_process_group(
             _backend(),
             store=company.store,
             rank=company.rank,
             world_size=company.size,
-            timeout=_seconds(timeout_s),
+            timeout=limit,
         )
-        group = dist.group.WORLD
+        return dist.group.WORLD
+
+    aside = Aside()
+    heartbeat.reached("making the first connections")
+    try:
+        inside = _Inside(heartbeat, start_timeout_s, aside)
+        group = _made(make, heartbeat, inside, range(company.size))
+    except BaseException as error:
+        heartbeat.leave(error)  # whatever the program does now
+        raise
+    heartbeat.reached("start")
+    return ProcessGroupComm(group, timeout_s, heartbeat, company.topology, aside)
+
+
+def _made(
+    make: Callable[[], object], heartbeat: Heartbeat, inside: _Inside, ranks: Sequence[int]
+) -> dist.ProcessGroup:
+    """Make a process group of these ranks, while the beats of all of them are looked at.
+
+    Raises:
+        UsageError: this host has no such interface or address.
+        WorldError: a rank is lost that is to make it, too, or has not made it in time.
+    """
+    with heartbeat.awaiting(ranks):
+        group = inside.run(partial(_named, make, heartbeat.who), in_time=True)
     assert isinstance(group, dist.ProcessGroup)
-    return ProcessGroupComm(group, timeout_s, heartbeat, company.topology)
+    return group
+
+
+def _named(make: Callable[[], T], who: str) -> T:
+    """Make it; what this host lacks for it is said in the library's words."""
+    try:
+        return make()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if not any(words in reason for words in _OWN_FAULTS):
+            raise
+        raise UsageError(
+            "this host has no such network interface or address to meet the other ranks at",
+            where=who,
+            got=f"{INTERFACE}={os.environ.get(INTERFACE)!r}; {reason[-200:]}",
+            do=f"set {INTERFACE} on this host to one of "
+            + ", ".join(name for _, name in socket.if_nameindex()),
+        ) from None
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text
 
 
 def _backend() -> str:

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from shoal.core.facts import Topology
 from shoal.core.pieces import cut
 from shoal.core.trace import MAIN, Recorder
 
+T = TypeVar("T")
 _WORDS = 64  # bytes of what ranks tell each other that they do
 
 
@@ -61,12 +62,24 @@ class Comm(ABC):
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Start receiving into `tensor`."""
 
+    def finish(self, pending: Sequence[Pending]) -> None:
+        """Wait for all of them."""
+        for operation in pending:
+            operation.wait()
+
+    def beside(self, call: Callable[[], T]) -> T:
+        """Make a call that sends and receives, so that it cannot keep this thread for ever.
+
+        Its waits are as quick as those of the library's own threads.
+        """
+        return call()
+
     @abstractmethod
     def channel(self, name: str, *, idle: bool = False) -> Comm:
         """A channel among the same ranks; every rank makes its channels in the same order.
 
-        On an `idle` one nothing may come for as long as the job lasts: its receives have no
-        deadline.
+        On an `idle` one nothing may come for as long as the job lasts: this rank's receives have
+        no deadline. Only threads of the library's own wait there.
         """
 
     @abstractmethod
@@ -103,14 +116,14 @@ class Comm(ABC):
                 slices[(self.rank - step - 1) % self.size],
             )
             received = torch.empty_like(incoming)
-            _both(self.receive(received, left), self.send(outgoing, right))
+            self.finish([self.receive(received, left), self.send(outgoing, right)])
             incoming.add_(received)
         for step in range(self.size - 1):
             outgoing, incoming = (
                 slices[(self.rank - step + 1) % self.size],
                 slices[(self.rank - step) % self.size],
             )
-            _both(self.receive(incoming, left), self.send(outgoing, right))
+            self.finish([self.receive(incoming, left), self.send(outgoing, right)])
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Give every rank each rank's tensor; `outputs[r]` has the size of rank r's."""
@@ -160,7 +173,7 @@ class Comm(ABC):
 
         def finish() -> None:
             begin_s = perf_counter()
-            _both(*pending)
+            self.finish(pending)
             if self.recorder is not None:
                 self.recorder.note("messages from every rank to every other", MAIN, begin_s)
 
@@ -169,7 +182,7 @@ class Comm(ABC):
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy the root's tensor to every rank."""
         if self.rank == root:
-            _both(*(self.send(tensor, r) for r in self.others))
+            self.finish([self.send(tensor, r) for r in self.others])
         else:
             self.receive(tensor, root).wait()
 
@@ -188,8 +201,3 @@ class Comm(ABC):
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         """The error that a raw failure of this channel stands for: who is lost, or absent."""
         return error
-
-
-def _both(*pending: Pending) -> None:
-    for operation in pending:
-        operation.wait()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,10 +70,13 @@ def probe_paces(
             """(seconds, processor seconds) of so many rounds, the slowest rank's."""
             flats = [torch.zeros(nbytes // 4, device="cpu") for _ in lanes]
 
-            def serve(lane: Comm, flat: Tensor) -> None:
+            def exchanged(lane: Comm, flat: Tensor) -> None:
                 for _ in range(rounds):
                     exchange.reduce(flat, lane)
                     exchange.gather(flat, lane)
+
+            def serve(lane: Comm, flat: Tensor) -> None:
+                lane.beside(partial(exchanged, lane, flat))
 
             comm.gather_objects(None)
             start, cpu_start = time.perf_counter(), ProcessorTime.now()
@@ -130,7 +134,7 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
         for _ in range(times):
             for half in halves:
                 torch.mm(matrix, matrix, out=product)
-                half(flat, lane)
+                lane.beside(partial(half, flat, lane))
         ranks: list[float] = comm.gather_objects((time.perf_counter() - start) / times)
         return max(ranks)
 
@@ -171,8 +175,12 @@ def probe_duplex(
 
         def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> float:
             slices = torch.zeros(sum(sizes), device="cpu").split(sizes)
-            for _ in range(rounds):
-                half(slices, lane)
+
+            def exchanged() -> None:
+                for _ in range(rounds):
+                    half(slices, lane)
+
+            lane.beside(exchanged)
             return time.perf_counter()
 
         def seconds(

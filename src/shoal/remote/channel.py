@@ -81,8 +81,7 @@ def receive(reader: Reader[M], source: int, comm: Comm, head_bytes: int = HEAD_B
         message, tensors = reader.read(text)
     except ValueError as error:
         raise _no_message(source, comm, str(error)) from error
-    for pending in [comm.receive(tensor, source) for tensor in tensors if tensor.numel()]:
-        pending.wait()
+    comm.finish([comm.receive(tensor, source) for tensor in tensors if tensor.numel()])
     return message
 
 
@@ -130,8 +129,8 @@ class Channel(Generic[M]):
 
     def settle(self) -> None:
         """Wait until all that was posted has gone."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
+        self.comm.finish([pending for pending, _ in self._under_way])
+        self._under_way.clear()
 
     def next(self) -> M:
         """Wait for the next message.

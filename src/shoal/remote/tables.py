@@ -133,8 +133,7 @@ class FarTable(Cut):
             if len(its_ids):
                 self._post(server, Pull(*self._about(), its_ids))
                 landing.append(server.receive(its_rows))
-        for pending in landing:
-            pending.wait()
+        self.comm.finish(landing)
         if self.comm.recorder is not None:
             self.comm.recorder.note(f"pull rows of {self.name}", MAIN, begin_s)
         return rows

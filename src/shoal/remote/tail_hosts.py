@@ -32,8 +32,8 @@ class TailHosts:
 
     def __init__(self, comm: Comm) -> None:
         workers, tail = comm.workers, comm.topology.tail
-        self.comm = comm.channel("tail", idle=True)
         self.is_one = comm.rank >= workers
+        self.comm = comm.channel("tail", idle=self.is_one)
         self.peers = range(workers, comm.size) if self.is_one else range(workers)
         self.hosts = comm.topology.hosts[workers:]
         # whose messages this rank takes, if it is one

@@ -127,7 +127,7 @@ class Servers:
         self._models[model] = tuple(transfers)
         order = OpenModel(tuple(sites), tuple(map(form_of, optimizers)), lanes, staleness)
         self._send(lambda server: order)
-        return model, *ways(self._comm, model, lanes, staleness)
+        return model, *ways(self._comm, model, lanes)
 
     def open_tables(
         self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None
@@ -139,7 +139,7 @@ class Servers:
         order = OpenTables(tuple(forms), tuple(map(form_of, optimizers)), staleness)
         self._send(lambda server: order)
         number = next(self._table_numbers)
-        channel = self._comm.channel(f"tables{number}", idle=staleness != 0)
+        channel = self._comm.channel(f"tables{number}")
         tables = Tables(channel, in_step=staleness == 0)
         self._tables[tables] = number
         return tables
@@ -232,11 +232,14 @@ def _duplex(comm: Comm, lanes: int, nbytes: int) -> float:
 
 
 def ways(
-    comm: Comm, model: int, lanes: int, staleness: int | None
+    comm: Comm, model: int, lanes: int, *, idle: bool = False
 ) -> tuple[list[Comm], list[Comm]]:
-    """Channels of a model's served transfers, among all ranks: there, and back."""
+    """Channels of a model's served transfers, among all ranks: there, and back.
+
+    `idle` at servers that wait for workers who run ahead: those compute for as long as they like.
+    """
     there, back = (
-        [comm.channel(f"model{model}-{way}{i}", idle=staleness != 0) for i in range(lanes)]
+        [comm.channel(f"model{model}-{way}{i}", idle=idle) for i in range(lanes)]
         for way in ("there", "back")
     )
     return there, back
@@ -299,7 +302,7 @@ class _Server:
             {transfer: Update(made_of(form), transfer) for transfer in transfers}
             for form in order.optimizers
         ]
-        there, back = ways(comm, number, order.lanes, order.staleness)
+        there, back = ways(comm, number, order.lanes, idle=order.staleness != 0)
         if order.staleness == 0:
             self._models[number] = _InStep(transfers, updates, there, back)
         else:

@@ -1,0 +1,460 @@
+"""Faults at every moment of a job: does every other rank end soon, and name the rank and its host?
+
+    sudo .venv/bin/python benchmarks/faults.py [--only WORDS] [--chunk 1/10] [--beside 4]
+                                               [--json results/faults.json]
+
+A fault is four words: a plan and how many ranks follow it, the rank that it strikes, a moment of
+that rank's, and what happens:
+
+    kill    SIGKILL: a process that dies
+    stop    SIGSTOP: a process that hangs
+    cut     `ip link set eth0 down`: a host whose cable is pulled
+    raise   an exception that nobody catches
+
+Each fault is a job of its own in a lab of its own, so `cut` cuts off a host as a cable would. The
+moments are found by a run without a fault, which counts the groups of connections that each rank
+makes and the messages that it waits for. A fault has passed when all other ranks have ended by
+themselves within 30 s, each of them naming the rank and its host, and neither a process nor a
+network namespace is left. A host that is cut off cannot know who else is: it has to end too, and
+that is all. A fault at the very end may be nobody's loss.
+
+Needs root and Linux (the lab). `tests/faults/test_every_moment.py` runs a few of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from shoal.comm.process_group import ProcessGroupComm
+from shoal.contracts.launcher import Job
+from shoal.core.facts import Link
+from shoal.launch.lab import Lab
+from shoal.launch.namespaces import NAMES
+from shoal.session.session import current
+
+KINDS = ("kill", "stop", "cut", "raise")
+SOON_S = 30.0
+TIMEOUT_S = 120.0  # of an exchange: no fault may have to wait for it
+START_S = 20.0  # for every rank to come
+LIMIT_S = 75.0  # what has not ended by then hangs
+MARK = "FAULTS_RUN"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan: how a small model is spread over ranks, and who of them does not train."""
+
+    pins: Mapping[str, str]
+    others: str = ""  # SHOAL_SERVERS or SHOAL_TAIL, of which there is one
+    staleness: int | None = 0
+
+
+WAYS = {
+    "replicate": Way({"*": "replicate"}),
+    "sliced": Way({"*": "sliced"}),
+    "factor": Way({"0": "replicate", "1": "factor", "3": "factor"}),
+    "cuts": Way({"0": "embedding", "1": "column", "3": "row"}),
+    "servers": Way({"*": "server"}, "SHOAL_SERVERS"),
+    "tables": Way({"0": "server_rows", "1": "server", "3": "server"}, "SHOAL_SERVERS"),
+    "staleness": Way({"0": "server_rows", "1": "server", "3": "server"}, "SHOAL_SERVERS", 2),
+    "tails": Way({"0": "replicate", "1": "replicate", "3": "stage"}, "SHOAL_TAIL"),
+}
+# of every rank, and of those that train
+MOMENTS = ("before init", *(f"group {part}/3" for part in range(4)), "behind init")
+STAGES = ("comparing", "measuring the model", "measuring the links", "planning and rewriting")
+LOOP = (
+    "before forward 0",
+    "in forward 0",
+    "in backward 0",
+    "before step 0",
+    "in forward 2",
+    "in backward 2",
+    "before step 2",
+    "in evaluation",
+    "in save",
+    "behind the loop",
+)
+LATE = ("behind the loop", "in save")  # when it may be nobody's loss
+MESSAGES = tuple(f"message {part}/4" for part in range(5))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault; `moment` may count groups and messages in parts of all that the rank has."""
+
+    way: str
+    ranks: int
+    who: int
+    moment: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.way}, {self.ranks} ranks, rank {self.who}, {self.moment}, {self.kind}"
+
+
+@dataclass
+class Outcome:
+    """What came of it: seconds from the fault to each rank's last word, and to the end of all."""
+
+    case: Case
+    complaints: list[str] = field(default_factory=list)
+    struck: bool = False
+    seconds: float = 0.0
+    last_words_s: dict[int, float] = field(default_factory=dict)
+    codes: list[int] = field(default_factory=list)
+    words: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was as it should be."""
+        return not self.complaints
+
+
+def cases() -> list[Case]:
+    """Some three hundred: every moment of every plan, with kinds, ranks and victims in turn."""
+    found: list[Case] = []
+    turn = count()
+    for number, (name, way) in enumerate(WAYS.items()):
+        sizes = (2, 3, 4) if not way.others else (3, 4)
+        moments = [*MOMENTS, *STAGES, *LOOP, *MESSAGES]
+        for round_ in range(2 if way.others or name == "cuts" else 1):
+            for place, moment in enumerate(moments):
+                ranks = sizes[(place + round_) % len(sizes)]
+                training = ranks - bool(way.others)
+                who = (next(turn) + round_) % (training if moment in (*STAGES, *LOOP) else ranks)
+                kind = KINDS[(place + number + round_) % len(KINDS)]
+                found.append(Case(name, ranks, who, moment, kind))
+    return found
+
+
+class Boom(Exception):
+    """What a rank raises."""
+
+
+def strike(kind: str) -> None:
+    """Let it happen, to this process."""
+    print(f"fault at {time.time()}", flush=True)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "cut":
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    elif kind == "raise":
+        raise Boom("planted")
+
+
+class Moments:
+    """Where a rank is; the fault strikes it at one of these moments."""
+
+    def __init__(self, moment: str, kind: str) -> None:
+        self.counts: Counter[str] = Counter()
+        self._moment, self._kind = moment, kind
+
+    def at(self, moment: str) -> None:
+        """This moment has come."""
+        if moment == self._moment:
+            self._moment = ""
+            strike(self._kind)
+
+    def next(self, what: str) -> None:
+        """The next group or message."""
+        self.counts[what] += 1
+        self.at(f"{what} {self.counts[what]}")
+
+    def before(self, owner: Any, name: str, what: str) -> None:
+        """Count the calls of a function, and look before each of them."""
+        call = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.next(what)
+            return call(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    def stages(self) -> None:
+        """Look at where `parallelize` says that it is."""
+        reached = ProcessGroupComm.reached
+
+        def seen(comm: ProcessGroupComm, where: str) -> None:
+            reached(comm, where)
+            if where.startswith("parallelize: "):
+                self.at(next(s for s in STAGES if where.startswith(f"parallelize: {s}")))
+
+        ProcessGroupComm.reached = seen  # type: ignore[method-assign]
+
+
+def rank(way: Way, moment: str, kind: str, folder: str) -> None:
+    """Be one rank: train a small model, save and evaluate it, and end."""
+    moments = Moments(moment if os.environ["RANK"] == os.environ["FAULTS_WHO"] else "", kind)
+    for name in ("init_process_group", "new_group"):
+        moments.before(dist, name, "group")
+    moments.before(ProcessGroupComm, "receive", "message")
+    moments.before(ProcessGroupComm, "gather_objects", "message")
+    moments.stages()
+    with suppress(shoal.Served):
+        train(way, moments)
+    (Path(folder) / os.environ["RANK"]).write_text(json.dumps(moments.counts))
+
+
+def train(way: Way, moments: Moments) -> None:
+    """Train, evaluate and save."""
+    moments.at("before init")
+    world = shoal.init(timeout_s=TIMEOUT_S, start_timeout_s=START_S)
+    moments.at("behind init")
+    if os.environ.get("FAULTS_LINKS") != "measured":  # to be quick
+        spare = {"servers" if way.others == "SHOAL_SERVERS" else "tail": ("spare",)}
+        hosts = tuple(f"h{number}" for number in range(world.size))
+        current().cluster = shoal.Cluster(
+            shoal.Topology(hosts), Link(1e-4, 1e8), 1.0, **(spare if way.others else {})
+        )
+    torch.manual_seed(world.rank)
+    x, y = torch.randint(64, (8,)), torch.randint(8, (8,))
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+    loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+    shoal.parallelize(
+        model, loss_fn, optimizer, sample=(x, y), pins=way.pins, staleness=way.staleness
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        moments.at(f"before forward {step}")
+        inner = model[2].register_forward_pre_hook(
+            lambda *_, step=step: moments.at(f"in forward {step}")
+        )
+        output = model(x)
+        inner.remove()
+        loss = loss_fn(output, y)
+        output.register_hook(lambda _, step=step: moments.at(f"in backward {step}"))
+        loss.backward()
+        moments.at(f"before step {step}")
+        optimizer.step()
+    with torch.no_grad():
+        inner = model[2].register_forward_pre_hook(lambda *_: moments.at("in evaluation"))
+        loss_fn(model.eval()(x), y)
+        inner.remove()
+    moments.at("in save")
+    model.state_dict()
+    optimizer.state_dict()
+    moments.at("behind the loop")
+
+
+def job(case: Case, folder: str) -> int:
+    """Run a case's ranks in a lab, whose hosts are named h0, h1 …"""
+    way = WAYS[case.way]
+    variables = {
+        "OMP_NUM_THREADS": "1",
+        "FAULTS_WHO": str(case.who),
+        **({way.others: "1"} if way.others else {}),
+        **({"FAULTS_LINKS": "measured"} if case.moment == "measuring the links" else {}),
+    }
+    command = (sys.executable, __file__, "--rank", json.dumps(asdict(case)), "--folder", folder)
+    done = Lab(hosts=case.ranks, rate="none").launch(Job(command, case.ranks, variables, 8.0))
+    print(f"exit codes {json.dumps(done.exit_codes)}", flush=True)
+    return 0
+
+
+def watched(case: Case, folder: str) -> tuple[list[tuple[float, str]], float, int]:
+    """Run a case in a process of its own: what it printed and when, when it ended, its number."""
+    command = [sys.executable, __file__, "--job", json.dumps(asdict(case)), "--folder", folder]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, MARK: folder},
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    lines: list[tuple[float, str]] = []
+    with ThreadPoolExecutor(1) as reader:
+        reading = reader.submit(
+            lambda: lines.extend((time.time(), line.rstrip()) for line in process.stdout or ())
+        )
+        try:
+            process.wait(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher cleans up
+            process.wait()
+            lines.append((time.time(), "hangs"))
+        ended = time.time()
+        reading.result()
+    return lines, ended, process.pid
+
+
+def judged(case: Case, folder: str) -> Outcome:
+    """Run a case, and hold what came of it against what should."""
+    lines, ended, pid = watched(case, folder)
+    outcome = Outcome(case)
+    text = "\n".join(line for _, line in lines)
+    if os.environ.get("FAULTS_SHOW"):
+        print(text, flush=True)
+    fault = re.search(r"fault at ([\d.]+)", text)
+    codes = re.search(r"exit codes (\[.*\])", text)
+    outcome.struck = fault is not None
+    if any(line == "hangs" for _, line in lines) or codes is None:
+        outcome.complaints.append(f"it had not ended {LIMIT_S:g} s after its start")
+    outcome.codes = json.loads(codes[1]) if codes else []
+    struck_at = float(fault[1]) if fault else ended
+    outcome.seconds = ended - struck_at
+    for number in range(case.ranks):
+        ours = [(at, line[5:]) for at, line in lines if line.startswith(f"[h{number}] ")]
+        said = [(at, re.sub(r"^\[rank\d+\]: ", "", line)) for at, line in ours]
+        outcome.last_words_s[number] = said[-1][0] - struck_at if said else 0.0
+        errors = [line for _, line in said if re.match(r"shoal\.core\.errors\.\w+: ", line)]
+        outcome.words[number] = errors[-1] if errors else ""
+    if not outcome.struck:
+        outcome.complaints.append("the moment never came")
+    elif outcome.codes:
+        outcome.complaints += list(wrong(outcome))
+    if outcome.seconds > SOON_S:
+        outcome.complaints.append(f"it took {outcome.seconds:.1f} s")
+    outcome.complaints += [f"process {left} is left" for left in left_running(folder)]
+    outcome.complaints += [f"namespace {p.name} is left" for p in NAMES.glob(f"shoal-{pid}-*")]
+    return outcome
+
+
+def wrong(outcome: Outcome) -> Iterator[str]:
+    """What the other ranks did that they should not."""
+    case = outcome.case
+    if case.moment == "before init":  # nobody has heard of its host
+        named = (f"ranks did not start within {START_S:g} s: rank {case.who}",)
+    else:
+        named = (f"rank {case.who} (host h{case.who})",)
+    for number, code in enumerate(outcome.codes):
+        if number == case.who or (case.moment in LATE and code == 0):
+            continue
+        if code != 1:
+            yield f"rank {number} ended with exit code {code}"
+        elif not any(words in outcome.words[number] for words in named):
+            yield f"rank {number} does not name it: {outcome.words[number] or 'no word'}"
+    if case.kind == "cut" and outcome.codes[case.who] not in (0, 1):
+        yield f"the rank that was cut off ended with exit code {outcome.codes[case.who]}"
+
+
+def left_running(folder: str) -> list[str]:
+    """The processes that carry the mark of a run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={folder}".encode() in path.read_bytes().split(b"\0"):
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+# ------------------------------------------------------------------- all of them
+
+
+def counted(way: str, ranks: int) -> dict[int, dict[str, int]]:
+    """How many groups each rank makes, and messages it waits for, where nothing goes wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        outcome_lines, _, _ = watched(Case(way, ranks, 0, "", ""), folder)
+        try:
+            return {r: json.loads((Path(folder) / str(r)).read_text()) for r in range(ranks)}
+        except FileNotFoundError:
+            raise SystemExit("\n".join(line for _, line in outcome_lines)) from None
+
+
+def numbered(case: Case, counts: Mapping[int, Mapping[str, int]]) -> Case:
+    """The same with a moment that is a number: "group 2/3" is two thirds of the way to the last."""
+    match = re.fullmatch(r"(group|message) (\d)/(\d)", case.moment)
+    if match is None:
+        return case
+    last = counts[case.who][match[1]]
+    return replace(
+        case, moment=f"{match[1]} {1 + round((last - 1) * int(match[2]) / int(match[3]))}"
+    )
+
+
+def tried(case: Case) -> Outcome:
+    """Run a case in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return judged(case, folder)
+
+
+def run(chosen: Sequence[Case], beside: int) -> Iterator[tuple[Case, Outcome]]:
+    """Run these cases, some of them side by side; each with the moment as it was asked for."""
+    kinds = sorted({(case.way, case.ranks) for case in chosen if "/" in case.moment})
+    with ThreadPoolExecutor(beside) as pool:
+        counts = dict(zip(kinds, pool.map(lambda kind: counted(*kind), kinds), strict=True))
+        numbers = [numbered(case, counts.get((case.way, case.ranks), {})) for case in chosen]
+        yield from zip(chosen, pool.map(tried, numbers), strict=True)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """By kind of fault and plan: how many, how many passed, the longest of all."""
+    lines = ["| plan | fault | tried | passed | median s | worst s |", "|---|---|---|---|---|---|"]
+    for way in WAYS:
+        for kind in KINDS:
+            of = [o for o in outcomes if (o.case.way, o.case.kind) == (way, kind)]
+            if of:
+                seconds = sorted(outcome.seconds for outcome in of)
+                passed = sum(outcome.passed for outcome in of)
+                lines.append(
+                    f"| {way} | {kind} | {len(of)} | {passed} | {statistics.median(seconds):.1f} "
+                    f"| {seconds[-1]:.1f} |"
+                )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the faults that were asked for, and say what came of each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="words that a fault's name has, all of them")
+    parser.add_argument("--chunk", default="1/1", help="such a part of them: 3/10")
+    parser.add_argument("--beside", type=int, default=4, help="jobs at once")
+    parser.add_argument("--json", type=Path, help="a file to add the outcomes to, a line each")
+    parser.add_argument("--show", action="store_true", help="what the ranks of a fault print")
+    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.rank is not None:
+        rank(WAYS[asked.rank["way"]], asked.rank["moment"], asked.rank["kind"], asked.folder)
+        return 0
+    if asked.job is not None:
+        return job(Case(**asked.job), asked.folder)
+    if asked.show:
+        os.environ["FAULTS_SHOW"] = "yes"
+    part, parts = map(int, asked.chunk.split("/"))
+    fitting = [case for case in cases() if all(w in str(case) for w in asked.only.split())]
+    outcomes = []
+    for case, outcome in run(fitting[part - 1 :: parts], asked.beside):
+        outcomes.append(outcome)
+        mark = "ok  " if outcome.passed else "FAIL"
+        print(f"{mark} {outcome.seconds:5.1f} s  {case}", flush=True)
+        for complaint in outcome.complaints:
+            print(f"       {complaint}", flush=True)
+        if asked.json is not None:
+            with asked.json.open("a") as file:
+                file.write(json.dumps(asdict(outcome) | {"asked": case.moment}) + "\n")
+    print(table(outcomes))
+    print(f"{sum(outcome.passed for outcome in outcomes)} of {len(outcomes)} passed")
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
