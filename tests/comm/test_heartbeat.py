@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,9 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from shoal.comm import heartbeat
+from shoal.comm.beats import Beat, Verdict
 from shoal.comm.heartbeat import Heartbeat
+from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, UsageError, WorldError
 
 
@@ -24,7 +26,7 @@ class MemoryStore:
     """A store that can go away, or stop answering."""
 
     def __init__(self) -> None:
-        self.values: dict[str, str] = {}
+        self.values: dict[str, bytes] = {}
         self.lock = threading.Lock()
         self.gone = False
         self.answers = threading.Event()
@@ -36,23 +38,16 @@ class MemoryStore:
     def set_timeout(self, timeout: Any) -> None:
         pass
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: bytes) -> None:
         with self._reached():
             self.values[key] = value
 
-    def get(self, key: str) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        expected, value = (v if isinstance(v, bytes) else v.encode() for v in (expected, value))
         with self._reached():
-            return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        with self._reached():
-            return all(key in self.values for key in keys)
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        with self._reached():
-            if self.values.get(key, "") == expected:
+            if self.values.get(key, b"") == expected:
                 self.values[key] = value
-            return self.values[key].encode()
+            return self.values.get(key, expected)
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
@@ -61,6 +56,10 @@ class MemoryStore:
             raise RuntimeError("Connection reset by peer")
         with self.lock:
             yield
+
+
+def values(store: MemoryStore) -> Values:
+    return Values(cast(Store, store), "secret")
 
 
 @pytest.fixture(autouse=True)
@@ -106,17 +105,10 @@ class Ranks:
         self.beating: dict[int, Heartbeat] = {}
         for rank in range(size):
             if rank in dead:
-                words = {
-                    "count": 1,
-                    "at": "forward 3",
-                    "host": f"h{rank}",
-                    "waiting": False,
-                    "state": "beating",
-                }
-                self.store.values[f"beat/{rank}"] = json.dumps(words)
+                values(self.store).write(f"beat/{rank}", Beat(1, "forward 3", f"h{rank}"))
             else:
                 self.beating[rank] = Heartbeat(
-                    cast(Store, self.store), rank, [f"h{r}" for r in range(size)], holder
+                    values(self.store), rank, [f"h{r}" for r in range(size)], holder
                 )
                 self.beating[rank].channels[0] = Freed(partial(self.woken.add, rank))
 
@@ -274,7 +266,75 @@ def test_all_that_were_stopped_together_blame_nobody(jumped: SimpleNamespace, ra
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_one_rank_has_nobody_to_look_at() -> None:
-    alone = Heartbeat(HashStore(), 0, ["h0"])
+    alone = Heartbeat(Values(HashStore()), 0, ["h0"])
     time.sleep(1.2)
     alone.check("forward 5")
     alone.leave(None)
+
+
+BAD = (b"", b"?", b"\xff" * 100, b'{"count": 10}', b"[" * 100_000, pickle.dumps(Beat(99)))
+
+
+def write_over(store: MemoryStore, keys: list[str], times: int) -> None:
+    """What a stranger does who reaches the store's port: bad values, and copies of sound ones."""
+    copies = [value for key, value in store.values.items() if key.startswith("shoal/beat/")]
+    for number in range(times):
+        for key in keys:
+            bad = (*BAD, *copies, b"%d" % number)
+            store.set(f"shoal/{key}", bad[number % len(bad)])
+
+
+KEYS = ["beat/0", "beat/1", "beat/2", "verdict"]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_bad_values_in_every_key_end_nothing(ranks: Ranks) -> None:
+    until = time.monotonic() + 1.5  # more than the silent limit
+    while time.monotonic() < until:
+        write_over(ranks.store, KEYS, 10)
+        for rank in range(3):
+            ranks.beating[rank].check("forward 5")
+    assert ranks.woken == set()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("when", ["before", "behind"])
+@dead_rank_1
+def test_bad_values_hide_no_lost_rank(ranks: Ranks, when: str) -> None:
+    write_over(ranks.store, KEYS, 1000)
+    if when == "before":
+        time.sleep(0.1)
+    error = ranks.beating[2].judge("Connection closed by peer", None)
+    assert error.rank == 1
+    assert "rank 1 (host h1) gives no sign of life" in str(error)
+    write_over(ranks.store, KEYS, 10)
+    assert ranks.told(0).rank == 1
+
+
+@dead_rank_1
+def test_who_is_written_over_without_end_is_found_when_an_exchange_breaks(ranks: Ranks) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.wait(0.001):
+            write_over(ranks.store, ["beat/1"], 1)
+            ranks.store.set("shoal/beat/1", str(time.monotonic()).encode())
+
+    stranger = threading.Thread(target=write)
+    stranger.start()
+    try:
+        time.sleep(1.0)  # more than the silent limit: it may live
+        ranks.beating[0].check("forward 5")
+        error = ranks.beating[2].judge("Connection closed by peer", None)
+        assert error.rank == 1
+    finally:
+        stop.set()
+        stranger.join()
+
+
+def test_a_verdict_that_was_written_over_is_put_back_by_who_leaves(ranks: Ranks) -> None:
+    ranks.beating[1].leave(KeyError("boom"))
+    assert ranks.told(0).rank == 1
+    write_over(ranks.store, ["verdict"], 20)
+    ranks.beating[0].leave(None)
+    assert values(ranks.store).read("verdict", Verdict) is not None

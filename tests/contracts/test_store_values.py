@@ -128,3 +128,28 @@ def test_agreeing_ends_where_a_stranger_goes_on_writing() -> None:
         stop.set()
         thread.join()
     assert time.monotonic() - began < 5
+
+
+def test_what_was_put_of_late_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = Values(tcp(), "secret")
+    inner, clone = values.within("shoal/1", "another"), values.clone(5)
+    values.write("note", NOTE)
+    inner.write("note", NOTE)
+    inner.write("go", 1, lasting=True)
+    values.store.set("shoal/note", "x")
+    values.store.delete_key("shoal/1/note")
+    clone.mend()
+    assert values.read("note", Note) == inner.read("note", Note) == NOTE
+    values.within("shoal").write("note", Note("newer"))
+    clone.mend()
+    assert values.read("note", Note) == Note("newer")
+    assert values.remove("note")
+    clone.mend()
+    assert not values.store.check(["shoal/note"])
+    later = time.monotonic() + 1000
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    values.store.set("shoal/1/note", "x")
+    values.store.set("shoal/1/go", "x")
+    clone.mend()
+    assert inner.read("note", Note) is None
+    assert inner.read("go", int) == 1

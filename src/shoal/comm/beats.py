@@ -1,22 +1,23 @@
 """What ranks write of themselves on the store where they meet: each its beat, all one verdict.
 
-    beat/<rank>   JSON: how often it beat, where it works or waits, its host, whether it has left
-    verdict       JSON: what befell the job; whoever finds out first writes it (compare-and-set)
+    beat/<rank>   how often it beat, where it works or waits, its host, whether it has left
+    verdict       what befell the job; whoever finds out first writes it (compare-and-set)
 
 Costs one small write and two small reads a rank every half second, however many ranks there are.
+Values are signed (contracts/store_values.py). One that is not is no sign of life and no verdict. A
+key that a stranger goes on writing to is no sign of death either, as the rank's own beat is lost
+there.
 Who reads them when, and what follows from that, is in heartbeat.py.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, final
-
-from torch.distributed import Store
+from dataclasses import dataclass, replace
+from typing import final
 
 from shoal.contracts.launcher import VERDICT
+from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, WorldError
 
 BEATING = "beating"
@@ -50,16 +51,24 @@ class Verdict:
         return PeerLost(problem, where=where, got=self.got, do=do, rank=self.rank)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Beat:
-    """What a rank last wrote of itself, and when this one first saw it."""
+    """What a rank last wrote of itself."""
 
     count: int = -1
     at: str = "start"
     host: str = "?"
     waiting: bool = False
     state: str = BEATING
+
+
+@dataclass(frozen=True)
+class Sight:
+    """When this rank first saw another's beat, and what else it saw in its place."""
+
     seen: float = 0.0
+    stranger: bytes = b""  # a value that is no beat
+    stirred: float = 0.0  # when that last changed
 
 
 @final
@@ -67,17 +76,18 @@ class Board:
     """The beats and the verdict, as one rank writes and reads them.
 
     Args:
-        store: where all ranks meet.
+        values: in the store where all ranks meet.
         rank: this one.
         hosts: of every rank.
     """
 
-    def __init__(self, store: Store, rank: int, hosts: Sequence[str]) -> None:
+    def __init__(self, values: Values, rank: int, hosts: Sequence[str]) -> None:
         self.at, self.waiting = "start", False  # what this rank's next beat says
         self.turn = 0.0  # when the store answered last, by the monotonic clock
         self.beats = {r: Beat(host=host) for r, host in enumerate(hosts) if r != rank}
         self.rank, self.host = rank, hosts[rank]
-        self._store, self._count = store, 0
+        self._values, self._count = values, 0
+        self._sights = dict.fromkeys(self.beats, Sight())
 
     @property
     def size(self) -> int:
@@ -87,35 +97,43 @@ class Board:
     def write(self, state: str) -> None:
         """Beat."""
         self._count += 1
-        words = {
-            "count": self._count,
-            "at": self.at,
-            "host": self.host,
-            "waiting": self.waiting,
-            "state": state,
-        }
-        self._store.set(f"beat/{self.rank}", json.dumps(words))
+        beat = Beat(self._count, self.at, self.host, self.waiting, state)
+        self._values.write(f"beat/{self.rank}", beat)
+        self._values.mend()
 
     def read(self, rank: int) -> Beat:
         """The last beat of a rank."""
-        words: dict[str, Any] = {"host": self.beats[rank].host}
-        if self._store.check([f"beat/{rank}"]):
-            words = json.loads(self._store.get(f"beat/{rank}"))
-        known = self.beats[rank]
-        if not known.seen or known.count != words.get("count", -1):
-            self.beats[rank] = Beat(**words, seen=self.turn)
+        key, sight = f"beat/{rank}", self._sights[rank]
+        found = self._values.seen(key)
+        beat = self._values.value_of(key, found, Beat)
+        if beat is not None and beat.count > self.beats[rank].count:  # no copy of an earlier one
+            self.beats[rank], sight = beat, replace(sight, seen=self.turn)
+        elif beat is None and found not in (b"", sight.stranger):
+            sight = replace(sight, stranger=found, stirred=self.turn)
+        self._sights[rank] = sight if sight.seen else replace(sight, seen=self.turn)
         return self.beats[rank]
 
     def forget(self) -> None:
         """Count silence from now on: this process was stopped, perhaps all of them were."""
-        self.beats = {rank: Beat() for rank in self.beats}
+        self.beats = {rank: Beat(host=beat.host) for rank, beat in self.beats.items()}
+        self._sights = dict.fromkeys(self.beats, Sight())
 
-    def lost(self, ranks: Iterable[int], silent_s: float, or_left: bool) -> Verdict | None:
-        """The first of these ranks that is silent for so long, or has left, if that counts."""
+    def lost(
+        self, ranks: Iterable[int], silent_s: float, *, or_left: bool, or_unread: bool = False
+    ) -> Verdict | None:
+        """The first of these ranks that is silent for so long.
+
+        Args:
+            ranks: those that are looked at.
+            silent_s: how long.
+            or_left: a rank that has left counts too.
+            or_unread: and one whose beat cannot be read, as a stranger writes over it.
+        """
         for rank in ranks:
-            beat = self.read(rank)
+            beat, sight = self.read(rank), self._sights[rank]
             who = f"rank {rank} (host {beat.host})"
-            if beat.state == BEATING and self.turn - beat.seen > silent_s:
+            last = sight.seen if or_unread else max(sight.seen, sight.stirred)
+            if beat.state == BEATING and self.turn - last > silent_s:
                 return Verdict(f"{who} gives no sign of life, last seen at: {beat.at}", rank)
             if beat.state == LEFT and or_left:
                 return Verdict(f"{who} has ended its program, last at: {beat.at}", rank, left=True)
@@ -123,11 +141,8 @@ class Board:
 
     def published(self) -> Verdict | None:
         """The verdict, if there is one."""
-        if not self._store.check([VERDICT]):
-            return None
-        return Verdict(**json.loads(self._store.get(VERDICT)))
+        return self._values.read(VERDICT, Verdict)
 
     def agreed(self, verdict: Verdict) -> Verdict:
         """Write the verdict if it is the first; the one that stands."""
-        standing = self._store.compare_set(VERDICT, "", json.dumps(asdict(verdict)))
-        return Verdict(**json.loads(standing))
+        return self._values.agree(VERDICT, verdict)

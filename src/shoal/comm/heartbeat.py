@@ -19,7 +19,6 @@ second one sees that it got stuck.
 from __future__ import annotations
 
 import atexit
-import datetime
 import math
 import os
 import sys
@@ -31,9 +30,9 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, Board, Verdict
+from shoal.contracts.store_values import Values
 from shoal.core.errors import ShoalError, WorldError
 
 _BEAT_S = 0.5
@@ -77,21 +76,20 @@ class Heartbeat:
     """This rank's beat, and the reading of the others'.
 
     Args:
-        store: where all ranks meet; a connection of its own is made from it.
+        values: in the store where all ranks meet; it makes a connection of its own to that.
         rank: this one.
         hosts: of every rank.
         holder: the rank whose process holds the store, None where a launcher does.
     """
 
     def __init__(
-        self, store: Store, rank: int, hosts: Sequence[str], holder: int | None = None
+        self, values: Values, rank: int, hosts: Sequence[str], holder: int | None = None
     ) -> None:
         # by id, the open ones in the order in which they were made
         self.channels: dict[int, Channel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
-        own_connection: Store = store.clone()  # type: ignore[attr-defined]
-        own_connection.set_timeout(datetime.timedelta(seconds=_SILENT_S))
-        self._board = Board(own_connection, rank, hosts)
+        self.kept: object = None  # what must live as long as the groups, and torch does not keep
+        self._board = Board(values.clone(_SILENT_S), rank, hosts)
         self._holder = holder
         self._awaited: frozenset[int] = frozenset()
         self._doubt: _Doubt | None = None
@@ -184,6 +182,8 @@ class Heartbeat:
                 who = f"rank {self._board.rank} (host {self._board.host})"
                 problem = f"{who} failed: {type(error).__name__}: {text}"
                 self._board.agreed(Verdict(problem[:_LONGEST], self._board.rank))
+            elif self._verdict is not None:
+                self._board.agreed(self._verdict)  # where a stranger has written over it
             self._board.write(LEFT)
             if self._holder == self._board.rank:
                 self._wait_for_the_others()
@@ -262,7 +262,7 @@ class Heartbeat:
         lost = self._board.lost(list(self._board.beats), _DEAD_S, or_left=True)
         if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
             return lost
-        return (
+        return self._board.lost(list(self._board.beats), _DEAD_S, or_left=True, or_unread=True) or (
             self._broken(doubt.reason)
             if doubt.timeout_s is None
             else self._overdue(doubt.timeout_s)

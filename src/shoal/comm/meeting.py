@@ -15,6 +15,7 @@ Cost: one connection more, to learn the way.
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import socket
 import time
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import TCPStore
 
 from shoal.comm.roll_call import Here, RollCall
 from shoal.contracts.launcher import Meeting, Seat, scope
@@ -43,10 +44,10 @@ _LOOPBACK = ("127.0.0.1", "::1")
 class Company:
     """The ranks that have come together.
 
-    `store` has what belongs to this start of the job, and to no other.
+    `values` are those of this start of the job, and of no other.
     """
 
-    store: Store
+    values: Values
     rank: int
     everyone: tuple[Here, ...] = field(repr=False)
     interface: str | None = None  # by which this rank reaches the others; None: torch chooses
@@ -97,15 +98,30 @@ def meet(seat: Seat, timeout_s: float) -> Company:
     what = problem.what if problem else ""
     own = Here.at(seat, rank, size, machine=_machine(), problem=what, **found)
     name = scope(seat.job)
-    roll = RollCall(Values(store, scope=name), own, timeout_s, restarts=seat.restarts)
+    values = Values(store, seat.token, name)
+    roll = RollCall(values, own, timeout_s, restarts=seat.restarts)
     try:
         start, everyone = roll.take()
     except RanksDiffer:
         if problem is not None:  # the others hear of it, and this rank itself says more
             raise problem from None
         raise
+    if rank == 0 and not seat.token:
+        _warn_of_strangers(everyone)
     interface = seat.interface or interface_towards(own, everyone)
-    return Company(PrefixStore(f"{name}/{start}", store), rank, everyone, interface)
+    return Company(values.within(f"{name}/{start}"), rank, everyone, interface)
+
+
+def _warn_of_strangers(everyone: Sequence[Here]) -> None:
+    """Warn where others than this host may reach the store, and no secret tells ranks from them."""
+    own = everyone[0]
+    here_only = not own.address or is_loopback(own.address)
+    if here_only and all(other.machine == own.machine for other in everyone):
+        return
+    logging.getLogger("shoal").warning(
+        "shoal: there is no SHOAL_TOKEN, so whoever reaches the ranks' store can speak for a rank. "
+        "Set it to the same secret on every host: docs/guide/security.md"
+    )
 
 
 def check_workers(seat: Seat, size: int) -> None:

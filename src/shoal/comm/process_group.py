@@ -22,16 +22,20 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store
 
 from shoal.comm.aside import Aside, may_block
 from shoal.comm.heartbeat import Heartbeat
 from shoal.comm.meeting import INTERFACE, meet
+from shoal.comm.signed_store import SignedStore
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
+from shoal.contracts.store_values import Values
 from shoal.core.by_host import beside, staged
 from shoal.core.errors import RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Topology
+from shoal.core.open_files import raise_limit
 
 T = TypeVar("T")
 _TAG = 0
@@ -355,10 +359,11 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
         MissingRank: not every rank came within `start_timeout_s`; it names them.
         UsageError: a rank is there twice, or the servers and the tail leave too few workers.
     """
+    raise_limit()
     company = meet(seat, start_timeout_s)
     if company.interface is not None:
         os.environ[INTERFACE] = company.interface  # which torch reads for each group
-    heartbeat = Heartbeat(company.store, company.rank, company.topology.hosts, seat.holder)
+    heartbeat = Heartbeat(company.values, company.rank, company.topology.hosts, seat.holder)
 
     def make() -> object:
         limit = _seconds(timeout_s)
@@ -366,7 +371,7 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
             return dist.new_group(timeout=limit, backend=_backend(), group_desc="shoal")
         dist.init_process_group(
             _backend(),
-            store=company.store,
+            store=_store(company.values, heartbeat, timeout_s),
             rank=company.rank,
             world_size=company.size,
             timeout=limit,
@@ -420,6 +425,15 @@ def _named(make: Callable[[], T], who: str) -> T:
 def _is_timeout(error: RuntimeError) -> bool:
     text = str(error).lower()
     return "timed out" in text or "timeout" in text
+
+
+def _store(values: Values, heartbeat: Heartbeat, timeout_s: float) -> Store:
+    """What the groups read: signed, but where NCCL's own threads do, which may not run Python."""
+    if _has_nccl():
+        return PrefixStore(values.scope, values.store)
+    store = SignedStore(values, timeout_s, lambda: heartbeat.check(""))
+    heartbeat.kept = store  # torch keeps only the half of it that is C++
+    return store
 
 
 def _backend() -> str:

@@ -141,12 +141,12 @@ class RollCall:
         """
         self._values.write(f"here/{self._own.rank}", self._own)
         deadline, pause_s = time.monotonic() + self._timeout_s, _QUICK_S
-        while (start := self._turn()) is None:
+        while (found := self._turn()) is None:
             if time.monotonic() > deadline:
                 self._give_up()
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _SLOW_S)
-        everyone = self._roll(start)
+        start, everyone = found
         for other in everyone:
             if refusal := self._own.refuses(other):
                 raise refusal
@@ -155,8 +155,9 @@ class RollCall:
             raise RanksDiffer(what, where=self._own.where, do="see the message of rank 0")
         return start, everyone
 
-    def _turn(self) -> str | None:
-        """Look at the store once; the id of the start where there is one with this process."""
+    def _turn(self) -> tuple[str, tuple[Here, ...]] | None:
+        """Look at the store once; the start with this process and its ranks, where there is one."""
+        self._values.mend()
         standing = self._values.read(f"here/{self._own.rank}", Here)
         if standing is None:  # a stranger has written over it
             self._values.write(f"here/{self._own.rank}", self._own)
@@ -167,8 +168,8 @@ class RollCall:
         else:
             self._answer()
         start = self._values.read(GO, str)
-        if start is not None and start == identity(self._called):
-            return start
+        if start is not None and start == identity(self._called) and (roll := self._roll(start)):
+            return start, roll
         self._check_end(start)
         return None
 
@@ -187,7 +188,7 @@ class RollCall:
         unlike = any(here.problem or own.refuses(here) for here in answered)
         if len(answered) == own.size or unlike:  # who is unlike says so without waiting for more
             self._values.write(f"roll/{start}", answered)
-            self._values.write(GO, start)
+            self._values.write(GO, start, lasting=True)  # the launcher reads it at the end
 
     def _answer(self) -> None:
         """Another rank: answer the call that names this process."""

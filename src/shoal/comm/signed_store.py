@@ -65,7 +65,7 @@ class SignedStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """Take a key away."""
-        return self._values.store.delete_key(f"{self._values.scope}/{key}")
+        return self._values.remove(key)
 
     def has_extended_api(self) -> bool:
         """Whether it can append; it has what is above only."""
@@ -77,6 +77,7 @@ class SignedStore(Store):
             pause_s = _FIRST_PAUSE_S
             while (text := self._values.take(key)) is None:
                 self._check()
+                self._values.mend()
                 if time.monotonic() > deadline:
                     raise DistStoreError(f"timed out: no rank wrote {key} to the store")
                 time.sleep(pause_s)

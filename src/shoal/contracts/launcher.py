@@ -11,10 +11,10 @@ from shoal.core.registry import Contract
 
 # an environment variable that every process of a job inherits, whatever session it moves to: its id
 MARK = "SHOAL_JOB"
-# in the ranks' store, what befell the job: JSON with `what`, and the `rank` that failed or null
+# the secret that ranks and launcher have in common, which signs what they read of each other
+TOKEN = "SHOAL_TOKEN"
+# in the ranks' store, what befell the job: `what`, and the `rank` that failed or null
 VERDICT = "verdict"
-
-
 # and the id of the start whose ranks have all come
 GO = "go"
 
@@ -44,6 +44,7 @@ class Seat:
     holder: int | None = 0  # the rank that holds the store; None where the launcher does
     restarts: bool = False  # whether the launcher may start ranks again, and keep the store
     job: str = ""  # its id, where the launcher gives one
+    token: str = field(default="", repr=False)  # the job's secret; "" where there is none
     interface: str | None = None  # by which torch is to reach other ranks, where the user says so
     meeting: Meeting | None = None  # None where the program has joined the ranks itself
 

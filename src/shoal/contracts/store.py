@@ -16,6 +16,8 @@ import socket
 
 from torch.distributed import TCPStore
 
+from shoal.core.interfaces import is_loopback
+
 _LOCAL = "localhost"
 
 
@@ -42,11 +44,6 @@ def open_store(address: str, port: int = 0, timeout_s: float = 300.0) -> TCPStor
     )
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this host reach the address."""
-    return address == _LOCAL or (_is_numbers(address) and ipaddress.ip_address(address).is_loopback)
-
-
 def _listening(address: str, port: int) -> socket.socket | None:
     """A socket at that address only; None where it is to be on every interface."""
     if not (_is_numbers(address) or address == _LOCAL):
@@ -58,7 +55,7 @@ def _listening(address: str, port: int) -> socket.socket | None:
         listening.bind(place)
     except OSError as error:
         listening.close()
-        if error.errno == errno.EADDRNOTAVAIL and not is_loopback(address):
+        if error.errno == errno.EADDRNOTAVAIL and not is_loopback(str(place[0])):
             return None
         raise
     return listening

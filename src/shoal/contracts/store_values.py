@@ -7,8 +7,9 @@ how a value of theirs is told from a stranger's.
 
 The signature holds for one key only, so a value that is copied to another key is a stranger's too.
 msgspec reads JSON into the type that the reader names, and nothing in it is code. A value that is
-no such thing is as if nothing were there, also where there is no token to sign with. A read never
-blocks and costs one message: a compare-and-set that changes nothing.
+no such thing is as if nothing were there, also where there is no token to sign with. What a process
+has put there it puts back for a while when it finds a stranger's value, or nothing, in its place
+(`mend`). A read never blocks and costs one message: a compare-and-set that changes nothing.
 Guarded by tests/contracts/test_store_values.py.
 """
 
@@ -16,6 +17,9 @@ from __future__ import annotations
 
 import datetime
 import hmac
+import math
+import time
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import msgspec
@@ -25,7 +29,18 @@ T = TypeVar("T")
 
 _SIGNATURE_BYTES = 16
 _NOTHING = "?"  # what a compare-and-set with itself gives for a key that nobody has written
+_MENDED_S = 20.0  # how long what is put there is looked after
 _TRIES = 1000  # at a key that a stranger goes on writing
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """What this process has put there."""
+
+    values: Values
+    key: str
+    sealed: Any  # bytes, where the store's types ask for text
+    until_s: float  # it is looked after
 
 
 @final
@@ -49,24 +64,45 @@ class Values:
     def __init__(self, store: Store, token: str = "", scope: str = "shoal") -> None:
         self.store, self.scope = store, scope
         self._token = token
+        self._standing: dict[str, _Standing] = {}  # by name, shared by all that are made of these
 
-    def within(self, scope: str, token: str) -> Values:
-        """Values of another scope of the same store, signed with another token."""
-        return Values(self.store, token, scope)
+    def within(self, scope: str, token: str | None = None) -> Values:
+        """Values of another scope of the same store, perhaps signed with another token."""
+        values = Values(self.store, self._token if token is None else token, scope)
+        values._standing = self._standing
+        return values
 
     def clone(self, timeout_s: float) -> Values:
         """The same on a connection of its own."""
         own_connection: Store = self.store.clone()  # type: ignore[attr-defined]
         own_connection.set_timeout(datetime.timedelta(seconds=timeout_s))
-        return Values(own_connection, self._token, self.scope)
+        values = Values(own_connection, self._token, self.scope)
+        values._standing = self._standing
+        return values
 
-    def write(self, key: str, value: Any) -> None:
+    def write(self, key: str, value: Any, *, lasting: bool = False) -> None:
         """Put a value there: a frozen dataclass, or other data that JSON has."""
-        self.put(key, msgspec.json.encode(value))
+        self.put(key, msgspec.json.encode(value), lasting=lasting)
 
-    def put(self, key: str, text: bytes) -> None:
-        """Put bytes there, signed."""
-        self.store.set(self._named(key), self._sealed(key, text))
+    def put(self, key: str, text: bytes, *, lasting: bool = False) -> None:
+        """Put bytes there, signed; what is `lasting` is mended as long as this process lives."""
+        sealed = self._sealed(key, text)
+        until = math.inf if lasting else time.monotonic() + _MENDED_S
+        self._standing[self._named(key)] = _Standing(self, key, sealed, until)
+        self.store.set(self._named(key), sealed)
+
+    def remove(self, key: str) -> bool:
+        """Take away what is there; whether something was."""
+        self._standing.pop(self._named(key), None)
+        return self.store.delete_key(self._named(key))
+
+    def mend(self) -> None:
+        """Put back what was put here or by a clone of late, where no signed value stands now."""
+        for name, standing in list(self._standing.items()):
+            if standing.until_s < time.monotonic():
+                self._standing.pop(name, None)
+            elif standing.values._opened(standing.key, self._seen(name)) is None:
+                self.store.set(name, standing.sealed)
 
     def read(self, key: str, kind: type[T]) -> T | None:
         """The value, or None where there is none that is signed and of this type."""
@@ -78,8 +114,7 @@ class Values:
 
     def seen(self, key: str) -> bytes:
         """What is there, whoever wrote it; empty where nothing is."""
-        found: bytes = self.store.compare_set(self._named(key), _NOTHING, _NOTHING)
-        return b"" if found == _NOTHING.encode() else found
+        return self._seen(self._named(key))
 
     def value_of(self, key: str, seen: bytes, kind: type[T]) -> T | None:
         """The value that was `seen` there, or None where it is not signed or not of this type."""
@@ -107,6 +142,10 @@ class Values:
                 return first
             standing = found  # a stranger's: step over it
         return value
+
+    def _seen(self, name: str) -> bytes:
+        found: bytes = self.store.compare_set(name, _NOTHING, _NOTHING)
+        return b"" if found == _NOTHING.encode() else found
 
     def _named(self, key: str) -> str:
         return f"{self.scope}/{key}"

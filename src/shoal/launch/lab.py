@@ -27,11 +27,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, final
 
-from shoal.contracts.launcher import Job, Launcher, Result
+from shoal.contracts.launcher import TOKEN, Job, Launcher, Result
 from shoal.core.errors import LabError
 from shoal.launch.namespaces import attempt, claim, execute, inside, name_hosts, sweep, take_down
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
-from shoal.launch.rendezvous import agreed, new_store, variables
+from shoal.launch.rendezvous import agreed, new_store, token_of, variables
 
 INTERFACE = "eth0"  # of every host
 SWITCH_ADDRESS = "10.0.0.254"
@@ -152,8 +152,9 @@ class Lab(Launcher):
             )
         with Interrupts() as interrupts, nullcontext() if self.namespaces else self:
             store = inside(self.namespaces[-1], partial(new_store, SWITCH_ADDRESS))
-            commands = [self._command(job, rank, store.port) for rank in range(job.ranks)]
-            return run(commands, job.grace_s, interrupts, partial(agreed, store))
+            token = token_of(job)
+            commands = [self._command(job, rank, store.port, token) for rank in range(job.ranks)]
+            return run(commands, job.grace_s, interrupts, partial(agreed, store, token))
 
     def __enter__(self) -> Lab:
         if reason := self.missing():
@@ -178,12 +179,12 @@ class Lab(Launcher):
         names, self.namespaces = self.namespaces, ()
         take_down(names)
 
-    def _command(self, job: Job, rank: int, port: int) -> Command:
+    def _command(self, job: Job, rank: int, port: int, token: str) -> Command:
         host, local_rank = divmod(rank, self.ranks_per_host)
         label = f"h{host}" if self.ranks_per_host == 1 else f"h{host}.{local_rank}"
         meeting = variables(SWITCH_ADDRESS, port, rank, job.ranks, local_rank, self.ranks_per_host)
         variables_here = environment(
-            job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{host}", **meeting
+            job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{host}", **meeting, **{TOKEN: token}
         )
         return Command(
             ("ip", "netns", "exec", self.namespaces[host], *job.command), variables_here, label

@@ -12,9 +12,9 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar, final
 
-from shoal.contracts.launcher import Job, Launcher, Result
+from shoal.contracts.launcher import TOKEN, Job, Launcher, Result
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
-from shoal.launch.rendezvous import agreed, new_store, variables
+from shoal.launch.rendezvous import agreed, new_store, token_of, variables
 
 
 @final
@@ -41,10 +41,11 @@ class Local(Launcher):
         """
         check(job)
         with Interrupts() as interrupts:
-            store = new_store("127.0.0.1")
+            store, token = new_store("127.0.0.1"), token_of(job)
             commands = []
             for rank in range(job.ranks):
                 meeting = variables("127.0.0.1", store.port, rank, job.ranks, rank, job.ranks)
+                meeting[TOKEN] = token
                 variables_here = environment(job, GLOO_SOCKET_IFNAME="lo", **meeting)
                 commands.append(Command(job.command, variables_here, f"rank {rank}"))
-            return run(commands, job.grace_s, interrupts, partial(agreed, store))
+            return run(commands, job.grace_s, interrupts, partial(agreed, store, token))

@@ -36,6 +36,7 @@ from typing import IO, Any, TextIO
 from shoal.contracts.launcher import MARK, Job, Result
 from shoal.core.cores import bound_cores, quota_cores
 from shoal.core.errors import UsageError
+from shoal.core.open_files import raise_limit
 
 DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 KILL_AFTER_S = 3.0  # how long a group may take to follow a polite signal
@@ -136,6 +137,7 @@ def run(
     and the rank that failed: it is said last, and goes before which rank ended first, since those
     that hear of a failure may end before its rank.
     """
+    raise_limit()
     mark = uuid.uuid4().hex
     ranks = _Ranks(commands, mark, grace_s, interrupts)
     try:
@@ -150,7 +152,7 @@ def run(
     if first is not None and found is not None and not interrupts.received:
         problem, rank = found
         _say(problem)
-        if rank is not None and ranks.exit_codes[rank]:
+        if rank is not None and 0 <= rank < len(commands) and ranks.exit_codes[rank]:
             first = rank
     return Result(tuple(ranks.exit_codes), first)
 

@@ -8,23 +8,45 @@ launchers do the same.
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import socket
+from dataclasses import dataclass
 
 from torch.distributed import TCPStore
 
-from shoal.contracts.launcher import GO, MARK, VERDICT, Meeting, Seat, scope
+from shoal.contracts.launcher import GO, MARK, TOKEN, VERDICT, Job, Meeting, Seat, scope
+from shoal.contracts.store import open_store
 from shoal.contracts.store_values import Values
 from shoal.core.errors import UsageError
+from shoal.core.open_files import raise_limit
 
 _NO_RUN_ID = "none"  # as torchrun writes it, without --rdzv-id
 _START = "start with torchrun, `shoal lab` or `shoal train --ranks N`, which set it"
 
 
+@dataclass(frozen=True)
+class _Fate:
+    """What a launcher reads of the ranks' verdict."""
+
+    what: str
+    rank: int | None
+
+
 def new_store(address: str) -> TCPStore:
-    """A store on a free port of every address here, `address` too, while it is referenced."""
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    """A store on a free port of this address, and of no other, while it is referenced."""
+    raise_limit()
+    return open_store(address)
+
+
+def token_of(job: Job) -> str:
+    """The secret of a job: the one that it brings, else a new one."""
+    return job.environment.get(TOKEN) or secrets.token_hex(16)
+
+
+def token() -> str:
+    """The secret that this process has in common with the job's others, '' where there is none."""
+    return os.environ.get(TOKEN, "")
 
 
 def variables(
@@ -79,6 +101,7 @@ def seat(*, has_joined: bool = False) -> Seat:
         holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
         restarts=bool(os.environ.get("TORCHELASTIC_RUN_ID")),
         job=_job(),
+        token=token(),
         interface=os.environ.get("GLOO_SOCKET_IFNAME") or None,
         meeting=None if has_joined else _meeting(),
     )
@@ -110,11 +133,9 @@ def _number(variable: str, default: str = "") -> int:
     return int(text)
 
 
-def agreed(store: TCPStore, job: str) -> tuple[str, int | None] | None:
+def agreed(store: TCPStore, token: str, job: str) -> tuple[str, int | None] | None:
     """The verdict of a job's ranks, and the rank that failed, if one did; None if there is none."""
-    start = Values(store, scope=scope(job)).read(GO, str)
-    key = f"{scope(job)}/{start}/{VERDICT}"
-    if start is None or not store.check([key]):
-        return None
-    verdict = json.loads(store.get(key))
-    return verdict["what"], verdict["rank"]
+    values = Values(store, token, scope(job))
+    start = values.read(GO, str)
+    fate = start and values.within(f"{scope(job)}/{start}").read(VERDICT, _Fate)
+    return (fate.what, fate.rank) if fate else None

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar, final
 
-from shoal.contracts.launcher import Job, Launcher, Result
+from shoal.contracts.launcher import TOKEN, Job, Launcher, Result
 from shoal.launch.processes import (
     DIE_WITH_PARENT,
     Command,
@@ -24,6 +24,7 @@ from shoal.launch.processes import (
     missing_tools,
     run,
 )
+from shoal.launch.rendezvous import token_of
 
 # Runs a rank and leaves its exit code in the file $SHOAL_EXITS/$RANK. Torchrun's SIGTERM reaches
 # the whole group: the shell outlives it (trap) to write the code. Each process dies with its
@@ -35,6 +36,7 @@ code=$?
 echo $code >"$SHOAL_EXITS/$RANK"
 exit $code
 """
+PROGRAM = "shoal.launch.torchrun_here"  # which need not be read in this process
 ENDED_BY_TORCHRUN = 143  # a rank without a file: torchrun ended it (128 + SIGTERM)
 
 
@@ -57,12 +59,13 @@ class Torchrun(Launcher):
         """
         check(job)
         with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="shoal-") as exits:
-            torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+            torchrun = (sys.executable, "-m", PROGRAM)
             ranks = ("--nproc-per-node", str(job.ranks), "--no-python")
             rank = (*DIE_WITH_PARENT, "sh", "-c", RANK_SCRIPT, "sh", *job.command)
             # torchrun takes ${local_rank} and $$ for macros
             rank = tuple(word.replace("$", "$$") for word in rank)
-            variables = environment(job, GLOO_SOCKET_IFNAME="lo", SHOAL_EXITS=exits)
+            settings = {"SHOAL_EXITS": exits, TOKEN: token_of(job)}
+            variables = environment(job, GLOO_SOCKET_IFNAME="lo", **settings)
             agent = run(
                 [Command((*torchrun, *ranks, *rank), variables, "torchrun")],
                 job.grace_s,
