@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,7 @@ from shoal.comm.roll_call import Here, RollCall
 from shoal.contracts.launcher import Meeting, Seat, scope
 from shoal.contracts.store import open_store
 from shoal.contracts.store_values import Values
-from shoal.core.errors import MissingRank, RanksDiffer, UsageError
+from shoal.core.errors import MissingRank, PeerLost, RanksDiffer, UsageError
 from shoal.core.facts import Topology
 from shoal.core.interfaces import interface_of, is_loopback, own_addresses, source_towards
 
@@ -65,7 +66,7 @@ class Company:
             tuple(here.host for here in self.everyone),
             first.servers,
             first.tail,
-            tuple(" ".join(here.versions.rounding) for here in self.everyone),
+            tuple(here.versions.rounding for here in self.everyone),
         )
 
     @property
@@ -83,6 +84,7 @@ def meet(seat: Seat, timeout_s: float) -> Company:
 
     Raises:
         MissingRank: not every rank came in time; it names them.
+        PeerLost: the store has gone.
         UsageError: a rank is there twice, or was started unlike this one; or the servers and the
             tail leave too few workers.
     """
@@ -106,8 +108,19 @@ def meet(seat: Seat, timeout_s: float) -> Company:
         if problem is not None:  # the others hear of it, and this rank itself says more
             raise problem from None
         raise
+    except dist.DistError as error:
+        raise PeerLost(
+            "the store where ranks meet went away before all had come: rank 0 (or the launcher), "
+            "which held it, has ended",
+            where=own.where,
+            got=str(error).splitlines()[0][:200],
+            do="see what that one printed last; start the job again",
+            rank=seat.holder,
+        ) from None
     if rank == 0 and not seat.token:
         _warn_of_strangers(everyone)
+    if rank == 0:
+        warn_of_python(everyone)
     interface = seat.interface or interface_towards(own, everyone)
     return Company(values.within(f"{name}/{start}"), rank, everyone, interface)
 
@@ -122,6 +135,17 @@ def _warn_of_strangers(everyone: Sequence[Here]) -> None:
         "shoal: there is no SHOAL_TOKEN, so whoever reaches the ranks' store can speak for a rank. "
         "Set it to the same secret on every host: docs/guide/security.md"
     )
+
+
+def warn_of_python(everyone: Sequence[Here]) -> None:
+    """Say where ranks run unlike releases of Python, which trains, but is nobody's intent."""
+    releases = {here.versions.python.rpartition(".")[0] for here in everyone}
+    if len(releases) > 1:
+        who = ", ".join(f"rank {h.rank} (host {h.host}): {h.versions.python}" for h in everyone)
+        warnings.warn(
+            f"ranks run unlike releases of Python: {who}; libraries and data may differ with them",
+            stacklevel=2,
+        )
 
 
 def check_workers(seat: Seat, size: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -27,25 +28,30 @@ class Versions:
     python: str
     torch: str
     shoal: str
-    processor: str  # its name, and the instructions of it that torch uses
+    processor: str  # its name
     flags: tuple[str, ...]  # its instructions that decide how sums round
+    vendor: str = ""  # by which libraries choose their kernels, beside the instructions
+    kernels: str = ""  # those that torch uses: AVX2, AVX512 …
 
     @property
-    def rounding(self) -> tuple[str, ...]:
+    def rounding(self) -> str:
         """Ranks for which this is equal round alike."""
-        return (self.processor.rpartition(", ")[2], *self.flags)
+        return " ".join((self.vendor, self.kernels, *self.flags))
 
 
 @cache
 def versions() -> Versions:
     """Those of this process."""
-    name, flags = _processor()
+    found = _processor()
+    words = (found.get("flags") or found.get("Features", "")).split()
     return Versions(
         python=platform.python_version(),
         torch=str(torch.__version__),
         shoal=_own_version(),
-        processor=f"{name}, {torch.backends.cpu.get_cpu_capability()}",
-        flags=flags,
+        processor=found.get("model name") or platform.processor() or platform.machine(),
+        flags=tuple(sorted(word for word in words if _ROUNDING.fullmatch(word))),
+        vendor=found.get("vendor_id") or found.get("CPU implementer", ""),
+        kernels=torch.backends.cpu.get_cpu_capability(),
     )
 
 
@@ -56,18 +62,13 @@ def _own_version() -> str:
         return "unknown"
 
 
-def _processor() -> tuple[str, tuple[str, ...]]:
-    """The first processor's name, and its instructions that decide how sums round."""
+def _processor() -> dict[str, str]:
+    """What Linux says of the first processor; there may be hundreds."""
     found: dict[str, str] = {}
-    try:
-        with _PROCESSORS.open() as lines:  # those of one: there may be hundreds
-            for line in lines:
-                key, _, value = line.partition(":")
-                found[key.strip()] = value.strip()
-                if not key.strip():
-                    break
-    except OSError:
-        pass
-    name = found.get("model name") or platform.processor() or platform.machine()
-    words = (found.get("flags") or found.get("Features", "")).split()
-    return name, tuple(sorted(word for word in words if _ROUNDING.fullmatch(word)))
+    with suppress(OSError), _PROCESSORS.open() as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            if not key.strip():
+                break
+            found[key.strip()] = value.strip()
+    return found

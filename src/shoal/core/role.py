@@ -35,6 +35,11 @@ class Role(Enum):
         return self in (Role.BUCKET, Role.OWNED, Role.SERVED)
 
     @property
+    def is_updated_everywhere(self) -> bool:
+        """Whether every rank updates all of the parameters itself."""
+        return self in (Role.BUCKET, Role.LAYER)
+
+    @property
     def has_owners(self) -> bool:
         """Whether a placement says who updates what."""
         return self in (Role.OWNED, Role.SERVED)

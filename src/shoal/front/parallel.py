@@ -40,6 +40,7 @@ from shoal.exchange.direct import Direct
 from shoal.front import feed
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.request import Request, checked, exchanges_of, listed, require_same
+from shoal.front.rounding import warn_of_rounding
 from shoal.optim.extend import extend
 from shoal.planner.search import LANES, repredicted
 from shoal.planner.search_options import DEFAULT, SearchOptions
@@ -196,6 +197,8 @@ def parallelize(
     comm.reached("parallelize: planning and rewriting")
     chosen = from_first(comm, Plan, lambda: _chosen(given_plan, profile, cluster, asked))
     stages.done("planning")
+    if comm.rank == 0:
+        warn_of_rounding(comm.topology, chosen)
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     loss_fn, running = attach(
         session,
