@@ -17,7 +17,7 @@ from torch.distributed import HashStore, Store
 
 from shoal.comm import heartbeat
 from shoal.comm.beats import Beat, Verdict
-from shoal.comm.heartbeat import Heartbeat
+from shoal.comm.heartbeat import Heartbeat, Keeper
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, UsageError, WorldError
 
@@ -62,6 +62,9 @@ def values(store: MemoryStore) -> Values:
     return Values(cast(Store, store), "secret")
 
 
+LAUNCHER = Keeper()
+
+
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {
@@ -99,7 +102,7 @@ class Ranks:
     once.
     """
 
-    def __init__(self, size: int, dead: tuple[int, ...] = (), holder: int | None = None) -> None:
+    def __init__(self, size: int, dead: tuple[int, ...] = (), keeper: Keeper = LAUNCHER) -> None:
         self.store = MemoryStore()
         self.woken: set[int] = set()
         self.beating: dict[int, Heartbeat] = {}
@@ -108,7 +111,7 @@ class Ranks:
                 values(self.store).write(f"beat/{rank}", Beat(1, "forward 3", f"h{rank}"))
             else:
                 self.beating[rank] = Heartbeat(
-                    values(self.store), rank, [f"h{r}" for r in range(size)], holder
+                    values(self.store), rank, [f"h{r}" for r in range(size)], keeper
                 )
                 self.beating[rank].channels[0] = Freed(partial(self.woken.add, rank))
 
@@ -137,7 +140,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 dead_rank_1 = pytest.mark.parametrize("ranks", [(3, (1,))], indirect=True)
-rank_0_holds = pytest.mark.parametrize("ranks", [(3, (), 0)], indirect=True)
+beside_the_store = pytest.mark.parametrize("ranks", [(3, (), Keeper(beside=(0, 1)))], indirect=True)
+rank_0_holds = pytest.mark.parametrize("ranks", [(3, (), Keeper(0))], indirect=True)
 
 
 def test_nothing_is_told_while_all_live(ranks: Ranks) -> None:
@@ -233,6 +237,24 @@ def test_a_lost_store_is_the_loss_of_the_rank_that_holds_it(ranks: Ranks, how: s
 def test_a_lost_store_of_a_launcher_is_no_ranks_fault(ranks: Ranks) -> None:
     ranks.store.gone = True
     assert "the launcher, which holds the store" in ranks.told(1).what
+
+
+@beside_the_store
+def test_a_lost_store_of_a_launcher_that_ends_with_its_ranks_is_the_loss_of_these(
+    ranks: Ranks,
+) -> None:
+    ranks.store.gone = True
+    error = ranks.told(2)
+    assert "rank 0, rank 1 (host h0) is gone, with the launcher there" in error.what
+    assert error.rank == 0
+    assert "the launcher, which holds the store" in ranks.told(0).what  # they know themselves alive
+
+
+@beside_the_store
+def test_a_rank_beside_such_a_store_ends_when_the_others_have_heard_why(ranks: Ranks) -> None:
+    ranks.beating[1].leave(KeyError("boom"))
+    ranks.store.gone = True  # in the next moment
+    assert "rank 1 (host h1) failed: KeyError: 'boom'" in ranks.told(2).what
 
 
 @rank_0_holds

@@ -61,6 +61,15 @@ class _Doubt:
         return _DEAD_S + (2 if self.timeout_s is not None else 6) * _BEAT_S
 
 
+@dataclass(frozen=True)
+class Keeper:
+    """Who holds the store, so that its end is theirs."""
+
+    rank: int | None = None  # the rank whose process it is; None: a launcher
+    # ranks that go with it: those of its host, where a launcher ends when one of them does
+    beside: tuple[int, ...] = ()
+
+
 class Channel(Protocol):
     """What carries this rank's messages."""
 
@@ -79,18 +88,18 @@ class Heartbeat:
         values: in the store where all ranks meet; it makes a connection of its own to that.
         rank: this one.
         hosts: of every rank.
-        holder: the rank whose process holds the store, None where a launcher does.
+        keeper: of the store.
     """
 
     def __init__(
-        self, values: Values, rank: int, hosts: Sequence[str], holder: int | None = None
+        self, values: Values, rank: int, hosts: Sequence[str], keeper: Keeper = Keeper()
     ) -> None:
         # by id, the open ones in the order in which they were made
         self.channels: dict[int, Channel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
         self.kept: object = None  # what must live as long as the groups, and torch does not keep
         self._board = Board(values.clone(_SILENT_S), rank, hosts)
-        self._holder = holder
+        self._keeper = keeper
         self._awaited: frozenset[int] = frozenset()
         self._doubt: _Doubt | None = None
         self._verdict: Verdict | None = None
@@ -185,7 +194,9 @@ class Heartbeat:
             elif self._verdict is not None:
                 self._board.agreed(self._verdict)  # where a stranger has written over it
             self._board.write(LEFT)
-            if self._holder == self._board.rank:
+            own = self._board.rank
+            # where the launcher that has the store ends behind this rank, others must hear why now
+            if self._keeper.rank == own or (error is not None and own in self._keeper.beside):
                 self._wait_for_the_others()
         except _GONE:
             return
@@ -195,7 +206,7 @@ class Heartbeat:
         self.leave(getattr(sys, "last_value", None))
 
     def _wait_for_the_others(self) -> None:
-        """Wait for other ranks to read how this one left: the store ends with this process."""
+        """Wait for other ranks to read how this one left: the store is about to end."""
         deadline = time.monotonic() + _FAREWELL_S
         waited_for = set(self._board.beats) - {self._verdict.rank if self._verdict else None}
         while waited_for and time.monotonic() < deadline:
@@ -291,20 +302,31 @@ class Heartbeat:
 
     def _holder_left(self) -> bool:
         """Whether the store is about to end with the program of the rank that holds it."""
+        holder = self._keeper.rank
         return (
-            self._holder not in (None, self._board.rank)
-            and self._board.read(self._holder).state != BEATING
+            holder is not None
+            and holder != self._board.rank
+            and self._board.read(holder).state != BEATING
         )
 
     def _without_store(self, how: str) -> Verdict:
-        if self._holder is None:
+        holder, beside = self._keeper.rank, self._keeper.beside
+        if holder is None and beside and self._board.rank not in beside:
+            # kill -9 of a rank ends its launcher within a blink, before its beats are missed
+            names = ", ".join(f"rank {rank}" for rank in beside)
+            host = self._board.beats[beside[0]].host
+            return Verdict(
+                f"{names} (host {host}) {how}, with the launcher there, which held the store",
+                beside[0],
+            )
+        if holder is None:
             return Verdict(f"the launcher, which holds the store where ranks meet, {how}", None)
-        beat = self._board.beats.get(self._holder, Beat())
+        beat = self._board.beats.get(holder, Beat())
         left = beat.state == LEFT
         how = "has ended its program" if left else how
         return Verdict(
-            f"rank {self._holder} (host {beat.host}), which held the store, {how}",
-            self._holder,
+            f"rank {holder} (host {beat.host}), which held the store, {how}",
+            holder,
             left=left,
         )
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from shoal.comm.aside import Aside, may_block
-from shoal.comm.heartbeat import Heartbeat
+from shoal.comm.heartbeat import Heartbeat, Keeper
 from shoal.comm.meeting import INTERFACE, meet
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.comm import Comm, Pending
@@ -363,7 +363,8 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
     company = meet(seat, start_timeout_s)
     if company.interface is not None:
         os.environ[INTERFACE] = company.interface  # which torch reads for each group
-    heartbeat = Heartbeat(company.values, company.rank, company.topology.hosts, seat.holder)
+    keeper = Keeper(seat.holder, company.beside_store if seat.restarts else ())
+    heartbeat = Heartbeat(company.values, company.rank, company.topology.hosts, keeper)
 
     def make() -> object:
         limit = _seconds(timeout_s)
