@@ -24,23 +24,30 @@ Needs root and Linux (the lab). `tests/faults/test_every_moment.py` runs a few o
 from __future__ import annotations
 
 import argparse
+import atexit
+import ctypes
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -50,8 +57,9 @@ import shoal
 from shoal.comm.process_group import ProcessGroupComm
 from shoal.contracts.launcher import Job
 from shoal.core.facts import Link
+from shoal.launch import processes
 from shoal.launch.lab import Lab
-from shoal.launch.namespaces import NAMES
+from shoal.launch.namespaces import NAMES, enter
 from shoal.session.session import current
 
 KINDS = ("kill", "stop", "cut", "raise")
@@ -59,7 +67,6 @@ SOON_S = 30.0
 TIMEOUT_S = 120.0  # of an exchange: no fault may have to wait for it
 START_S = 20.0  # for every rank to come
 LIMIT_S = 75.0  # what has not ended by then hangs
-MARK = "FAULTS_RUN"
 
 
 @dataclass(frozen=True)
@@ -260,52 +267,139 @@ def train(way: Way, moments: Moments) -> None:
     moments.at("behind the loop")
 
 
-def job(case: Case, folder: str) -> int:
+def job(case: Case, folder: str) -> None:
     """Run a case's ranks in a lab, whose hosts are named h0, h1 …"""
     way = WAYS[case.way]
     variables = {
-        "OMP_NUM_THREADS": "1",
         "FAULTS_WHO": str(case.who),
         **({way.others: "1"} if way.others else {}),
         **({"FAULTS_LINKS": "measured"} if case.moment == "measuring the links" else {}),
     }
-    command = (sys.executable, __file__, "--rank", json.dumps(asdict(case)), "--folder", folder)
-    done = Lab(hosts=case.ranks, rate="none").launch(Job(command, case.ranks, variables, 8.0))
-    print(f"exit codes {json.dumps(done.exit_codes)}", flush=True)
-    return 0
-
-
-def watched(case: Case, folder: str) -> tuple[list[tuple[float, str]], float, int]:
-    """Run a case in a process of its own: what it printed and when, when it ended, its number."""
-    command = [sys.executable, __file__, "--job", json.dumps(asdict(case)), "--folder", folder]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, MARK: folder},
-        start_new_session=True,
+    processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
+        Popen=partial(ForkedRank, case, folder), PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL
     )
-    assert process.stdout is not None
-    lines: list[tuple[float, str]] = []
-    with ThreadPoolExecutor(1) as reader:
-        reading = reader.submit(
-            lambda: lines.extend((time.time(), line.rstrip()) for line in process.stdout or ())
-        )
+    done = Lab(hosts=case.ranks, rate="none").launch(Job(("true",), case.ranks, variables, 8.0))
+    print(f"exit codes {json.dumps(done.exit_codes)}", flush=True)
+
+
+class ForkedRank:
+    """A rank that is forked in place of started, as to import torch takes seconds.
+
+    It has what the launcher uses of a Popen.
+    """
+
+    def __init__(
+        self, case: Case, folder: str, argv: Sequence[str], *, env: Mapping[str, str], **_: Any
+    ) -> None:
+        namespace = argv[argv.index("exec") + 1]
+        (self.stdout, output), (self.stderr, errors) = _pipe(), _pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(output)
+            os.close(errors)
+            return
+        code = 1
         try:
-            process.wait(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # the launcher cleans up
-            process.wait()
-            lines.append((time.time(), "hangs"))
-        ended = time.time()
-        reading.result()
-    return lines, ended, process.pid
+            os.setsid()
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # it dies with its parent
+            if os.getppid() != parent:
+                os._exit(1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(output, 1)
+            os.dup2(errors, 2)
+            os.environ.clear()
+            os.environ.update(env)
+            enter(namespace)
+            (Path(folder) / f"pid{env['RANK']}").write_text(str(os.getpid()))
+            rank(WAYS[case.way], case.moment, case.kind, folder)
+            code = 0
+        except BaseException as error:
+            sys.last_value = error
+            traceback.print_exc()
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def wait(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def judged(case: Case, folder: str) -> Outcome:
-    """Run a case, and hold what came of it against what should."""
-    lines, ended, pid = watched(case, folder)
+def _pipe() -> tuple[IO[bytes], int]:
+    reading, writing = os.pipe()
+    return os.fdopen(reading, "rb", buffering=0), writing
+
+
+class Started:
+    """A case that runs, in a process of its own: what it prints and when."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.folder = case, tempfile.mkdtemp(prefix="faults-")
+        self.lines: list[tuple[float, str]] = []
+        self._rest = b""
+        self._began = time.monotonic()
+        self._reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(writing)
+            os.set_blocking(self._reading, False)
+            return
+        try:
+            os.dup2(writing, 1)
+            os.dup2(writing, 2)
+            job(case, self.folder)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+
+    def ended(self) -> bool:
+        """Read what it has printed; whether it has ended. What takes too long is ended."""
+        over = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        with suppress(BlockingIOError):
+            while data := os.read(self._reading, 1 << 16):
+                *whole, self._rest = (self._rest + data).split(b"\n")
+                self.lines += [(time.time(), line.decode(errors="replace")) for line in whole]
+        if not over and time.monotonic() - self._began > LIMIT_S:
+            self._began = math.inf
+            self.lines.append((time.time(), "hangs"))
+            os.kill(self.pid, signal.SIGTERM)  # the launcher cleans up
+        return over
+
+    def counts(self) -> dict[int, dict[str, int]]:
+        """How many groups each rank has made, and for how many messages it has waited."""
+        ranks = range(self.case.ranks)
+        return {r: json.loads((Path(self.folder) / str(r)).read_text()) for r in ranks}
+
+    def close(self) -> None:
+        """Give back what it took."""
+        os.close(self._reading)
+        shutil.rmtree(self.folder)
+
+
+def all_ended(cases: Iterable[Case], beside: int) -> Iterator[Started]:
+    """Run these cases, some side by side; each that has ended."""
+    running: list[Started] = []
+    waiting = iter(cases)
+    while True:
+        running += [Started(case) for case in islice(waiting, beside - len(running))]
+        if not running:
+            return
+        for started in list(running):
+            if started.ended():
+                running.remove(started)
+                yield started
+                started.close()
+        time.sleep(0.02)
+
+
+def judged(started: Started) -> Outcome:
+    """Hold what came of a case against what should."""
+    case, lines, ended = started.case, started.lines, time.time()
     outcome = Outcome(case)
     text = "\n".join(line for _, line in lines)
     if os.environ.get("FAULTS_SHOW"):
@@ -330,8 +424,10 @@ def judged(case: Case, folder: str) -> Outcome:
         outcome.complaints += list(wrong(outcome))
     if outcome.seconds > SOON_S:
         outcome.complaints.append(f"it took {outcome.seconds:.1f} s")
-    outcome.complaints += [f"process {left} is left" for left in left_running(folder)]
-    outcome.complaints += [f"namespace {p.name} is left" for p in NAMES.glob(f"shoal-{pid}-*")]
+    outcome.complaints += [f"process {left} is left" for left in left_running(started.folder)]
+    outcome.complaints += [
+        f"namespace {p.name} is left" for p in NAMES.glob(f"shoal-{started.pid}-*")
+    ]
     return outcome
 
 
@@ -354,28 +450,12 @@ def wrong(outcome: Outcome) -> Iterator[str]:
 
 
 def left_running(folder: str) -> list[str]:
-    """The processes that carry the mark of a run."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"{MARK}={folder}".encode() in path.read_bytes().split(b"\0"):
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
+    """The ranks of a case that are there still."""
+    pids = [path.read_text() for path in Path(folder).glob("pid*")]
+    return [pid for pid in pids if Path("/proc", pid).exists()]
 
 
 # ------------------------------------------------------------------- all of them
-
-
-def counted(way: str, ranks: int) -> dict[int, dict[str, int]]:
-    """How many groups each rank makes, and messages it waits for, where nothing goes wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        outcome_lines, _, _ = watched(Case(way, ranks, 0, "", ""), folder)
-        try:
-            return {r: json.loads((Path(folder) / str(r)).read_text()) for r in range(ranks)}
-        except FileNotFoundError:
-            raise SystemExit("\n".join(line for _, line in outcome_lines)) from None
 
 
 def numbered(case: Case, counts: Mapping[int, Mapping[str, int]]) -> Case:
@@ -389,19 +469,18 @@ def numbered(case: Case, counts: Mapping[int, Mapping[str, int]]) -> Case:
     )
 
 
-def tried(case: Case) -> Outcome:
-    """Run a case in a folder of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        return judged(case, folder)
-
-
-def run(chosen: Sequence[Case], beside: int) -> Iterator[tuple[Case, Outcome]]:
-    """Run these cases, some of them side by side; each with the moment as it was asked for."""
+def run(chosen: Sequence[Case], beside: int) -> Iterator[Outcome]:
+    """Run these cases, some of them side by side, behind a run of each plan without a fault."""
     kinds = sorted({(case.way, case.ranks) for case in chosen if "/" in case.moment})
-    with ThreadPoolExecutor(beside) as pool:
-        counts = dict(zip(kinds, pool.map(lambda kind: counted(*kind), kinds), strict=True))
-        numbers = [numbered(case, counts.get((case.way, case.ranks), {})) for case in chosen]
-        yield from zip(chosen, pool.map(tried, numbers), strict=True)
+    counts = {}
+    for started in all_ended((Case(way, ranks, 0, "", "") for way, ranks in kinds), beside):
+        try:
+            counts[started.case.way, started.case.ranks] = started.counts()
+        except FileNotFoundError:
+            raise SystemExit("\n".join(line for _, line in started.lines)) from None
+    numbers = [numbered(case, counts.get((case.way, case.ranks), {})) for case in chosen]
+    for started in all_ended(numbers, beside):
+        yield judged(started)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -427,30 +506,22 @@ def main() -> int:
     parser.add_argument("--chunk", default="1/1", help="such a part of them: 3/10")
     parser.add_argument("--beside", type=int, default=4, help="jobs at once")
     parser.add_argument("--json", type=Path, help="a file to add the outcomes to, a line each")
-    parser.add_argument("--show", action="store_true", help="what the ranks of a fault print")
-    parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--show", action="store_true", help="what the ranks print")
     asked = parser.parse_args()
-    if asked.rank is not None:
-        rank(WAYS[asked.rank["way"]], asked.rank["moment"], asked.rank["kind"], asked.folder)
-        return 0
-    if asked.job is not None:
-        return job(Case(**asked.job), asked.folder)
     if asked.show:
         os.environ["FAULTS_SHOW"] = "yes"
     part, parts = map(int, asked.chunk.split("/"))
     fitting = [case for case in cases() if all(w in str(case) for w in asked.only.split())]
     outcomes = []
-    for case, outcome in run(fitting[part - 1 :: parts], asked.beside):
+    for outcome in run(fitting[part - 1 :: parts], asked.beside):
         outcomes.append(outcome)
         mark = "ok  " if outcome.passed else "FAIL"
-        print(f"{mark} {outcome.seconds:5.1f} s  {case}", flush=True)
+        print(f"{mark} {outcome.seconds:5.1f} s  {outcome.case}", flush=True)
         for complaint in outcome.complaints:
             print(f"       {complaint}", flush=True)
         if asked.json is not None:
             with asked.json.open("a") as file:
-                file.write(json.dumps(asdict(outcome) | {"asked": case.moment}) + "\n")
+                file.write(json.dumps(asdict(outcome)) + "\n")
     print(table(outcomes))
     print(f"{sum(outcome.passed for outcome in outcomes)} of {len(outcomes)} passed")
     return 0 if all(outcome.passed for outcome in outcomes) else 1

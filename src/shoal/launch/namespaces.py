@@ -63,16 +63,21 @@ def inside(namespace: str, work: Callable[[], T]) -> T:
     """
 
     def enter_and_work() -> T:
-        libc = ctypes.CDLL(None, use_errno=True)  # os.setns and os.unshare come with Python 3.12
-        with (NAMES / namespace).open() as name:
-            _succeed(libc.setns(name.fileno(), 0))
-        _succeed(libc.unshare(NEW_MOUNTS))
-        _succeed(libc.mount(None, b"/", None, PRIVATE, None))
-        _succeed(libc.mount(bytes(SETTINGS / namespace / "hosts"), b"/etc/hosts", None, BIND, None))
+        enter(namespace)
         return work()
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(enter_and_work).result()
+
+
+def enter(namespace: str) -> None:
+    """Move this thread into the namespace, with its host names."""
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns and os.unshare come with Python 3.12
+    with (NAMES / namespace).open() as name:
+        _succeed(libc.setns(name.fileno(), 0))
+    _succeed(libc.unshare(NEW_MOUNTS))
+    _succeed(libc.mount(None, b"/", None, PRIVATE, None))
+    _succeed(libc.mount(bytes(SETTINGS / namespace / "hosts"), b"/etc/hosts", None, BIND, None))
 
 
 def sweep() -> None:
