@@ -247,13 +247,14 @@ def train(way: Way, moments: Moments) -> None:
     for step in range(4):
         optimizer.zero_grad()
         moments.at(f"before forward {step}")
-        inner = model[2].register_forward_pre_hook(
-            lambda *_, step=step: moments.at(f"in forward {step}")
-        )
-        output = model(x)
+
+        def within(module: nn.Module, args: tuple[torch.Tensor], step: int = step) -> None:
+            moments.at(f"in forward {step}")
+            args[0].register_hook(lambda _: moments.at(f"in backward {step}"))
+
+        inner = model[2].register_forward_pre_hook(within)
+        loss = loss_fn(model(x), y)
         inner.remove()
-        loss = loss_fn(output, y)
-        output.register_hook(lambda _, step=step: moments.at(f"in backward {step}"))
         loss.backward()
         moments.at(f"before step {step}")
         optimizer.step()
@@ -263,7 +264,8 @@ def train(way: Way, moments: Moments) -> None:
         inner.remove()
     moments.at("in save")
     model.state_dict()
-    optimizer.state_dict()
+    if way.staleness == 0:  # else there is no one state
+        optimizer.state_dict()
     moments.at("behind the loop")
 
 
