@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, TextIO
@@ -144,6 +145,7 @@ def run(
         ranks.start()
         while ranks.alive:
             ranks.turn()
+            ranks.hurry_stopped(partial(agreed, mark))
     finally:
         ranks.kill()
         kill_all(lambda: _marked(mark))
@@ -170,6 +172,7 @@ class _Ranks:
         self._mark = mark
         self._grace_s = grace_s
         self._interrupts = interrupts
+        self._hurried = False  # whether it was seen to the last one
         self._obeyed = 0  # how many interrupts have been acted on
         # what is still to be sent to all groups: (when, signal)
         self._ending: list[tuple[float, int]] = []
@@ -220,6 +223,19 @@ class _Ranks:
                 f"{', '.join(self._commands[r].label for r in self.alive)}"
             )
             self._send(number)
+
+    def hurry_stopped(self, agreed: Callable[[], tuple[str, int | None] | None]) -> None:
+        """Once it alone is left, end a rank that the others took for lost and that is stopped.
+
+        It does not end by itself, however long it is given.
+        """
+        if self._hurried or len(self.alive) != 1 or self.first_failure is None:
+            return
+        self._hurried = True
+        (rank,) = self.alive
+        found = agreed()
+        if found is not None and found[1] == rank and _is_stopped(self.alive[rank].pid):
+            self._end_after(0.0, signal.SIGTERM)
 
     def kill(self) -> None:
         """End whatever has not ended, now."""
@@ -322,6 +338,13 @@ def kill_all(find: Callable[[], list[int]]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process has been sent SIGSTOP, or a debugger holds it."""
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _marked(mark: str) -> list[int]:
