@@ -443,9 +443,9 @@ def judged(started: Started) -> Outcome:
 def wrong(outcome: Outcome, launcher: str) -> Iterator[str]:
     """What the other ranks did that they should not; `launcher` is what that has said."""
     case = outcome.case
-    named = f"rank {case.who} (host h{case.who})"
+    named = [f"rank {case.who} (host h{case.who})"]
     if case.moment == "before init":  # nobody has heard of its host, but for the launcher
-        named = f"ranks did not start within {START_S:g} s: rank {case.who}"
+        named.append(f"ranks did not start within {START_S:g} s: rank {case.who}")
         if f"h{case.who} ended first" in launcher:
             return
     # who runs ahead may have done all that it had to
@@ -455,7 +455,7 @@ def wrong(outcome: Outcome, launcher: str) -> Iterator[str]:
             continue
         if code != 1:
             yield f"rank {number} ended with exit code {code}"
-        elif named not in outcome.words[number]:
+        elif not any(name in outcome.words[number] for name in named):
             yield f"rank {number} does not name it: {outcome.words[number] or 'no word'}"
     if case.kind in ("cut", INTERFACE) and outcome.codes[case.who] not in (0, 1):
         yield f"the rank itself ended with exit code {outcome.codes[case.who]}"

@@ -401,22 +401,23 @@ def _made(
         WorldError: a rank is lost that is to make it, too, or has not made it in time.
     """
     with heartbeat.awaiting(ranks):
-        group = inside.run(partial(_named, make, heartbeat.who), in_time=True)
+        group = inside.run(partial(_named, make, heartbeat), in_time=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _named(make: Callable[[], T], who: str) -> T:
+def _named(make: Callable[[], T], heartbeat: Heartbeat) -> T:
     """Make it; what this host lacks for it is said in the library's words."""
     try:
         return make()
     except RuntimeError as error:
+        heartbeat.check()  # what another rank lacks comes this way too
         reason = str(error).splitlines()[0]
         if not any(words in reason for words in _OWN_FAULTS):
             raise
         raise UsageError(
             "this host has no such network interface or address to meet the other ranks at",
-            where=who,
+            where=heartbeat.who,
             got=f"{INTERFACE}={os.environ.get(INTERFACE)!r}; {reason[-200:]}",
             do=f"set {INTERFACE} on this host to one of "
             + ", ".join(name for _, name in socket.if_nameindex()),
