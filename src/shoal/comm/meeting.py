@@ -22,11 +22,13 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from shoal.comm.aside import Aside
 from shoal.comm.roll_call import Here, RollCall
 from shoal.contracts.launcher import Meeting, Seat, scope
 from shoal.contracts.store import open_store
@@ -38,6 +40,7 @@ from shoal.core.interfaces import interface_of, is_loopback, own_addresses, sour
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names it
 _KNOCK_S = 1.0
 _AGAIN_S = 0.1
+_LATE_S = 0.3  # beyond the limit: what meets the limit itself says more
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -88,6 +91,22 @@ def meet(seat: Seat, timeout_s: float) -> Company:
         UsageError: a rank is there twice, or was started unlike this one; or the servers and the
             tail leave too few workers.
     """
+    began_s = time.monotonic()
+
+    def look() -> None:
+        if time.monotonic() > began_s + timeout_s + _LATE_S:
+            raise _silent(seat, timeout_s)
+
+    company = Aside().run(partial(_met, seat, timeout_s, began_s), look)
+    if company.rank == 0:
+        if not seat.token:
+            _warn_of_strangers(company.everyone)
+        _warn_of_python(company.everyone)
+    return company
+
+
+def _met(seat: Seat, timeout_s: float, began_s: float) -> Company:
+    """Meet them; a store that is stopped, or a stranger in its place, may keep this for ever."""
     if seat.meeting is None:
         rank, size = dist.get_rank(), dist.get_world_size()
         store, found = dist.distributed_c10d._get_default_store(), {}
@@ -101,7 +120,7 @@ def meet(seat: Seat, timeout_s: float) -> Company:
     own = Here.at(seat, rank, size, machine=_machine(), problem=what, **found)
     name = scope(seat.job)
     values = Values(store, seat.token, name)
-    roll = RollCall(values, own, timeout_s, restarts=seat.restarts)
+    roll = RollCall(values, own, timeout_s, restarts=seat.restarts, began_s=began_s)
     try:
         start, everyone = roll.take()
     except RanksDiffer:
@@ -117,12 +136,20 @@ def meet(seat: Seat, timeout_s: float) -> Company:
             do="see what that one printed last; start the job again",
             rank=seat.holder,
         ) from None
-    if rank == 0 and not seat.token:
-        _warn_of_strangers(everyone)
-    if rank == 0:
-        warn_of_python(everyone)
     interface = seat.interface or interface_towards(own, everyone)
     return Company(values.within(f"{name}/{start}"), rank, everyone, interface)
+
+
+def _silent(seat: Seat, timeout_s: float) -> MissingRank:
+    place = f"{seat.meeting.address}:{seat.meeting.port}" if seat.meeting else "the store"
+    return MissingRank(
+        f"rank 0 (or the launcher) did not start within {timeout_s:g} s: {place} takes "
+        "connections, but does not answer",
+        where=f"rank {seat.meeting.rank}, host {seat.host}" if seat.meeting else seat.host,
+        got="another program, or a launcher that is stopped",
+        do="set MASTER_PORT to a port that no other program has; start all ranks again",
+        rank=0,
+    )
 
 
 def _warn_of_strangers(everyone: Sequence[Here]) -> None:
@@ -137,14 +164,14 @@ def _warn_of_strangers(everyone: Sequence[Here]) -> None:
     )
 
 
-def warn_of_python(everyone: Sequence[Here]) -> None:
+def _warn_of_python(everyone: Sequence[Here]) -> None:
     """Say where ranks run unlike releases of Python, which trains, but is nobody's intent."""
     releases = {here.versions.python.rpartition(".")[0] for here in everyone}
     if len(releases) > 1:
         who = ", ".join(f"rank {h.rank} (host {h.host}): {h.versions.python}" for h in everyone)
         warnings.warn(
             f"ranks run unlike releases of Python: {who}; libraries and data may differ with them",
-            stacklevel=2,
+            stacklevel=5,
         )
 
 

@@ -124,11 +124,20 @@ class RollCall:
         timeout_s: to wait for the others.
         restarts: whether the launcher may start ranks anew, so that the values of an earlier start
             mean nothing.
+        began_s: since when the time counts, by the monotonic clock; by default from now on.
     """
 
-    def __init__(self, values: Values, own: Here, timeout_s: float, *, restarts: bool) -> None:
+    def __init__(
+        self,
+        values: Values,
+        own: Here,
+        timeout_s: float,
+        *,
+        restarts: bool,
+        began_s: float | None = None,
+    ) -> None:
         self._values, self._own, self._restarts = values, own, restarts
-        self._timeout_s = timeout_s
+        self._timeout_s, self._began_s = timeout_s, time.monotonic() if began_s is None else began_s
         self._called: tuple[str, ...] = ()  # the call that this rank has answered, by nonces
 
     def take(self) -> tuple[str, tuple[Here, ...]]:
@@ -140,7 +149,7 @@ class RollCall:
             UsageError: another process is the same rank.
         """
         self._values.write(f"here/{self._own.rank}", self._own)
-        deadline, pause_s = time.monotonic() + self._timeout_s, _QUICK_S
+        deadline, pause_s = self._began_s + self._timeout_s, _QUICK_S
         while (found := self._turn()) is None:
             if time.monotonic() > deadline:
                 self._give_up()
