@@ -1,7 +1,7 @@
 """Faults at every moment of a job: does every other rank end soon, and name the rank and its host?
 
     sudo .venv/bin/python benchmarks/faults.py [--only WORDS] [--chunk 1/10] [--beside 4]
-                                               [--json results/faults.json]
+                                               [--json FILE] [--show] [--case FAULT …]
 
 A fault is four words: a plan and how many ranks follow it, the rank that it strikes, a moment of
 that rank's, and what happens:
@@ -106,6 +106,7 @@ LOOP = (
     "in save",
     "behind the loop",
 )
+TRAINING = ("behind init", *STAGES, *LOOP)  # which only ranks that train come to
 LATE = ("behind the loop", "in save")  # when it may be nobody's loss
 MESSAGES = tuple(f"message {part}/4" for part in range(5))
 
@@ -153,12 +154,18 @@ def cases() -> list[Case]:
             for place, moment in enumerate(moments):
                 ranks = sizes[(place + round_) % len(sizes)]
                 training = ranks - bool(way.others)
-                who = (next(turn) + round_) % (training if moment in (*STAGES, *LOOP) else ranks)
+                who = (next(turn) + round_) % (training if moment in TRAINING else ranks)
                 kind = KINDS[(place + number + round_) % len(KINDS)]
                 found.append(Case(name, ranks, who, moment, kind))
         for place, moment in enumerate(("before init", *MOMENTS[1:-1])):
             found.append(Case(name, 3, (place + number) % 3, moment, INTERFACE))
     return found
+
+
+def named(fault: str) -> Case:
+    """The fault of that name, as `str` gives it."""
+    way, ranks, who, moment, kind = fault.split(", ")
+    return Case(way, int(ranks.split()[0]), int(who.split()[1]), moment, kind)
 
 
 class Boom(Exception):
@@ -515,6 +522,7 @@ def main() -> int:
     """Run the faults that were asked for, and say what came of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="words that a fault's name has, all of them")
+    parser.add_argument("--case", action="append", help="a fault by its name, in place of those")
     parser.add_argument("--chunk", default="1/1", help="such a part of them: 3/10")
     parser.add_argument("--beside", type=int, default=4, help="jobs at once")
     parser.add_argument("--json", type=Path, help="a file to add the outcomes to, a line each")
@@ -524,8 +532,9 @@ def main() -> int:
         os.environ["FAULTS_SHOW"] = "yes"
     part, parts = map(int, asked.chunk.split("/"))
     fitting = [case for case in cases() if all(w in str(case) for w in asked.only.split())]
+    chosen = [named(name) for name in asked.case or ()] or fitting[part - 1 :: parts]
     outcomes = []
-    for outcome in run(fitting[part - 1 :: parts], asked.beside):
+    for outcome in run(chosen, asked.beside):
         outcomes.append(outcome)
         mark = "ok  " if outcome.passed else "FAIL"
         print(f"{mark} {outcome.seconds:5.1f} s  {outcome.case}", flush=True)

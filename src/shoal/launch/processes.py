@@ -29,7 +29,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Any, TextIO
@@ -145,7 +144,7 @@ def run(
         ranks.start()
         while ranks.alive:
             ranks.turn()
-            ranks.hurry_stopped(partial(agreed, mark))
+            ranks.hurry_stopped()
     finally:
         ranks.kill()
         kill_all(lambda: _marked(mark))
@@ -224,18 +223,13 @@ class _Ranks:
             )
             self._send(number)
 
-    def hurry_stopped(self, agreed: Callable[[], tuple[str, int | None] | None]) -> None:
-        """Once it alone is left, end a rank that the others took for lost and that is stopped.
-
-        It does not end by itself, however long it is given.
-        """
-        if self._hurried or len(self.alive) != 1 or self.first_failure is None:
-            return
-        self._hurried = True
-        (rank,) = self.alive
-        found = agreed()
-        if found is not None and found[1] == rank and _is_stopped(self.alive[rank].pid):
-            self._end_after(0.0, signal.SIGTERM)
+    def hurry_stopped(self) -> None:
+        """End a process that is stopped, once it alone is left: it does not end by itself."""
+        if not self._hurried and len(self.alive) == 1 and self.first_failure is not None:
+            (process,) = self.alive.values()
+            self._hurried = True
+            if _is_stopped(process.pid) and not self._interrupts.received:
+                self._end_after(0.0, signal.SIGTERM)
 
     def kill(self) -> None:
         """End whatever has not ended, now."""
@@ -341,9 +335,9 @@ def kill_all(find: Callable[[], list[int]]) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process has been sent SIGSTOP, or a debugger holds it."""
+    """Whether a process has been sent SIGSTOP."""
     with suppress(OSError):  # it has ended
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
 
 
