@@ -113,6 +113,16 @@ def test_the_others_get_their_grace_then_sigterm_then_sigkill(
 
 
 @pytest.mark.processes
+def test_a_rank_that_is_stopped_gets_no_grace_once_it_alone_is_left() -> None:
+    began = time.monotonic()
+    stops = 'if [ "$RANK" = 1 ]; then kill -STOP $$; fi; sleep 0.3; exit 3'
+    result = Local().launch(Job(("sh", "-c", stops), ranks=2, grace_s=60.0))
+    assert result.exit_codes == (3, 137)
+    assert result.first_failure == 0
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.processes
 def test_what_the_ranks_agreed_on_goes_before_who_ended_first(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
