@@ -18,7 +18,7 @@ FLOORS = {
     "contracts": 1,
     "tensors": 2,
     **dict.fromkeys(["comm", "launch", "report"], 3),
-    "remote": 4,
+    **dict.fromkeys(["remote", "doctor"], 4),
     **dict.fromkeys(["profiling", "exchange", "codecs"], 5),
     "strategies": 6,
     **dict.fromkeys(["planner", "rewrite", "engine"], 7),

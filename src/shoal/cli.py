@@ -13,6 +13,7 @@ import click
 
 from shoal.commands.bench import bench
 from shoal.commands.check import check
+from shoal.commands.doctor import doctor
 from shoal.commands.lab import lab
 from shoal.commands.plan import plan
 from shoal.commands.probe import probe
@@ -74,7 +75,7 @@ def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
 
 
-for _command in (train, plan, check, bench, probe, lab):
+for _command in (train, plan, check, bench, probe, doctor, lab):
     main.add_command(_command)
 
 

@@ -36,6 +36,7 @@ EXPLAIN = click.option(
     is_flag=True,
     help="Say of each layer what else was compared, and why.",
 )
+_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
@@ -143,3 +144,16 @@ def _pins(texts: tuple[str, ...]) -> dict[str, str]:
             )
         pins[name] = value
     return pins
+
+
+def bytes_per_s(rate: str) -> float:
+    """A rate as it is written for `tc`, in bytes per second (UsageError if it is none)."""
+    for unit, bits in _RATE_UNITS.items():
+        number = rate.removesuffix(unit)
+        if number != rate and number.replace(".", "", 1).isdigit() and float(number) > 0:
+            return float(number) * bits / 8
+    raise UsageError(
+        "a rate is a number and kbit, mbit or gbit",
+        got=rate,
+        do="write for instance --rate 200mbit",
+    )

@@ -7,13 +7,10 @@ from pathlib import Path
 import click
 
 from shoal.commands import worker
-from shoal.commands.options import EXPLAIN, NEW_FILE, in_a_folder, recipe_command
+from shoal.commands.options import EXPLAIN, NEW_FILE, bytes_per_s, in_a_folder, recipe_command
 from shoal.commands.worker import PlanOptions
-from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.recipe import Recipe
-
-_RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 @click.command()
@@ -76,22 +73,10 @@ def plan(
     """Plan RECIPE, for these ranks or imagined ones; --explain says why."""
     cluster = None
     if ranks is not None:
-        link = Link(latency_us / 1e6, _bytes_per_s(rate) / min(ranks, ranks_per_host))
+        link = Link(latency_us / 1e6, bytes_per_s(rate) / min(ranks, ranks_per_host))
         hosts = tuple(f"h{rank // ranks_per_host}" for rank in range(ranks))
         others = tuple(
             f"server{number}" for number in range(servers) for _ in range(ranks_per_host)
         )
         cluster = Cluster(Topology(hosts), link, cores_per_rank, servers=others)
     worker.plan(recipe, options, cluster, save=save, reasons=reasons)
-
-
-def _bytes_per_s(rate: str) -> float:
-    for unit, bits in _RATE_UNITS.items():
-        number = rate.removesuffix(unit)
-        if number != rate and number.replace(".", "", 1).isdigit() and float(number) > 0:
-            return float(number) * bits / 8
-    raise UsageError(
-        "a rate is a number and kbit, mbit or gbit",
-        got=rate,
-        do="write for instance --rate 200mbit",
-    )

@@ -41,6 +41,12 @@ class ShoalError(Exception):
         details = {"got": self.got, "expected": self.expected, "do": self.do}
         return type(self)(self.what, where=where, rank=self.rank, **details)
 
+    def advised(self, more: str) -> Self:
+        """The same error, with one thing more that can be done."""
+        details = {"where": self.where, "got": self.got, "expected": self.expected}
+        do = f"{self.do}; or {more}" if self.do else more
+        return type(self)(self.what, do=do, rank=self.rank, **details)
+
 
 class UsageError(ShoalError, ValueError):
     """Something the caller can put right; raised before the first step."""

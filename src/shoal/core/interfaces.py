@@ -20,7 +20,7 @@ from pathlib import Path
 if sys.platform == "linux":
     import fcntl
 
-_IPV6 = Path("/proc/net/if_inet6")
+_IPV6 = Path("/proc/thread-self/net/if_inet6")  # a thread may be in a network of its own
 _ADDRESS, _FLAGS, _MTU = 0x8915, 0x8913, 0x8921  # SIOCGIFADDR, SIOCGIFFLAGS, SIOCGIFMTU
 _UP = 0x1
 _LINK_LOCAL = "20"  # an IPv6 address that needs its interface beside it

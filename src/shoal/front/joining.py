@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from shoal.comm.process_group import has_joined, join
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
-from shoal.core.errors import UsageError, WorldError
+from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster
 from shoal.front.request import listed
 from shoal.launch import rendezvous
@@ -185,7 +185,11 @@ def _joined_ranks(timeout_s: float, start_timeout_s: float) -> Comm:
         )
     if rendezvous.is_alone() and not has_joined():
         return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
-    return join(rendezvous.seat(has_joined=has_joined()), timeout_s, start_timeout_s)
+    seat = rendezvous.seat(has_joined=has_joined())
+    try:
+        return join(seat, timeout_s, start_timeout_s)
+    except ShoalError as error:  # a start that fails, whatever failed
+        raise error.advised("run: shoal doctor") from error.__cause__
 
 
 def _among_workers(comm: Comm, cluster: Cluster | None = None) -> Session:

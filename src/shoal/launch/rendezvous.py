@@ -85,6 +85,16 @@ def host_name() -> str:
     return os.environ.get("SHOAL_HOST") or socket.gethostname()
 
 
+def interface() -> str:
+    """The network interfaces that the user asks for, with commas, or ""."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
+def attempt() -> str:
+    """How often the launcher has started the ranks again."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def seat(*, has_joined: bool = False) -> Seat:
     """This process's place in its job.
 
