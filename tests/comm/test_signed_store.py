@@ -93,6 +93,7 @@ def test_what_another_token_signs_is_not_there(store: TCPStore) -> None:
         ours.get("key")
     ours.set("key", b"ours")
     assert ours.multi_get(["key"]) == [b"ours"]
+    assert [ours.add("count", 2), ours.add("count", -1)] == [2, 1]
     assert ours.delete_key("key") and not ours.check(["key"])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event, Thread
 
@@ -109,6 +110,15 @@ def test_the_first_of_ours_stands(values: Values) -> None:
     assert values.agree("note", NOTE) == NOTE
     assert values.agree("note", Note("another")) == NOTE
     assert values.read("note", Note) == NOTE
+
+
+def test_numbers_add_up_over_what_a_stranger_writes(values: Values) -> None:
+    assert values.add("count", 2) == 2
+    with ThreadPoolExecutor(4) as threads:
+        sums = list(threads.map(lambda _: values.add("count", 1), range(40)))
+    assert sorted(sums) == list(range(3, 43))
+    values.store.set("shoal/count", "x")
+    assert values.add("count", 1) == 1
 
 
 def test_agreeing_ends_where_a_stranger_goes_on_writing() -> None:

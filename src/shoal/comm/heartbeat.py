@@ -32,6 +32,7 @@ from typing import Protocol, final
 import torch.distributed as dist
 
 from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, Board, Verdict
+from shoal.comm.signed_store import SignedStore
 from shoal.contracts.store_values import Values
 from shoal.core.errors import ShoalError, WorldError
 
@@ -97,7 +98,8 @@ class Heartbeat:
         # by id, the open ones in the order in which they were made
         self.channels: dict[int, Channel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
-        self.kept: object = None  # what must live as long as the groups, and torch does not keep
+        # of the groups: torch keeps only the half of it that is C++
+        self.store: SignedStore | None = None
         self._board = Board(values.clone(_SILENT_S), rank, hosts)
         self._keeper = keeper
         self._awaited: frozenset[int] = frozenset()

@@ -402,6 +402,8 @@ def _made(
     """
     with heartbeat.awaiting(ranks):
         group = inside.run(partial(_named, make, heartbeat), in_time=True)
+    if heartbeat.store is not None:
+        heartbeat.store.is_made()
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -433,9 +435,8 @@ def _store(values: Values, heartbeat: Heartbeat, timeout_s: float) -> Store:
     """What the groups read: signed, but where NCCL's own threads do, which may not run Python."""
     if _has_nccl():
         return PrefixStore(values.scope, values.store)
-    store = SignedStore(values, timeout_s, lambda: heartbeat.check(""))
-    heartbeat.kept = store  # torch keeps only the half of it that is C++
-    return store
+    heartbeat.store = SignedStore(values, timeout_s, lambda: heartbeat.check(""))
+    return heartbeat.store
 
 
 def _backend() -> str:

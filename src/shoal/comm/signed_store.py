@@ -11,12 +11,14 @@ ends. Guarded by tests/comm/test_signed_store.py.
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import final
 
 from torch.distributed import DistStoreError, Store
 
+from shoal.comm.ports import close_ports
 from shoal.contracts.store_values import Values
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
@@ -38,10 +40,13 @@ class SignedStore(Store):
         super().__init__()
         self._values, self._check = values, check
         self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._told: list[bytes] = []  # among it the addresses of the group that is being made
 
     def set(self, key: str, value: str | bytes) -> None:
         """Put bytes there."""
-        self._values.put(key, value.encode() if isinstance(value, str) else value)
+        text = value.encode() if isinstance(value, str) else value
+        self._told.append(text)
+        self._values.put(key, text)
 
     def get(self, key: str) -> bytes:
         """The bytes, once they are there."""
@@ -59,9 +64,19 @@ class SignedStore(Store):
         """Wait until all are there."""
         self._awaited(keys, timeout or self._timeout)
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number."""
+        return self._values.add(key, amount)
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long to wait from now on."""
         self._timeout = timeout
+
+    def is_made(self) -> None:
+        """All ranks of a group have connected, so that its ports close."""
+        told, self._told = self._told, []
+        if not _connects_later():
+            close_ports(told)
 
     def delete_key(self, key: str) -> bool:
         """Take a key away."""
@@ -84,3 +99,8 @@ class SignedStore(Store):
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             found.append(text)
         return found
+
+
+def _connects_later() -> bool:
+    """Whether gloo connects two ranks only when one sends to the other."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("0", "")

@@ -19,6 +19,7 @@ import datetime
 import hmac
 import math
 import time
+import uuid
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
@@ -142,6 +143,19 @@ class Values:
                 return first
             standing = found  # a stranger's: step over it
         return value
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a whole number that stands there, or to 0; the sum."""
+        total = number
+        for _ in range(_TRIES):
+            standing: Any = self.seen(key)
+            before, _ = self.value_of(key, standing, tuple[int, str]) or (0, "")
+            total = before + number
+            # no two are alike, as a compare-and-set does not say whose value stands
+            own: Any = self._sealed(key, msgspec.json.encode((total, uuid.uuid4().hex)))
+            if self.store.compare_set(self._named(key), standing, own) == own:
+                break
+        return total
 
     def _seen(self, name: str) -> bytes:
         found: bytes = self.store.compare_set(name, _NOTHING, _NOTHING)
