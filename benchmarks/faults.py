@@ -79,6 +79,7 @@ class Way:
     pins: Mapping[str, str]
     others: str = ""  # SHOAL_SERVERS or SHOAL_TAIL, of which there is one
     staleness: int | None = 0
+    kept: bool = False  # whether rank 0 keeps the ranks' store, as without a launcher
 
 
 WAYS = {
@@ -89,6 +90,7 @@ WAYS = {
     "servers": Way({"*": "server"}, "SHOAL_SERVERS"),
     "tables": Way({"0": "server_rows", "1": "server", "3": "server"}, "SHOAL_SERVERS"),
     "staleness": Way({"0": "server_rows", "1": "server", "3": "server"}, "SHOAL_SERVERS", 2),
+    "store at rank 0": Way({"*": "replicate"}, kept=True),
     "tails": Way({"0": "replicate", "1": "replicate", "3": "stage"}, "SHOAL_TAIL"),
 }
 # of every rank, and of those that train
@@ -106,6 +108,11 @@ LOOP = (
     "in save",
     "behind the loop",
 )
+KEPT = {
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
 TRAINING = ("behind init", *STAGES, *LOOP)  # which only ranks that train come to
 LATE = ("behind the loop", "in save")  # when it may be nobody's loss
 MESSAGES = tuple(f"message {part}/4" for part in range(5))
@@ -150,7 +157,7 @@ def cases() -> list[Case]:
     for number, (name, way) in enumerate(WAYS.items()):
         sizes = (2, 3, 4) if not way.others else (3, 4)
         moments = [*MOMENTS, *STAGES, *LOOP, *MESSAGES]
-        for round_ in range(2 if way.others or name == "cuts" else 1):
+        for round_ in range(2 if way.others or way.kept or name == "cuts" else 1):
             for place, moment in enumerate(moments):
                 ranks = sizes[(place + round_) % len(sizes)]
                 training = ranks - bool(way.others)
@@ -289,6 +296,7 @@ def job(case: Case, folder: str) -> None:
     variables = {
         "FAULTS_WHO": str(case.who),
         **({way.others: "1"} if way.others else {}),
+        **(KEPT if way.kept else {}),
         **({"FAULTS_LINKS": "measured"} if case.moment == "measuring the links" else {}),
     }
     processes.subprocess = SimpleNamespace(  # type: ignore[attr-defined]
