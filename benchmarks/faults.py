@@ -69,6 +69,7 @@ SOON_S = 30.0
 TIMEOUT_S = 120.0  # of an exchange: no fault may have to wait for it
 START_S = 20.0  # for every rank to come
 GRACE_S = 20.0  # that the launcher gives ranks to end once the first has failed
+STOPPED_S = 50.0  # when one that is nobody's loss is let go on
 LIMIT_S = 75.0  # what has not ended by then hangs
 
 
@@ -114,7 +115,8 @@ KEPT = {
     "MASTER_PORT": "29500",
 }
 TRAINING = ("behind init", *STAGES, *LOOP)  # which only ranks that train come to
-LATE = ("behind the loop", "in save")  # when it may be nobody's loss
+# when it may be nobody's loss: evaluation may need no other rank, and nothing follows it
+LATE = ("in evaluation", "in save", "behind the loop")
 MESSAGES = tuple(f"message {part}/4" for part in range(5))
 
 
@@ -388,11 +390,20 @@ class Started:
             while data := os.read(self._reading, 1 << 16):
                 *whole, self._rest = (self._rest + data).split(b"\n")
                 self.lines += [(time.time(), line.decode(errors="replace")) for line in whole]
-        if not over and time.monotonic() - self._began > LIMIT_S:
+        running_s = time.monotonic() - self._began
+        if not over and running_s > STOPPED_S and self.case.moment in LATE:
+            self._continue()
+        if not over and running_s > LIMIT_S:
             self._began = math.inf
             self.lines.append((time.time(), "hangs"))
             os.kill(self.pid, signal.SIGTERM)  # the launcher cleans up
         return over
+
+    def _continue(self) -> None:
+        """Let a rank go on that is stopped when the others have done their work."""
+        with suppress(OSError):  # there is none
+            pid = int((Path(self.folder) / f"pid{self.case.who}").read_text())
+            os.kill(pid, signal.SIGCONT)
 
     def counts(self) -> dict[int, dict[str, int]]:
         """How many groups each rank has made, and for how many messages it has waited."""
@@ -436,6 +447,9 @@ def judged(started: Started) -> Outcome:
     outcome.codes = json.loads(codes[1]) if codes else []
     struck_at = float(fault[1]) if fault else ended
     outcome.seconds = ended - struck_at
+    others = [code for rank, code in enumerate(outcome.codes) if rank != case.who]
+    if case.kind == "stop" and others and not any(others):  # it went on when they had ended
+        outcome.seconds = 0.0
     for number in range(case.ranks):
         ours = [(at, line[5:]) for at, line in lines if line.startswith(f"[h{number}] ")]
         said = [(at, re.sub(r"^\[rank\d+\]: ", "", line)) for at, line in ours]
@@ -463,8 +477,9 @@ def wrong(outcome: Outcome, launcher: str) -> Iterator[str]:
         named.append(f"ranks did not start within {START_S:g} s: rank {case.who}")
         if f"h{case.who} ended first" in launcher:
             return
-    # who runs ahead may have done all that it had to
-    may_be_done = case.moment in LATE + (("in evaluation",) if WAYS[case.way].staleness else ())
+    if WAYS[case.way].kept:
+        named.append(f"rank {case.who} (or the launcher), which held it")
+    may_be_done = case.moment in LATE
     for number, code in enumerate(outcome.codes):
         if number == case.who or (may_be_done and code == 0):
             continue

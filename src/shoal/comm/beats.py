@@ -118,6 +118,13 @@ class Board:
         self.beats = {rank: Beat(host=beat.host) for rank, beat in self.beats.items()}
         self._sights = dict.fromkeys(self.beats, Sight())
 
+    def all_beat_since(self, moment_s: float) -> bool:
+        """Whether every rank that has not ended was seen to beat since then."""
+        return all(
+            self.read(rank).state != BEATING or self._sights[rank].seen > moment_s
+            for rank in self.beats
+        )
+
     def lost(
         self, ranks: Iterable[int], silent_s: float, *, or_left: bool, or_unread: bool = False
     ) -> Verdict | None:

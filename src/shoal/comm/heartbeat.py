@@ -272,7 +272,9 @@ class Heartbeat:
             return self._board.lost(
                 [(self._board.rank + 1) % self._board.size], _SILENT_S, or_left=False
             )
-        lost = self._board.lost(list(self._board.beats), _DEAD_S, or_left=True)
+        # one that has ended may have done its work: only if no other can have died meanwhile
+        or_left = self._board.all_beat_since(doubt.since + _BEAT_S)
+        lost = self._board.lost(list(self._board.beats), _DEAD_S, or_left=or_left)
         if lost is not None or time.monotonic() < doubt.since + doubt.patience_s:
             return lost
         return self._board.lost(list(self._board.beats), _DEAD_S, or_left=True, or_unread=True) or (
