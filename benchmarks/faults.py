@@ -478,7 +478,7 @@ def wrong(outcome: Outcome, launcher: str) -> Iterator[str]:
         if f"h{case.who} ended first" in launcher:
             return
     if WAYS[case.way].kept:
-        named.append(f"rank {case.who} (or the launcher), which held it")
+        named.append(f"rank {case.who} (or the launcher)")  # which nobody has met yet
     may_be_done = case.moment in LATE
     for number, code in enumerate(outcome.codes):
         if number == case.who or (may_be_done and code == 0):

@@ -166,6 +166,24 @@ def test_a_broken_exchange_names_the_rank_that_stopped_beating_and_all_agree(ran
 
 
 @dead_rank_1
+def test_who_has_done_its_work_is_not_blamed_for_one_that_died(ranks: Ranks) -> None:
+    ranks.beating[0].leave(None)  # as it may: rank 2 needs rank 1 only
+    error = ranks.beating[2].judge("Connection closed by peer", None)
+    assert error.rank == 1
+    assert "rank 1 (host h1) gives no sign of life" in str(error)
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves"])
+def test_a_rank_that_is_awaited_is_missed_though_no_exchange_breaks(ranks: Ranks, how: str) -> None:
+    began = time.monotonic()
+    with ranks.beating[0].awaiting(range(3)):  # rank 2 is not the one that rank 0 looks at else
+        ranks.beating[2].leave(None if how == "leaves" else KeyError("boom"))
+        error = ranks.told(0)
+    assert error.rank == 2
+    assert time.monotonic() - began < 2
+
+
+@dead_rank_1
 def test_silence_is_noticed_by_the_rank_before_and_told_to_those_who_only_wait(
     ranks: Ranks,
 ) -> None:

@@ -94,6 +94,10 @@ class Board:
         """Number of ranks."""
         return len(self.beats) + 1
 
+    def connect(self, timeout_s: float) -> None:
+        """Make a connection of its own, on which each call takes so long at most."""
+        self._values = self._values.clone(timeout_s)
+
     def write(self, state: str) -> None:
         """Beat."""
         self._count += 1

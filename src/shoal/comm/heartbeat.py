@@ -100,7 +100,7 @@ class Heartbeat:
         self.busy: set[int] = set()  # threads that are inside an exchange
         # of the groups: torch keeps only the half of it that is C++
         self.store: SignedStore | None = None
-        self._board = Board(values.clone(_SILENT_S), rank, hosts)
+        self._board = Board(values, rank, hosts)
         self._keeper = keeper
         self._awaited: frozenset[int] = frozenset()
         self._doubt: _Doubt | None = None
@@ -110,8 +110,8 @@ class Heartbeat:
         self._nudge, self._stopped = threading.Event(), threading.Event()
         self._process = os.getpid()
         self._store_answers = True
-        self._board.write(BEATING)
         self._board.turn = time.monotonic()
+        self._nudge.set()  # the first beat goes at once
         self._server = threading.Thread(target=self._serve, name="shoal-heartbeat", daemon=True)
         self._server.start()
         threading.Thread(target=self._guard, name="shoal-heartbeat-guard", daemon=True).start()
@@ -219,6 +219,7 @@ class Heartbeat:
         """The thread that talks to the store: twice a second, at once if there is a doubt."""
         found: Verdict | None = None
         try:
+            self._board.connect(_SILENT_S)
             while found is None and not self._stopped.is_set():
                 self._nudge.wait(_BEAT_S / 2 if self._doubt else _BEAT_S)
                 self._nudge.clear()
