@@ -117,6 +117,7 @@ KEPT = {
 TRAINING = ("behind init", *STAGES, *LOOP)  # which only ranks that train come to
 # when it may be nobody's loss: evaluation may need no other rank, and nothing follows it
 LATE = ("in evaluation", "in save", "behind the loop")
+LAST = ", the last"
 MESSAGES = tuple(f"message {part}/4" for part in range(5))
 
 
@@ -173,8 +174,8 @@ def cases() -> list[Case]:
 
 def named(fault: str) -> Case:
     """The fault of that name, as `str` gives it."""
-    way, ranks, who, moment, kind = fault.split(", ")
-    return Case(way, int(ranks.split()[0]), int(who.split()[1]), moment, kind)
+    way, ranks, who, *moment, kind = fault.split(", ")
+    return Case(way, int(ranks.split()[0]), int(who.split()[1]), ", ".join(moment), kind)
 
 
 class Boom(Exception):
@@ -205,7 +206,7 @@ class Moments:
 
     def at(self, moment: str) -> None:
         """This moment has come."""
-        if moment == self._moment:
+        if moment == self._moment.removesuffix(LAST):
             self._moment = ""
             strike(self._kind)
 
@@ -391,7 +392,7 @@ class Started:
                 *whole, self._rest = (self._rest + data).split(b"\n")
                 self.lines += [(time.time(), line.decode(errors="replace")) for line in whole]
         running_s = time.monotonic() - self._began
-        if not over and running_s > STOPPED_S and self.case.moment in LATE:
+        if not over and running_s > STOPPED_S and is_late(self.case.moment):
             self._continue()
         if not over and running_s > LIMIT_S:
             self._began = math.inf
@@ -469,6 +470,11 @@ def judged(started: Started) -> Outcome:
     return outcome
 
 
+def is_late(moment: str) -> bool:
+    """Whether the others may have done all they have to."""
+    return moment in LATE or (moment.startswith("message") and moment.endswith(LAST))
+
+
 def wrong(outcome: Outcome, launcher: str) -> Iterator[str]:
     """What the other ranks did that they should not; `launcher` is what that has said."""
     case = outcome.case
@@ -479,7 +485,7 @@ def wrong(outcome: Outcome, launcher: str) -> Iterator[str]:
             return
     if WAYS[case.way].kept:
         named.append(f"rank {case.who} (or the launcher)")  # which nobody has met yet
-    may_be_done = case.moment in LATE
+    may_be_done = is_late(case.moment)
     for number, code in enumerate(outcome.codes):
         if number == case.who or (may_be_done and code == 0):
             continue
@@ -506,9 +512,8 @@ def numbered(case: Case, counts: Mapping[int, Mapping[str, int]]) -> Case:
     if match is None:
         return case
     last = counts[case.who][match[1]]
-    return replace(
-        case, moment=f"{match[1]} {1 + round((last - 1) * int(match[2]) / int(match[3]))}"
-    )
+    number = 1 + round((last - 1) * int(match[2]) / int(match[3]))
+    return replace(case, moment=f"{match[1]} {number}" + (LAST if number == last else ""))
 
 
 def run(chosen: Sequence[Case], beside: int) -> Iterator[Outcome]:

@@ -166,6 +166,12 @@ def test_a_broken_exchange_names_the_rank_that_stopped_beating_and_all_agree(ran
 
 
 @dead_rank_1
+def test_a_rank_is_looked_at_also_when_the_one_before_it_has_ended(ranks: Ranks) -> None:
+    ranks.beating[0].leave(None)
+    assert ranks.told(2).rank == 1
+
+
+@dead_rank_1
 def test_who_has_done_its_work_is_not_blamed_for_one_that_died(ranks: Ranks) -> None:
     ranks.beating[0].leave(None)  # as it may: rank 2 needs rank 1 only
     error = ranks.beating[2].judge("Connection closed by peer", None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import final
 
 from shoal.contracts.launcher import VERDICT
@@ -121,6 +122,11 @@ class Board:
         """Count silence from now on: this process was stopped, perhaps all of them were."""
         self.beats = {rank: Beat(host=beat.host) for rank, beat in self.beats.items()}
         self._sights = dict.fromkeys(self.beats, Sight())
+
+    def next_one(self) -> list[int]:
+        """The rank after this one that has not ended, so that each is looked at by somebody."""
+        ranks = ((self.rank + step) % self.size for step in range(1, self.size))
+        return list(islice((rank for rank in ranks if self.read(rank).state == BEATING), 1))
 
     def all_beat_since(self, moment_s: float) -> bool:
         """Whether every rank that has not ended was seen to beat since then."""

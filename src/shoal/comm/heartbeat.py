@@ -4,8 +4,8 @@ A broken connection tells that something died, not what: the survivors' own ends
 too. So:
 
 1  beat     each rank writes where it is twice a second, on a connection of its own
-2  watch    in the same turn it reads the verdict, and the beat of the rank after it;
-            a rank that is silent for 20 s is lost
+2  watch    in the same turn it reads the verdict, and the beat of the rank after it that has
+            not ended; a rank that is silent for 20 s is lost
 3  judge    where an exchange failed, it reads all beats; one that stopped for 3 s is lost,
             and if none is lost a deadline has passed
 4  leave    a rank that ends says so: that it is done, or which error ended it
@@ -270,9 +270,7 @@ class Heartbeat:
         if doubt is None and self._awaited:
             return self._board.lost(sorted(self._awaited), _ABSENT_S, or_left=True)
         if doubt is None:
-            return self._board.lost(
-                [(self._board.rank + 1) % self._board.size], _SILENT_S, or_left=False
-            )
+            return self._board.lost(self._board.next_one(), _SILENT_S, or_left=False)
         # one that has ended may have done its work: only if no other can have died meanwhile
         or_left = self._board.all_beat_since(doubt.since + _BEAT_S)
         lost = self._board.lost(list(self._board.beats), _DEAD_S, or_left=or_left)
