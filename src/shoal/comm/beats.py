@@ -12,6 +12,7 @@ Who reads them when, and what follows from that, is in heartbeat.py.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -24,6 +25,7 @@ from shoal.core.errors import DeadlinePassed, PeerLost, WorldError
 BEATING = "beating"
 LEFT = "left"  # the program has ended
 QUIET = "quiet"  # it has heard what it must, and reads no more
+_TRIES, _PAUSE_S = 10, 0.005  # at a verdict that a stranger writes over
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,20 @@ class Board:
 
     def published(self) -> Verdict | None:
         """The verdict, if there is one."""
-        return self._values.read(VERDICT, Verdict)
+        for _ in range(_TRIES):
+            seen = self._values.seen(VERDICT)
+            verdict = self._values.value_of(VERDICT, seen, Verdict)
+            if verdict is not None or not seen:
+                return verdict
+            time.sleep(_PAUSE_S)  # who wrote it puts it back
+        return None
+
+    def repeat(self, for_s: float) -> None:
+        """Where a stranger writes over values, put back for a while what others are to read."""
+        until = time.monotonic() + for_s
+        while self._values.are_disturbed and time.monotonic() < until:
+            self._values.mend()
+            time.sleep(_PAUSE_S)
 
     def agreed(self, verdict: Verdict) -> Verdict:
         """Write the verdict if it is the first; the one that stands."""

@@ -196,6 +196,7 @@ class Heartbeat:
             elif self._verdict is not None:
                 self._board.agreed(self._verdict)  # where a stranger has written over it
             self._board.write(LEFT)
+            self._board.repeat(_FAREWELL_S)
             own = self._board.rank
             # where the launcher that has the store ends behind this rank, others must hear why now
             if self._keeper.rank == own or (error is not None and own in self._keeper.beside):

@@ -20,7 +20,7 @@ import hmac
 import math
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, final
 
 import msgspec
@@ -44,6 +44,14 @@ class _Standing:
     until_s: float  # it is looked after
 
 
+@dataclass
+class _Own:
+    """All that this process has put into a store."""
+
+    standing: dict[str, _Standing] = field(default_factory=dict)  # by name
+    mended_s: float = -math.inf  # when something was put back
+
+
 @final
 class Values:
     """The values of one scope of a store.
@@ -65,12 +73,12 @@ class Values:
     def __init__(self, store: Store, token: str = "", scope: str = "shoal") -> None:
         self.store, self.scope = store, scope
         self._token = token
-        self._standing: dict[str, _Standing] = {}  # by name, shared by all that are made of these
+        self._own = _Own()  # shared by all that are made of these
 
     def within(self, scope: str, token: str | None = None) -> Values:
         """Values of another scope of the same store, perhaps signed with another token."""
         values = Values(self.store, self._token if token is None else token, scope)
-        values._standing = self._standing
+        values._own = self._own
         return values
 
     def clone(self, timeout_s: float) -> Values:
@@ -78,7 +86,7 @@ class Values:
         own_connection: Store = self.store.clone()  # type: ignore[attr-defined]
         own_connection.set_timeout(datetime.timedelta(seconds=timeout_s))
         values = Values(own_connection, self._token, self.scope)
-        values._standing = self._standing
+        values._own = self._own
         return values
 
     def write(self, key: str, value: Any, *, lasting: bool = False) -> None:
@@ -89,21 +97,27 @@ class Values:
         """Put bytes there, signed; what is `lasting` is mended as long as this process lives."""
         sealed = self._sealed(key, text)
         until = math.inf if lasting else time.monotonic() + _MENDED_S
-        self._standing[self._named(key)] = _Standing(self, key, sealed, until)
+        self._own.standing[self._named(key)] = _Standing(self, key, sealed, until)
         self.store.set(self._named(key), sealed)
 
     def remove(self, key: str) -> bool:
         """Take away what is there; whether something was."""
-        self._standing.pop(self._named(key), None)
+        self._own.standing.pop(self._named(key), None)
         return self.store.delete_key(self._named(key))
 
     def mend(self) -> None:
         """Put back what was put here or by a clone of late, where no signed value stands now."""
-        for name, standing in list(self._standing.items()):
+        for name, standing in list(self._own.standing.items()):
             if standing.until_s < time.monotonic():
-                self._standing.pop(name, None)
+                self._own.standing.pop(name, None)
             elif standing.values._opened(standing.key, self._seen(name)) is None:
+                self._own.mended_s = time.monotonic()
                 self.store.set(name, standing.sealed)
+
+    @property
+    def are_disturbed(self) -> bool:
+        """Whether a stranger has written over them of late."""
+        return time.monotonic() - self._own.mended_s < _MENDED_S
 
     def read(self, key: str, kind: type[T]) -> T | None:
         """The value, or None where there is none that is signed and of this type."""
@@ -133,13 +147,14 @@ class Values:
         return bool(seen) and self._opened(key, seen) is None
 
     def agree(self, key: str, value: T) -> T:
-        """Put the value there if it is the first of ours; the one that stands."""
+        """Put the value there if it is the first of ours; the one that stands, and is lasting."""
         own: Any = self._sealed(key, msgspec.json.encode(value))
         standing: Any = b""
         for _ in range(_TRIES):
             found: bytes = self.store.compare_set(self._named(key), standing, own)
             first = self.value_of(key, found, type(value))
             if first is not None:
+                self._own.standing[self._named(key)] = _Standing(self, key, found, math.inf)
                 return first
             standing = found  # a stranger's: step over it
         return value

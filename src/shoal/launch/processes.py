@@ -140,16 +140,19 @@ def run(
     raise_limit()
     mark = uuid.uuid4().hex
     ranks = _Ranks(commands, mark, grace_s, interrupts)
+    found: tuple[str, int | None] | None = None
     try:
         ranks.start()
         while ranks.alive:
             ranks.turn()
             ranks.hurry_stopped()
+            if ranks.first_failure is not None:
+                found = found or agreed(mark)  # at the end a stranger may have written over it
     finally:
         ranks.kill()
         kill_all(lambda: _marked(mark))
         ranks.close()
-    first, found = ranks.first_failure, agreed(mark)
+    first, found = ranks.first_failure, found or agreed(mark)
     if first is not None and found is not None and not interrupts.received:
         problem, rank = found
         _say(problem)
