@@ -354,6 +354,22 @@ def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
         (("train", RECIPE, "--pin", "3=factor"), "such as 0, 2"),
         (("train", RECIPE, "--strategy", "fctor"), "did you mean 'factor'?"),
         (("train", RECIPE, "--placement", "robin"), "round-robin"),
+        (("train", RECIPE, "--staleness", "\u00b2"), "'\u00b2' is not a number of steps"),
+        (("train", RECIPE, "--pin", "2=fctor"), "did you mean 'factor'?"),
+        (("train", RECIPE, "--plan", "no\0where.json"), "where.json cannot be read"),
+        (("train", RECIPE, "--memory-limit", "nan"), "--memory-limit"),
+        (("train", RECIPE, "--ranks", "10000000"), "--ranks"),
+        (("plan", RECIPE, "--ranks", "10000000"), "--ranks"),
+        (("plan", RECIPE, "--ranks", "2", "--cores-per-rank", "0"), "--cores-per-rank"),
+        (("plan", RECIPE, "--ranks", "2", "--cores-per-rank", "nan"), "--cores-per-rank"),
+        (("plan", RECIPE, "--ranks", "2", "--latency-us", "inf"), "inf is not a finite number"),
+        (("plan", RECIPE, "--ranks", "2", "--latency-us", "-1"), "--latency-us"),
+        (("plan", RECIPE, "--ranks", "2", "--rate", "\u00b2gbit"), "--rate 200mbit"),
+        (("plan", RECIPE, "--ranks", "2", "--rate", "9" * 400 + "gbit"), "--rate 200mbit"),
+        (("doctor", "--rate", "fast"), "--rate 200mbit"),
+        (("doctor", "--port", "70000"), "--port"),
+        (("lab", "--rate", "\u0663gbit", "--", "true"), "200mbit"),
+        (("lab", "--hosts", "250", "--ranks-per-host", "1000", "--", "true"), "at most 1024 ranks"),
         (("train", RECIPE, "--staleness", "-1"), "'-1' is not a number of steps"),
         (("train", RECIPE, "--plan", "nowhere.json"), "nowhere.json cannot be read"),
         (("train", RECIPE, "--save-plan", "nowhere/plan.json"), "there is no folder nowhere"),
@@ -479,3 +495,110 @@ def test_options_behind_a_labs_command_are_the_commands() -> None:
     )
     assert (context.params["hosts"], context.params["rate"]) == (3, "1gbit")
     assert context.params["command"] == ("python", "train.py", "--rate", "0.1")
+
+
+def recipe_with(tmp_path: Path, *, top: str = "", **bodies: str) -> Path:
+    """The tiny recipe with other functions, by their bodies."""
+    path = tmp_path / "changed.py"
+    arguments = {"optimizer": "params", "accuracy": "output, target"}
+    functions = [
+        f"def {name}({arguments.get(name, '')}):\n    {body}\n" for name, body in bodies.items()
+    ]
+    path.write_text("\n\n".join([Path(RECIPE).read_text(), top, *functions]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"loss": "return lambda output, target: 1.0"}, ("loss_fn returned no loss", "got: 1.0")),
+        ({"loss": "return lambda output, target: output"}, ("not a scalar", ".mean()")),
+        ({"model": "return nn.Linear(999, 3)"}, ("the model does not take the sample", "999")),
+    ],
+    ids=["loss of a float", "loss of many", "another width"],
+)
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_recipe_that_does_not_fit_together_is_told_alone_as_on_ranks(
+    command: str,
+    changed: dict[str, str],
+    said: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert shoal(command, recipe_with(tmp_path, **changed), "--steps", "1") == [2]
+    printed = capsys.readouterr().err
+    assert printed.startswith("shoal: ") and "Traceback" not in printed
+    for words in said:
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"top": "import sys; sys.exit(0)"},
+        {"top": "import argparse; argparse.ArgumentParser().parse_args(['--no'])"},
+        {"data": "import sys; sys.exit()"},
+        {"model": "raise SystemExit('no model')"},
+        {"loss": "import sys; return lambda output, target: sys.exit(7)"},
+    ],
+    ids=["loaded", "arguments", "data", "model", "first step"],
+)
+def test_a_recipe_that_ends_the_process_is_named(
+    changed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe_with(tmp_path, **changed)
+    assert shoal("train", path, "--steps", "1") == [2]
+    printed = capsys.readouterr().err
+    assert "the recipe ended the process" in printed
+    assert f"where: {path}, line " in printed and "sys.exit(" in printed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"format": 1, "ranks": ' + "9" * 5000 + "}",
+        "\0",
+        '{"format": 1, "ranks": NaN}',
+        "",
+        "7",
+        '"plan"',
+    ],
+    ids=["depth", "huge", "NUL", "NaN", "empty", "number", "text"],
+)
+def test_a_plan_file_of_any_text_is_told_as_such(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert shoal("train", RECIPE, "--plan", path) == [2]
+    printed = capsys.readouterr().err
+    assert f"shoal: {path} is not" in printed
+    assert "recipe" not in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("ranks", 10**12),
+        ("lanes", 10**9),
+        ("lanes", 0),
+        ("bucket_bytes", 10**30),
+        ("micro_batches", 10**9),
+        ("chunks", 10**9),
+        ("late", -1),
+        ("predicted_s", 1e308),
+        ("predicted_s", -1.0),
+        ("staleness", 10**30),
+    ],
+)
+def test_a_plan_with_numbers_out_of_bounds_is_refused(
+    field: str, value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert shoal("plan", RECIPE, "--ranks", "2", "--save", path) == [0]
+    data = json.loads(path.read_text())
+    assert field in data
+    path.write_text(json.dumps({**data, field: value}))
+    assert shoal("train", RECIPE, "--plan", path) == [2]
+    assert f"{path}: {field}" in squeezed(capsys.readouterr().err)

@@ -19,7 +19,7 @@ from shoal.commands.plan import plan
 from shoal.commands.probe import probe
 from shoal.commands.train import train
 from shoal.core.errors import ShoalError, UsageError
-from shoal.report.errors import foreign, whole
+from shoal.report.errors import exit_of_recipe, foreign, whole
 from shoal.session.session import leave, world
 
 
@@ -42,6 +42,13 @@ class _Reporting(click.Group):
             usage = isinstance(error, UsageError)
             click.echo(f"shoal: {error.what if usage and _follows() else error}", err=True)
             sys.exit(2 if usage else 1)
+        except SystemExit as error:
+            if (said := exit_of_recipe(error)) is None:
+                raise
+            self._show_frames(context, error)
+            leave(error)
+            click.echo(f"shoal: {said}", err=True)
+            sys.exit(2)
         except Exception as error:
             self._show_frames(context, error)
             leave(error)
@@ -49,7 +56,7 @@ class _Reporting(click.Group):
             sys.exit(1)
 
     @staticmethod
-    def _show_frames(context: click.Context, error: Exception) -> None:
+    def _show_frames(context: click.Context, error: BaseException) -> None:
         if context.params["traceback"]:
             click.echo(whole(error), err=True)
 

@@ -16,7 +16,9 @@ from bad_cases import RANKS, Case, batch, model, only, option, sgd, told
 from torch import Tensor, nn
 
 import shoal
-from shoal.core.errors import PlanError, RanksDiffer, SampleError, UsageError
+from shoal.contracts.sample import Sample
+from shoal.core.errors import PlanError, RanksDiffer, SampleError, UsageError, WorldError
+from shoal.front import joining
 from shoal.profiling.identity import model_digest
 
 # TorchScript's registry of classes is the process's: ranks that are threads take turns
@@ -99,6 +101,21 @@ PLANS = {
         ("no allowed strategy serves layer norm", "LayerNorm"),
         options=option(strategies=["factor"]),
     ),
+    "pins as a list": Case(
+        PlanError, ("not a mapping", "['0']", "pins={"), options=option(pins=["0"])
+    ),
+    "a pin of a number": Case(
+        PlanError, ("pin of 'hidden'", "got: 7"), options=option(pins={"hidden": 7})
+    ),
+    "a pin by a number": Case(
+        PlanError, ("by the name of a layer", "got: 0"), options=option(pins={0: "factor"})
+    ),
+    "a number of strategies": Case(
+        PlanError, ("a list of names", "got: 5"), options=option(strategies=5)
+    ),
+    "strategies that are numbers": Case(
+        PlanError, ("a list of names", "1, 2"), options=option(strategies=[1, 2])
+    ),
     "no strategies": Case(PlanError, ("at least one",), options=option(strategies=[])),
     "a memory that is none": Case(
         UsageError, ("'lo'", "'fast' or 'low'"), options=option(memory="lo")
@@ -124,11 +141,13 @@ PLANS = {
         options=option(plan=replace(PLAN, choices=PLAN.choices[:2])),
     ),
     "a plan for other ranks": Case(
-        PlanError, ("3 ranks", "expected: 4"), options=option(plan=replace(PLAN, ranks=4))
+        PlanError,
+        ("got: a plan for 4 ranks", "expected: one for 3"),
+        options=option(plan=replace(PLAN, ranks=4)),
     ),
     "a plan for another model": Case(
         PlanError,
-        ("made for another model",),
+        ("made for another model", f"got: a plan for model {PLAN.model[:12]}"),
         model=lambda rank: model(9),
         options=option(plan=PLAN),
     ),
@@ -138,6 +157,15 @@ PLANS = {
     "a plan that is none": Case(PlanError, ("NoneType",), options=option(plan=None)),
     "a placement that is none": Case(
         PlanError, ("'robin'", "round-robin", "hash"), options=option(placement="robin")
+    ),
+    "memory that is no number": Case(
+        UsageError, ("memory_limit", "nan"), options=option(memory_limit=float("nan"))
+    ),
+    "micro-batches that are a truth": Case(
+        UsageError, ("micro_batches", "True"), options=option(micro_batches=True)
+    ),
+    "search options that are none": Case(
+        UsageError, ("search_options", "NoneType"), options=option(search_options=None)
     ),
     "no memory": Case(UsageError, ("memory_limit", "-1", "2e9"), options=option(memory_limit=-1)),
     "too little memory": Case(
@@ -331,6 +359,23 @@ OTHERS = {
     "a loss that learns": Case(
         UsageError, ("parameter scale of the loss", "None"), loss=lambda rank: Scaled()
     ),
+    "a count that is none": Case(
+        UsageError, ("count is not a function", "got: 4"), options=option(count=4)
+    ),
+    "a count of no number": Case(
+        UsageError, ("count gives", "got: None"), options=option(count=lambda o, t: None)
+    ),
+    "a count of nan": Case(
+        UsageError, ("count gives", "got: nan"), options=option(count=lambda o, t: float("nan"))
+    ),
+    "a count under 0": Case(
+        UsageError, ("count gives", "got: -1"), options=option(count=lambda o, t: -1)
+    ),
+    "a count without an end": Case(
+        UsageError,
+        ("count gives", "inf"),
+        options=option(count=lambda o, t: torch.tensor(torch.inf)),
+    ),
     "a compiled model": Case(
         UsageError,
         ("compiled already", "block"),
@@ -387,7 +432,19 @@ def test_what_is_wrong_on_one_rank_only_is_told_on_all_with_its_name(case: Case)
 
 @pytest.mark.parametrize(
     "name",
-    ["a pin that matches nothing", "no strategies", "a plan for other ranks", "a frozen model"],
+    [
+        "a pin that matches nothing",
+        "a pin to no strategy",
+        "a pin to no exchange",
+        "a pin with an exchange too many",
+        "pins as a list",
+        "no strategies",
+        "a strategy that is none",
+        "a plan for other ranks",
+        "a plan that names another layer",
+        "a frozen model",
+        "a count that is none",
+    ],
 )
 def test_a_process_alone_hears_the_same(name: str) -> None:
     case = ALL[name]
@@ -403,3 +460,64 @@ def test_a_plan_file_that_was_edited_wrongly_names_the_line(tmp_path: Path) -> N
     for error in told(Case(PlanError, (), options=option(plan=str(path)))):
         assert f"{path}, choice 0 has unknown fields" in str(error)
         assert "strategie" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (shoal.Choice("hidden", "fctor"), "did you mean 'factor'"),
+        (shoal.Choice("hidden", "replicate", "rign"), "did you mean 'ring'"),
+        (shoal.Choice("hidden", "factor", "ring"), "takes no exchange"),
+    ],
+    ids=["strategy", "exchange", "exchange too many"],
+)
+def test_a_plan_that_names_what_there_is_not_is_refused_alone_too(
+    choice: shoal.Choice, said: str
+) -> None:
+    plan = replace(PLAN.with_choice(choice), ranks=1)
+    (error,) = told(Case(PlanError, (), options=option(plan=plan)), ranks=1)
+    assert said in str(error)
+
+
+class Greedy(nn.Module):
+    """A model for which there is no memory."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_lack_of_memory_is_no_mistake_in_the_sample(error: Exception) -> None:
+    sample = Sample.of(Greedy(error), nn.CrossEntropyLoss(), batch(0))
+    with pytest.raises(WorldError, match=r"memory ran out(.|\n)*smaller batch"):
+        sample.loss()
+
+
+def test_an_error_of_shoals_within_a_model_is_shown_as_it_is() -> None:
+    error = UsageError("read me", do="as I am")
+    with pytest.raises(UsageError) as raised:
+        Sample.of(Greedy(error), nn.CrossEntropyLoss(), batch(0)).loss()
+    assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    "seconds", [0, -1, float("nan"), float("inf"), 1e300, "5", None, True], ids=repr
+)
+def test_time_outs_that_are_none_are_refused(seconds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "found", lambda: None)
+    for name in ("timeout_s", "start_timeout_s"):
+        with pytest.raises(UsageError, match="a time-out is more than 0 s"):
+            shoal.init(**{name: seconds})

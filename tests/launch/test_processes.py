@@ -79,6 +79,44 @@ def test_an_interrupted_launcher_leaves_nothing(
     assert namespaces_of(launcher.pid) == []
 
 
+SAVES = """
+trap 'sleep 0.5; echo saved; exit 0' INT TERM
+echo ready
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.processes
+def test_ranks_have_a_stated_time_to_save_after_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(processes, "KILL_AFTER_S", 0.1)
+    interrupts = Interrupts()
+    commands = [Command(("sh", "-c", SAVES), os.environ, f"rank {rank}") for rank in range(2)]
+    timer = threading.Timer(1.0, interrupts.received.append, (signal.SIGINT,))
+    timer.start()
+    result = processes.run(commands, 20.0, interrupts)
+    printed = capfd.readouterr()
+    assert result.exit_codes == (0, 0)
+    assert printed.out.count("saved") == 2
+    assert "SIGINT: rank 0, rank 1 may save and end within 20 s; Ctrl-C again" in printed.err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rank_that_does_not_end_is_ended_after_that_time_or_at_the_second_ctrl_c(
+    times: int,
+) -> None:
+    interrupts = Interrupts()
+    deaf = Command(("sh", "-c", "trap '' INT; while :; do sleep 0.05; done"), os.environ, "rank 0")
+    for number in range(times):
+        threading.Timer(0.5 + number, interrupts.received.append, (signal.SIGINT,)).start()
+    began = time.monotonic()
+    result = processes.run([deaf], 1.0 if times == 1 else 600.0, interrupts)
+    assert result.exit_codes == (137,)
+    assert time.monotonic() - began < 20
+
+
 @pytest.mark.processes
 def test_ranks_die_with_a_killed_launcher_and_the_next_lab_sweeps(
     launching: tuple[subprocess.Popen[bytes], list[int]], request: pytest.FixtureRequest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import click
 
-from shoal.commands.options import bytes_per_s
+from shoal.commands.options import Finite, bytes_per_s
 from shoal.doctor import meet
 from shoal.doctor.examine import examined
 from shoal.doctor.finding import CHECKS
@@ -49,7 +49,7 @@ class _Told:
     "wait_s",
     default=60.0,
     show_default=True,
-    type=click.FloatRange(0, 3600),
+    type=Finite(0, 3600),
     help="Seconds to wait for other hosts.",
 )
 @click.option(

@@ -6,32 +6,38 @@ import sys
 
 import click
 
+from shoal.commands.options import Finite
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
-from shoal.launch.lab import QUEUE, Lab
+from shoal.core.numbers import MOST_RANKS_HERE
+from shoal.launch.lab import MAX_HOSTS, QUEUE, Lab
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
-    "--hosts", default=2, show_default=True, type=click.IntRange(1), help="Hosts, a link to each."
+    "--hosts",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, MAX_HOSTS),
+    help="Hosts, a link to each.",
 )
 @click.option(
     "--ranks-per-host",
     default=1,
     show_default=True,
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST_RANKS_HERE),
     help="Ranks that share a host.",
 )
 @click.option(
     "--servers",
     default=0,
-    type=click.IntRange(0),
+    type=click.IntRange(0, MAX_HOSTS),
     help='More hosts, as servers (strategy "server").',
 )
 @click.option(
     "--tail",
     default=0,
-    type=click.IntRange(0),
+    type=click.IntRange(0, MAX_HOSTS),
     help='More hosts, for the end of models (strategy "stage").',
 )
 @click.option(
@@ -50,6 +56,14 @@ from shoal.launch.lab import QUEUE, Lab
     show_default=True,
     help="TCP's congestion control (bbr, reno …).",
 )
+@click.option(
+    "--grace",
+    "grace_s",
+    default=15.0,
+    show_default=True,
+    type=Finite(0),
+    help="Seconds for ranks to save and end, after Ctrl-C or once one has failed.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def lab(
     hosts: int,
@@ -60,6 +74,7 @@ def lab(
     delay: str | None,
     queue: str,
     congestion: str,
+    grace_s: float,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND on hosts with shaped links (root, Linux).
@@ -70,6 +85,12 @@ def lab(
 
     For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
     """
+    if (ranks := (hosts + servers + tail) * ranks_per_host) > MOST_RANKS_HERE:
+        raise UsageError(
+            f"a lab has at most {MOST_RANKS_HERE} ranks, which one machine starts",
+            got=f"{hosts + servers + tail} hosts × {ranks_per_host} = {ranks}",
+            do="ask for fewer",
+        )
     built = Lab(
         hosts + servers + tail,
         rate,
@@ -82,6 +103,5 @@ def lab(
         raise UsageError(f"a lab cannot be built here: {missing}")
     others = {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}
     serving = {name: str(number * ranks_per_host) for name, number in others.items() if number}
-    sys.exit(
-        built.launch(Job(command, (hosts + servers + tail) * ranks_per_host, serving)).exit_code
-    )
+    job = Job(command, (hosts + servers + tail) * ranks_per_host, serving, grace_s)
+    sys.exit(built.launch(job).exit_code)

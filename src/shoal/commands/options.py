@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,25 @@ from shoal.commands.worker import PlanOptions
 from shoal.contracts.launcher import Job
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
+from shoal.core.numbers import MOST_RANKS_HERE, decimal
 from shoal.core.placement import BALANCED, POLICIES
 from shoal.core.plan import MICRO_BATCHES
 from shoal.front.recipe import load
 from shoal.launch import rendezvous
 from shoal.launch.local import Local
+
+
+class Finite(click.FloatRange):
+    """A number in a range, and neither nan nor inf."""
+
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        number = super().convert(value, parameter, context)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", parameter, context)
+        return number
+
 
 NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 PLAN = click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
@@ -27,7 +42,7 @@ RANKS = click.option(
     "--workers",
     "-w",
     "workers",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST_RANKS_HERE),
     help="Start this many ranks on this machine (--workers is the old name).",
 )
 EXPLAIN = click.option(
@@ -104,7 +119,7 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         ),
         click.option(
             "--memory-limit",
-            type=click.FloatRange(0, min_open=True),
+            type=Finite(0, min_open=True),
             metavar="BYTES",
             help="What a rank may hold between steps; 2e9 is 2 GB.",
         ),
@@ -149,9 +164,9 @@ def _pins(texts: tuple[str, ...]) -> dict[str, str]:
 def bytes_per_s(rate: str) -> float:
     """A rate as it is written for `tc`, in bytes per second (UsageError if it is none)."""
     for unit, bits in _RATE_UNITS.items():
-        number = rate.removesuffix(unit)
-        if number != rate and number.replace(".", "", 1).isdigit() and float(number) > 0:
-            return float(number) * bits / 8
+        number = decimal(rate.removesuffix(unit)) if rate.endswith(unit) else None
+        if number:
+            return number * bits / 8
     raise UsageError(
         "a rate is a number and kbit, mbit or gbit",
         got=rate,

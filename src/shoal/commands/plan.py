@@ -7,9 +7,17 @@ from pathlib import Path
 import click
 
 from shoal.commands import worker
-from shoal.commands.options import EXPLAIN, NEW_FILE, bytes_per_s, in_a_folder, recipe_command
+from shoal.commands.options import (
+    EXPLAIN,
+    NEW_FILE,
+    Finite,
+    bytes_per_s,
+    in_a_folder,
+    recipe_command,
+)
 from shoal.commands.worker import PlanOptions
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.numbers import MOST_RANKS_HERE, MOST_RANKS_IMAGINED
 from shoal.front.recipe import Recipe
 
 
@@ -19,35 +27,40 @@ from shoal.front.recipe import Recipe
 @click.option(
     "--workers",
     "-w",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST_RANKS_HERE),
     help="Start this many ranks on this machine, and plan for them.",
 )
 @click.option(
     "--ranks",
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST_RANKS_IMAGINED),
     help="Imagine this many ranks, and plan for them without a network.",
 )
 @click.option(
     "--ranks-per-host",
     default=1,
     show_default=True,
-    type=click.IntRange(1),
+    type=click.IntRange(1, MOST_RANKS_IMAGINED),
     help="With --ranks: that share a link.",
 )
 @click.option(
     "--servers",
     default=0,
-    type=click.IntRange(0),
+    type=click.IntRange(0, MOST_RANKS_IMAGINED),
     help="With --ranks: more such hosts, as servers.",
 )
 @click.option("--rate", default="1gbit", show_default=True, help="With --ranks: each link's rate.")
 @click.option(
-    "--latency-us", default=100.0, show_default=True, help="With --ranks: a message's latency."
+    "--latency-us",
+    default=100.0,
+    show_default=True,
+    type=Finite(0),
+    help="With --ranks: a message's latency.",
 )
 @click.option(
     "--cores-per-rank",
     default=2.0,
     show_default=True,
+    type=Finite(0, min_open=True),
     help="With --ranks: below 2, lanes take compute time.",
 )
 @click.option(

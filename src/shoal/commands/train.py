@@ -10,13 +10,17 @@ import click
 from shoal.commands import worker
 from shoal.commands.options import EXPLAIN, NEW_FILE, PLAN, RANKS, in_a_folder, recipe_command
 from shoal.commands.worker import PlanOptions
+from shoal.core.numbers import whole
 from shoal.front.recipe import Recipe
 
 
 def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> int | None:
-    if text != "none" and not text.isdigit():
+    if text == "none":
+        return None
+    steps = whole(text)
+    if steps is None:
         raise click.BadParameter(f'{text!r} is not a number of steps, nor "none"')
-    return None if text == "none" else int(text)
+    return steps
 
 
 @click.command()

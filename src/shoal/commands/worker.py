@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from shoal.contracts.sample import called, own_loss
+from shoal.contracts.sample import Sample, called, own_loss
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
@@ -103,7 +103,8 @@ def train(
     with Progress(text.console(), num_steps, world().size, speaks=world().rank == 0) as progress:
         for epoch in range(epochs):
             for x, y in islice(map(recipe.batch, loader), num_steps - progress.num_steps):
-                seconds, loss = timed_step(model, loss_fn, optimizer, x, y)
+                checked = world().size > 1 or progress.num_steps > 0
+                seconds, loss = timed_step(model, loss_fn, optimizer, x, y, checked=checked)
                 progress.count(epoch, seconds, loss, rows=len(pytree.tree_leaves(x)[0]))
             progress.end_epoch(epoch)
     # 4  what came of it
@@ -169,12 +170,19 @@ def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any])
 
 
 def timed_step(
-    model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any
+    model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any, *, checked: bool = True
 ) -> tuple[float, float]:
-    """One ordinary training step: its seconds, and its loss over this rank's rows."""
+    """One ordinary training step: its seconds, and its loss over this rank's rows.
+
+    Where the step is not `checked` yet, as `parallelize` checks one among ranks, what does not fit
+    the model or the loss is a SampleError.
+    """
     began = time.perf_counter()
-    output = called(model, x)
-    loss = own_loss(output) if loss_fn is None else loss_fn(output, y)
+    if checked:
+        output = called(model, x)
+        loss = own_loss(output) if loss_fn is None else loss_fn(output, y)
+    else:
+        loss = Sample.of(model, loss_fn, (x, y)).loss()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -240,7 +248,7 @@ def check(
             )
         )
     for x, y in batches:
-        timed_step(model, loss_fn, optimizer, x, y)
+        timed_step(model, loss_fn, optimizer, x, y, checked=comm.size > 1)
     trained = [parameter.detach() for parameter in model.parameters()]
     everyone = comm.gather_objects(pytree.tree_map_only(Tensor, Tensor.cpu, batches))
     worst = 0.0

@@ -53,8 +53,8 @@ class Seat:
 class Job:
     """One command to run once a rank, with torchrun's environment variables set for each.
 
-    `grace_s`: after the first rank fails, how long the others may take to end by themselves and say
-    why.
+    `grace_s`: after the first rank fails, or after Ctrl-C, how long the others may take to save,
+    to say why, and to end by themselves.
     """
 
     command: tuple[str, ...]

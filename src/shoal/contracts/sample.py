@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from shoal.core.errors import SampleError
+from shoal.core.errors import SampleError, ShoalError, WorldError
 
+_NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
 
 
@@ -73,12 +74,16 @@ class Sample:
         """
         try:
             output = self.output()
+        except ShoalError:
+            raise
         except Exception as error:
             raise self._refused("the model does not take the sample", error) from error
         if self.loss_fn is None:
             return self._checked(own_loss(output), output)
         try:
             loss = self.loss_fn(output, self.y)
+        except ShoalError:
+            raise
         except Exception as error:
             raise self._refused(
                 f"loss_fn does not take the model's output ({describe(output)})", error
@@ -89,6 +94,8 @@ class Sample:
         """Run backward (SampleError if it raises)."""
         try:
             loss.backward()
+        except ShoalError:
+            raise
         except Exception as error:
             raise self._refused("backward fails on the sample", error) from error
 
@@ -103,7 +110,13 @@ class Sample:
     def _given(self) -> str:
         return f"x = {describe(self.x)}, y = {describe(self.y)}"
 
-    def _refused(self, problem: str, error: Exception) -> SampleError:
+    def _refused(self, problem: str, error: Exception) -> ShoalError:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
+            return WorldError(
+                "memory ran out as the sample was run",
+                got=f"{type(error).__name__}: {str(error)[:200]}; {self._given()}",
+                do="give a smaller batch, here and in training; or end what else takes memory",
+            )
         return SampleError(
             f"{problem}: {type(error).__name__}: {error}",
             got=self._given(),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
+from shoal.core.numbers import MOST_RANKS, MOST_SECONDS
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.role import Role
@@ -21,7 +22,17 @@ FORMAT = 1
 MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
-_AT_LEAST_1 = ("ranks", "bucket_bytes", "lanes", "micro_batches", "chunks", "least_part_bytes")
+_MOST = 1 << 50  # bytes, or anything else that is counted
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "ranks": (1, MOST_RANKS),
+    "bucket_bytes": (1, _MOST),
+    "lanes": (1, 64),  # each is a thread, and a connection to every rank
+    "micro_batches": (1, MOST_RANKS),
+    "chunks": (1, MOST_RANKS),
+    "least_part_bytes": (1, _MOST),
+    "late": (0, MOST_RANKS),
+    "predicted_s": (0, MOST_SECONDS),
+}
 T = TypeVar("T")
 
 
@@ -189,7 +200,7 @@ class Plan:
         """Write the plan as JSON (PlanError where it cannot be written)."""
         try:
             Path(path).write_text(self.to_json())
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise PlanError(
                 f"the plan cannot be saved as {path}", got=str(error), do="give another path"
             ) from error
@@ -203,9 +214,10 @@ class Plan:
         """
         redo = "save it again with Plan.save, or make a new one with `shoal plan`"
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{source} is not JSON", got=str(error), do=redo) from error
+            data = json.loads(text, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+            got = str(error)[:200]
+            raise PlanError(f"{source} is not JSON of a plan", got=got, do=redo) from error
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise PlanError(
                 f"{source} is not a plan of format {FORMAT}", got=text.strip()[:80], do=redo
@@ -219,17 +231,17 @@ class Plan:
         choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
         plan = _record(cls, {**data, "choices": choices}, source)
         check_form(plan.placement, f"{source}: the placement")
-        if plan.staleness is not None and plan.staleness < 0:
+        if plan.staleness is not None and not 0 <= plan.staleness <= _MOST:
             raise PlanError(
                 f"{source}: staleness is a number of steps, or null for no bound", do=redo
             )
-        for name in _AT_LEAST_1:
-            if getattr(plan, name) < 1:
-                raise PlanError(
-                    f"{source}: {name} is at least 1", got=str(getattr(plan, name)), do=redo
-                )
         if plan.late < 0:
             raise PlanError(f"{source}: late is a number of sites", got=str(plan.late), do=redo)
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(plan, name)
+            if not least <= value <= most:
+                bound = f"at least {least}" if value < least else f"at most {most:g}"
+                raise PlanError(f"{source}: {name} is {bound}", got=str(value)[:80], do=redo)
         return plan
 
     @classmethod
@@ -237,11 +249,16 @@ class Plan:
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
             text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # also of a path with a NUL, of a text in no UTF-8
             raise PlanError(
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"
             ) from None
         return cls.from_json(text, source=str(path))
+
+
+def _no_constant(name: str) -> float:
+    """JSON has no NaN and no Infinity, which Python's reader takes."""
+    raise ValueError(f"{name} is no number of JSON's")
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -273,7 +290,7 @@ def _record(kind: type[T], row: Any, source: str) -> T:
         ):
             raise PlanError(
                 f"{source}: {name} is of the wrong type",
-                got=repr(value),
+                got=repr(value)[:80],
                 expected=fields[name].type,
             )
     try:

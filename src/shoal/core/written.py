@@ -59,7 +59,8 @@ def parsed(text: str) -> list[Named]:
             nodes.insert(0, tree.right)
             tree = tree.left
         return [_named(node, text) for node in (tree, *nodes)]
-    except (SyntaxError, ValueError) as error:
+    # also of a NUL, and of brackets that are too deep
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if not set("(+") & set(text):  # then it is meant as a name, whatever is in it
             return [Named(text, {}, text)]
         raise PlanError(f"{text!r} is no name with options", do=_FORM) from error

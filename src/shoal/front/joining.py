@@ -26,10 +26,12 @@ from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster
+from shoal.core.numbers import MOST_SECONDS, is_positive
 from shoal.front.request import listed
 from shoal.launch import rendezvous
 from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
+from shoal.report.errors import show_messages_only
 from shoal.servers.servers import Servers
 from shoal.servers.servers import serve as serve_workers
 from shoal.session.session import Session, World, begin, found, leave, of_thread
@@ -78,6 +80,8 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         >>> shoal.init().size
         1
     """
+    if not rendezvous.wants_frames():
+        show_messages_only()
     session = found()
     if session is None:
         comm = _joined_ranks(timeout_s, start_timeout_s)
@@ -177,11 +181,11 @@ def _begin(comm: Comm) -> Session:
 
 def _joined_ranks(timeout_s: float, start_timeout_s: float) -> Comm:
     """All ranks, as the environment or the program's own process group say."""
-    if min(timeout_s, start_timeout_s) <= 0:
+    if not all(is_positive(seconds, MOST_SECONDS) for seconds in (timeout_s, start_timeout_s)):
         raise UsageError(
-            "a time-out is more than 0 s",
-            got=f"{timeout_s}, {start_timeout_s}",
-            do="give seconds",
+            "a time-out is more than 0 s, and a number",
+            got=f"timeout_s={timeout_s!r}, start_timeout_s={start_timeout_s!r}",
+            do="give seconds, such as 300.0",
         )
     if rendezvous.is_alone() and not has_joined():
         return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))

@@ -19,10 +19,11 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan
 from shoal.core.registry import from_outside, named
-from shoal.planner.options import known, resolve
+from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
 from shoal.rewrite.apply import check
@@ -85,6 +86,7 @@ def checked(
         )
     _check_optimizers(optimizers, parameters)
     _check_limits(asked)
+    check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
     server_hosts = session.other(Servers)
@@ -116,17 +118,29 @@ def _check_limits(asked: Request) -> None:
             "there is no such way to use memory", got=repr(asked.memory), expected=expected
         )
     limit = asked.memory_limit
-    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+    if limit is not None and not is_positive(limit):
         raise UsageError(
             "memory_limit is a number of bytes",
             got=repr(limit),
             do="give for instance 2e9, or None",
         )
-    if not isinstance(asked.micro_batches, int) or asked.micro_batches < 1:
+    if not is_count(asked.micro_batches) or not 1 <= asked.micro_batches <= MOST_RANKS:
         raise UsageError(
             "micro_batches is a whole number, at least 1",
             got=repr(asked.micro_batches),
             do="give 4, say",
+        )
+    if asked.count is not None and not callable(asked.count):
+        raise UsageError(
+            "count is not a function",
+            got=repr(asked.count)[:80],
+            do="give for instance count=lambda output, y: len(y)",
+        )
+    if not isinstance(asked.search_options, SearchOptions):
+        raise UsageError(
+            "search_options is of another type",
+            got=type(asked.search_options).__name__,
+            do="give shoal.SearchOptions(…), or leave it out",
         )
 
 
@@ -155,7 +169,7 @@ def _require_nothing_beside_plan(asked: Request) -> None:
 
 
 def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
-    if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
+    if staleness is not None and (not is_count(staleness) or staleness < 0):
         raise UsageError(
             "staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step"
         )

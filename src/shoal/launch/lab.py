@@ -40,10 +40,10 @@ MAX_HOSTS = 250  # of one /24 network
 QUEUE = "50ms"
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 UNSHAPED = (None, "none", "unshaped")
-_TIME = (r"\d+(\.\d+)?(us|ms|s)", "a time such as 500us or 5ms")
+_TIME = (r"[0-9]+(\.[0-9]+)?(us|ms|s)", "a time such as 500us or 5ms")
 SYNTAX = {
-    "rate": (r"\d+(\.\d+)?[kmg]bit", "a rate such as 200mbit, 1gbit or 2.5gbit, or none"),
-    "burst": (r"\d+kb", "a size such as 128kb"),
+    "rate": (r"[0-9]+(\.[0-9]+)?[kmg]bit", "a rate such as 200mbit, 1gbit or 2.5gbit, or none"),
+    "burst": (r"[0-9]+kb", "a size such as 128kb"),
     "delay": _TIME,
     "queue": _TIME,
 }

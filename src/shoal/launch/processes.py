@@ -217,7 +217,10 @@ class _Ranks:
         if len(self._interrupts.received) > self._obeyed:
             again, number = self._obeyed > 0, self._interrupts.received[-1]
             self._obeyed = len(self._interrupts.received)
-            self._end_after(0.0, signal.SIGKILL if again else number)
+            if again:
+                self._end_after(0.0, signal.SIGKILL)
+            else:
+                self._pass_on(number)
         while self._ending and self._ending[0][0] <= time.monotonic():
             _, number = self._ending.pop(0)
             _say(
@@ -225,6 +228,17 @@ class _Ranks:
                 f"{', '.join(self._commands[r].label for r in self.alive)}"
             )
             self._send(number)
+
+    def _pass_on(self, number: int) -> None:
+        """Tell the ranks of an interrupt, and leave them time to save and end."""
+        name = signal.Signals(number).name
+        _say(
+            f"{name}: {', '.join(self._commands[r].label for r in self.alive)} may save and end "
+            f"within {self._grace_s:g} s; {'Ctrl-C' if number == signal.SIGINT else name} again "
+            "ends them now"
+        )
+        self._send(number)
+        self._ending = [(time.monotonic() + self._grace_s, signal.SIGKILL)]
 
     def hurry_stopped(self) -> None:
         """End a process that is stopped, once it alone is left: it does not end by itself."""

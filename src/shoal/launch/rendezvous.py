@@ -19,8 +19,10 @@ from shoal.contracts.launcher import GO, MARK, TOKEN, VERDICT, Job, Meeting, Sea
 from shoal.contracts.store import open_store
 from shoal.contracts.store_values import Values
 from shoal.core.errors import UsageError
+from shoal.core.numbers import MOST_RANKS, whole
 from shoal.core.open_files import raise_limit
 
+_MOST_PORT = 65535
 _NO_RUN_ID = "none"  # as torchrun writes it, without --rdzv-id
 _START = "start with torchrun, `shoal lab` or `shoal train --ranks N`, which set it"
 
@@ -90,6 +92,11 @@ def interface() -> str:
     return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
+def wants_frames() -> bool:
+    """Whether errors are to be shown with all their frames."""
+    return os.environ.get("SHOAL_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off")
+
+
 def attempt() -> str:
     """How often the launcher has started the ranks again."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -124,23 +131,28 @@ def _job() -> str:
 
 
 def _meeting() -> Meeting:
-    rank, size, port = _number("RANK"), _number("WORLD_SIZE"), _number("MASTER_PORT")
+    rank, size = _number("RANK"), _number("WORLD_SIZE", most=MOST_RANKS)
+    port = _number("MASTER_PORT", most=_MOST_PORT)
     if rank >= size:
         raise UsageError(
             "RANK counts from 0 to WORLD_SIZE − 1", got=f"RANK={rank}, WORLD_SIZE={size}", do=_START
         )
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     return Meeting(rank, size, address.removeprefix("[").removesuffix("]"), port)
 
 
-def _number(variable: str, default: str = "") -> int:
+def _number(variable: str, default: str = "", most: int = MOST_RANKS) -> int:
     text = os.environ.get(variable, default)
-    if not text.isdigit():
-        do = "set it to how many of the ranks are that" if default else _START
+    number = whole(text)
+    if number is None or number > most:
+        problem = "is too large" if number is not None else "is not set to a number"
         raise UsageError(
-            f"the environment variable {variable} is not set to a number", got=repr(text), do=do
+            f"the environment variable {variable} {problem}",
+            got=repr(text[:80]),
+            expected=f"a whole number, at most {most}",
+            do="set it to how many of the ranks are that" if default else _START,
         )
-    return int(text)
+    return number
 
 
 def agreed(store: TCPStore, token: str, job: str) -> tuple[str, int | None] | None:

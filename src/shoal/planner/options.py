@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.strategy import Strategy
@@ -12,6 +13,7 @@ from shoal.core.names import matched
 from shoal.core.plan import Site
 from shoal.core.registry import named, of
 from shoal.planner.timeline import Predictor
+from shoal.strategies.carried import check_carried
 from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
@@ -154,11 +156,15 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
     """The strategies that may be used, all by default (PlanError for an unknown name)."""
     if strategies is None:
         return tuple(of(Strategy))
-    listed = [] if isinstance(strategies, str) else list(strategies)
-    if not listed:
+    listed = (
+        []
+        if isinstance(strategies, str) or not isinstance(strategies, Iterable)
+        else list(strategies)
+    )
+    if not listed or not all(isinstance(name, str) for name in listed):
         raise PlanError(
             "strategies is a list of names, at least one",
-            got=repr(strategies),
+            got=repr(strategies)[:200],
             do='write ["replicate"]',
         )
     return tuple(named(Strategy, name).name for name in listed)
@@ -167,19 +173,32 @@ def known(strategies: Iterable[str] | None) -> tuple[str, ...]:
 def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
     """Pins by layer name, of which there are `names`; a later pin wins over an earlier one."""
     resolved: dict[str, Option] = {}
+    check_pins(pins)
     for pattern, value in pins.items():
-        if not isinstance(value, str):
-            raise PlanError(
-                f"the pin of {pattern!r} is not a strategy's name",
-                got=repr(value),
-                do='write "factor"',
-            )
         strategy, _, exchange = value.partition(":")
-        named(Strategy, strategy)
-        if exchange and not named(Strategy, strategy).role.is_at_tail:
+        is_at_tail = named(Strategy, strategy).role.is_at_tail
+        if exchange and not is_at_tail:
             exchange = str(exchange_named(exchange))
-        resolved |= dict.fromkeys(matched(pattern, names, "pin", "layer"), (strategy, exchange))
+        layers = matched(pattern, names, "pin", "layer")
+        if exchange:
+            check_carried(layers[0], strategy, exchange)
+        resolved |= dict.fromkeys(layers, (strategy, exchange))
     return resolved
+
+
+def check_pins(pins: Any) -> None:
+    """Raise PlanError for what is no mapping from layers to names of strategies."""
+    form = 'write for instance pins={"classifier.*": "factor"}'
+    if not isinstance(pins, Mapping):
+        what = "pins is not a mapping from layers to strategies"
+        raise PlanError(what, got=repr(pins)[:200], do=form)
+    for pattern, value in pins.items():
+        if not isinstance(pattern, str):
+            what = "a pin is not by the name of a layer, or a glob"
+            raise PlanError(what, got=repr(pattern)[:200], do=form)
+        if not isinstance(value, str):
+            what = f"the pin of {pattern!r} is not a strategy's name"
+            raise PlanError(what, got=repr(value)[:200], do=form)
 
 
 def common(names: Sequence[str], options: Mapping[str, Sequence[Option]]) -> list[Option]:

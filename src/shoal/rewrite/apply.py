@@ -32,8 +32,9 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
-from shoal.core.registry import named, of
+from shoal.core.registry import named
 from shoal.profiling.identity import content, model_digest, trainable_layers
+from shoal.strategies.carried import check_carried
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,8 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
     if plan.ranks != ranks:
         raise PlanError(
             "the plan is for another number of ranks",
-            got=f"{ranks} ranks",
-            expected=str(plan.ranks),
+            got=f"a plan for {plan.ranks} ranks",
+            expected=f"one for {ranks}",
             do=_REPLAN,
         )
     names = [choice.layer for choice in plan.choices]
@@ -187,7 +188,8 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
         if name not in layers:
             near = difflib.get_close_matches(name, layers, n=3) or layers[:3]
             raise PlanError(
-                f"the plan names a layer {name!r} that the model lacks",
+                "the plan names a layer that the model lacks",
+                got=repr(name)[:200],
                 expected=", ".join(near),
                 do=_REPLAN,
             )
@@ -210,13 +212,12 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
         raise PlanError(
             "the plan was made for another model: the layers' names agree, but not their shapes or "
             "types",
-            got=f"model {model_digest(model)[:12]}",
-            expected=plan.model[:12],
+            got=f"a plan for model {plan.model[:12]}",
+            expected=f"one for {model_digest(model)[:12]}",
             do=_REPLAN,
         )
     for choice in plan.choices:
-        if named(Strategy, choice.strategy).role.takes_exchange:
-            exchange_named(choice.exchange)
+        check_carried(choice.layer, choice.strategy, choice.exchange)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
 
 
@@ -231,21 +232,7 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
                 where=f"layer {choice.layer}",
                 do='let servers own every layer ("server"), or set the plan\'s staleness to 0',
             )
-        if strategy.role.takes_exchange:
-            if not strategy.takes(exchange_named(choice.exchange)):
-                raise PlanError(
-                    f"{choice.exchange} cannot carry {choice.strategy}",
-                    where=f"layer {choice.layer}",
-                    expected="one of " + ", ".join(carriers(strategy)),
-                    do="change the layer's exchange",
-                )
-        elif choice.exchange and not strategy.role.is_at_tail:
-            raise PlanError(
-                f"{choice.strategy} takes no exchange",
-                where=f"layer {choice.layer}",
-                got=choice.exchange,
-                do='leave its "exchange" empty',
-            )
+        check_carried(choice.layer, choice.strategy, choice.exchange)
         reason = strategy.refusal(placed.layer(choice.layer), cluster)
         if reason is not None:
             raise PlanError(
@@ -277,11 +264,6 @@ def sites(plan: Plan, layers: Mapping[str, Layer]) -> list[Site]:
 def cuts(plan: Plan) -> bool:
     """Whether any layer is cut over the ranks."""
     return any(named(Strategy, choice.strategy).role.is_cut for choice in plan.choices)
-
-
-def carriers(strategy: Strategy) -> list[str]:
-    """Names of the exact exchanges that a strategy takes."""
-    return [name for name, kind in of(Exchange).items() if kind.exact and strategy.takes(kind())]
 
 
 def align(model: nn.Module, comm: Comm) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
+from shoal.core.errors import UsageError
 from shoal.engine.border import Border
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weigher, Weight, rows
@@ -239,10 +241,26 @@ class _Counted:
         assert self._border is not None
         self._border.check()
         with torch.no_grad():
-            count = float(self._count(output, target))
+            count = _number(self._count(output, target))
         weight = self._weigher.weight(count, (output, target))
         self._border.engine.called(weight, asks=True)  # what is added to the loss is not weighed
         return self._border.outward(loss, weight)
+
+
+def _number(count: Any) -> float:
+    """What `count` has given, as a number of terms (UsageError where it is none)."""
+    try:
+        number = float(count)
+    except (TypeError, ValueError, RuntimeError):  # also of a tensor with several numbers
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(
+            "count gives no number of terms of the loss",
+            got=repr(count)[:80],
+            expected="a finite number, at least 0",
+            do="give for instance count=lambda output, y: len(y)",
+        )
+    return number
 
 
 def _argument_names(function: Callable[..., Any] | None) -> list[str]:
