@@ -153,7 +153,7 @@ class Comm(ABC):
                     got=f"rank {rank}: {text}; rank {self.rank}: {purpose}",
                     do="where layers are cut, on every rank alike: call the model (also to "
                     "evaluate) and state_dict(), "
-                    "read cut parameters and gradients; or let none be cut: "
+                    "read cut parameters and gradients, or let none be cut: "
                     'strategies=["replicate", "factor"]',
                     rank=rank,
                 )

@@ -61,7 +61,7 @@ class Sample:
             raise SampleError(
                 "the sample has a target, but there is no loss_fn to take it",
                 got=f"y = {describe(y)}",
-                do="give a loss_fn; or, where the model returns its own loss, put the target into "
+                do="give a loss_fn, or, where the model returns its own loss, put the target into "
                 "x and None for y",
             )
         return cls(model, loss_fn, x, y)

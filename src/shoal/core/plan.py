@@ -71,11 +71,13 @@ class Site:
 class Plan:
     """Choices for every layer with parameters, in the order in which backward finishes them.
 
-    `bucket_bytes` bounds how much is put into one bucket (a larger single layer is a bucket of its
-    own; one that owners update is cut), `lanes` is the number of exchanges in flight at once,
-    `predicted_s` the step time that the planner expects. With a `staleness` other than 0 workers
-    run ahead of one another (strategies/server.py). `placement` says who owns what
-    (core/placement.py): a policy's name, or ranks by dotted name or glob.
+    * `bucket_bytes` bounds how much is put into one bucket. A larger layer is a bucket of its own.
+      If owners update it, it is cut.
+    * `lanes` is the number of exchanges in flight at once.
+    * `predicted_s` is the step time that the planner expects.
+    * With a `staleness` other than 0 workers run ahead of one another (strategies/server.py).
+    * `placement` says who owns what (core/placement.py): a policy's name, or ranks by dotted name
+      or glob.
     """
 
     ranks: int

@@ -80,7 +80,7 @@ class Weigher:
                     "compute the same "
                     "gradients",
                     where="the first forward",
-                    do="wrap the loader on every rank: loader = shoal.shard(loader); or, where "
+                    do="wrap the loader on every rank: loader = shoal.shard(loader), or, where "
                     "inputs are the same on "
                     "purpose, give parallelize samples whose targets differ",
                 )

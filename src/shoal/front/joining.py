@@ -52,7 +52,7 @@ class Served(SystemExit):
 
 
 def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
-    """Join the other ranks, as torchrun's environment says; without it this process is alone.
+    """Join the other ranks, as torchrun's environment says. Without it this process is alone.
 
     Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server").
     On those this call serves until the workers have ended, and then raises `Served`. Where
@@ -66,11 +66,11 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
-        This process's place among the workers; `rank` is `size` or more on a tail host. A second
+        This process's place among the workers. `rank` is `size` or more on a tail host. A second
         call gives the same.
 
     Raises:
-        MissingRank: a rank did not start in time; it is named.
+        MissingRank: a rank did not start in time. It is named.
         UsageError: torchrun's variables are incomplete, or differ between ranks.
         WorldError: on a server, a rank was lost.
         Served: on a server, behind its work. Not caught, it ends the script, with exit code 0.
@@ -110,7 +110,7 @@ def serve(
         timeout_s, start_timeout_s: as for `init`.
 
     Raises:
-        MissingRank: a rank did not start in time; it is named.
+        MissingRank: a rank did not start in time. It is named.
         UsageError: this rank is a worker, or torchrun's variables are incomplete.
         WorldError: a rank was lost, or workers ask for different things.
 

@@ -88,17 +88,17 @@ def parallelize(
     After `loss.backward()` every `.grad` is the mean over the global batch, the same on every rank.
 
     Args:
-        model: any module; names, state_dict keys and parameter objects stay as they are. Compile
+        model: any module. Names, state_dict keys and parameter objects stay as they are. Compile
             blocks afterwards.
-        loss_fn: a module or function of (output, target) that gives a mean over local rows; None
+        loss_fn: a module or function of (output, target) that gives a mean over local rows. None
             where the model returns its own loss.
         optimizer: one optimizer, or a list of them.
         sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or
-            a dict of keyword arguments of the model; y the target, None without a loss_fn.
+            a dict of keyword arguments of the model. y is the target, None without a loss_fn.
         plan: "auto", a `Plan`, or the path of a saved one.
         pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange
             ("replicate:ring").
-        strategies: names of the strategies that the planner may use; all by default.
+        strategies: names of the strategies that the planner may use. By default all.
         count: a function of (output, target) that gives how many terms the local mean is over,
             where that is not the number of rows (ignore_index, token losses). Without a loss_fn its
             target is what the model was called with. Each step waits for the number, so on a GPU it
@@ -115,7 +115,7 @@ def parallelize(
             there are any), or a rank by dotted layer or parameter name or glob, as {"head.*": 0};
             those layers are then given to owners, the rest is balanced.
         memory_limit: bytes that a rank may hold between steps for parameters, gradients, buckets
-            and optimizer state; layers are given to owners, or cut over the ranks, until they are
+            and optimizer state. Layers are given to owners, or cut over the ranks, until they are
             kept. `shoal.memory` tells what is held.
         micro_batches: that a batch is cut into where the end of the model runs on hosts of its own
             ("stage").

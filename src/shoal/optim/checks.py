@@ -27,7 +27,7 @@ def check_known(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:
                 "would train its own",
                 where=f"param_groups[{number}], a parameter of shape {tuple(parameter.shape)}",
                 do="before parallelize make it one of the model's (self.scale = "
-                "nn.Parameter(…)); or parallelise "
+                "nn.Parameter(…)), or parallelise "
                 "the model that has it, too",
             )
 

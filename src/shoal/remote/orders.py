@@ -347,7 +347,7 @@ def written_order(order: Order | UpdatePieces) -> Written:
             "the optimizer cannot be sent to the servers",
             got=error.got,
             expected=error.expected,
-            do="keep plain data in its attributes, groups and state; or train without servers",
+            do="keep plain data in its attributes, groups and state, or train without servers",
         ) from error
 
 

@@ -213,7 +213,7 @@ class StageOutput(Tensor):
         ):
             raise UsageError(
                 f"{name} on an output of tail hosts would change a copy of it",
-                do="do it in the loss, or in the model before; or pin the model's end to "
+                do="do it in the loss, or in the model before, or pin the model's end to "
                 'something else than "stage"',
             )
 
@@ -276,7 +276,7 @@ class _Seen(torch.autograd.Function):
         raise UsageError(
             "the output of a tail on hosts of its own goes into something else than the loss",
             do="train by the loss_fn that parallelize returned, called with the model's output as "
-            "it is; or pin the "
+            "it is, or pin the "
             'tail\'s layers to something else than "stage"',
         )
 

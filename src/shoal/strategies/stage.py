@@ -185,7 +185,7 @@ class _Body:
                         "the model's output is not what its end has put out, which runs on tail "
                         "hosts",
                         got=type(output).__name__,
-                        do='return it as it is; or pin the layers to something else than "stage"',
+                        do='return it as it is, or pin the layers to something else than "stage"',
                     )
                 tickets += output.tickets
             for _ in range(len(pieces), tail.micro_batches):

@@ -320,7 +320,7 @@ def _refused(parameter: Tensor, operation: str) -> UsageError:
         f"{operation} on parameter {its_cut.name}, of which this rank has a part, would not reach "
         "the rest",
         where=f"rank {its_cut.comm.rank} of {its_cut.comm.size}",
-        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}; or pin the layer "
+        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}, or pin the layer "
         "to replicate; "
         "if an optimizer does it: use the one that was given to parallelize",
     )
