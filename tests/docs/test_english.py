@@ -1,7 +1,7 @@
 """Plain English, measured: README, pages, docstrings of public names, and error messages.
 
-A page's sentences have 18 words on average and none has more than 35. Of 100 sentences, 5 semicolons
-at most. What is code, a table or a heading is not counted.
+A page's sentences have 18 words on average and none has more than 35. In 100 sentences there are 5
+semicolons at most. What is code, a table or a heading is not counted.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def test_pages(page: Path) -> None:
     Prose.of(page.read_text()).check()
 
 
-@pytest.mark.parametrize(("name", "text"), [*_docstrings()], ids=[name for name, _ in _docstrings()])
+@pytest.mark.parametrize(
+    ("name", "text"), [*_docstrings()], ids=[name for name, _ in _docstrings()]
+)
 def test_docstrings(name: str, text: str) -> None:
     Prose.of(re.sub(r"^Examples:.*", "", text, flags=re.S | re.M)).check()
 
@@ -142,7 +144,8 @@ def test_messages_of_errors() -> None:
 
 
 def test_what_is_measured() -> None:
-    plain = "You say `a; b` so. It is short:\n\n* an item\n* another one [here](x;y)\n\n```\ncode; code\n```\n"
+    items = "* an item\n* another one [here](x;y)"
+    plain = f"You say `a; b` so. It is short:\n\n{items}\n\n```\ncode; code\n```\n"
     assert Prose.of(plain).sentences == (
         "You say `a; b` so.",
         "It is short:",
