@@ -28,6 +28,7 @@ from shoal.contracts.versions import Versions, versions
 from shoal.core.errors import MissingRank, RanksDiffer, UsageError
 
 _QUICK_S, _SLOW_S = 0.002, 0.05  # from turn to turn: behind a change, and when nothing changes
+_LOOK_S = 0.1  # how often a rank looks whether there will be no start with it
 _MOST_NAMES = 8
 # what all ranks must be started with: fields of `Here`, and their names for people
 _SETTINGS = {"size": "WORLD_SIZE", "servers": "SHOAL_SERVERS", "tail": "SHOAL_TAIL"}
@@ -138,6 +139,7 @@ class RollCall:
     ) -> None:
         self._values, self._own, self._restarts = values, own, restarts
         self._timeout_s, self._began_s = timeout_s, time.monotonic() if began_s is None else began_s
+        self._look_s = time.monotonic() + _LOOK_S
         self._called: tuple[str, ...] = ()  # the call that this rank has answered, by nonces
 
     def take(self) -> tuple[str, tuple[Here, ...]]:
@@ -167,37 +169,37 @@ class RollCall:
     def _turn(self) -> tuple[str, tuple[Here, ...]] | None:
         """Look at the store once; the start with this process and its ranks, where there is one."""
         self._values.mend()
-        standing = self._values.read(f"here/{self._own.rank}", Here)
-        if standing is None:  # a stranger has written over it
-            self._values.write(f"here/{self._own.rank}", self._own)
-        elif standing.nonce != self._own.nonce:
-            raise self._replaced(standing)
         if self._own.rank == 0:
-            self._conduct()
+            if everyone := self._conduct():
+                return identity(self._called), everyone
         else:
             self._answer()
-        start = self._values.read(GO, str)
-        if start is not None and start == identity(self._called) and (roll := self._roll(start)):
-            return start, roll
-        self._check_end(start)
+            start = self._values.read(GO, str)
+            if start == identity(self._called) and (everyone := self._roll(start)):
+                return start, everyone
+        if time.monotonic() > self._look_s:
+            self._look_s = time.monotonic() + _LOOK_S
+            self._check_place()
+            self._check_end()
         return None
 
-    def _conduct(self) -> None:
-        """Rank 0: call who is here, and say go when all have answered."""
+    def _conduct(self) -> tuple[Here, ...]:
+        """Rank 0: call who is here, and say go when all have answered; all ranks, if they have."""
         own = self._own
         others = [self._values.read(f"here/{rank}", Here) for rank in range(1, own.size)]
-        ranks = [own, *others]
-        self._called = tuple(here.nonce if here else "" for here in ranks)
-        start = identity(self._called)
-        if self._values.read("call", tuple[str, ...]) != self._called:
-            self._values.write("call", self._called)
-        answered = tuple(
-            here for here in ranks if here and (here is own or self._said(here, start))
-        )
+        called = tuple(here.nonce if here else "" for here in (own, *others))
+        start = identity(called)
+        if called != self._called or self._values.read("call", tuple[str, ...]) != called:
+            self._called = called
+            self._values.write("call", called)
+        answered = (own, *(here for here in others if here and self._said(here, start)))
         unlike = any(here.problem or own.refuses(here) for here in answered)
-        if len(answered) == own.size or unlike:  # who is unlike says so without waiting for more
-            self._values.write(f"roll/{start}", answered)
-            self._values.write(GO, start, lasting=True)  # the launcher reads it at the end
+        if len(answered) < own.size and not unlike:
+            return ()
+        self._check_place()
+        self._values.write(f"roll/{start}", answered)  # also of some, since who is unlike says so
+        self._values.write(GO, start, lasting=True)  # the launcher reads it at the end
+        return answered
 
     def _answer(self) -> None:
         """Another rank: answer the call that names this process."""
@@ -212,12 +214,21 @@ class RollCall:
     def _roll(self, start: str) -> tuple[Here, ...]:
         return self._values.read(f"roll/{start}", tuple[Here, ...]) or ()
 
-    def _check_end(self, start: str | None) -> None:
+    def _check_place(self) -> None:
+        """Raise where another process has taken this one's place."""
+        standing = self._values.read(f"here/{self._own.rank}", Here)
+        if standing is None:  # a stranger has written over it
+            self._values.write(f"here/{self._own.rank}", self._own)
+        elif standing.nonce != self._own.nonce:
+            raise self._replaced(standing)
+
+    def _check_end(self) -> None:
         """Raise where it is over, or the others have started without this process."""
         over = self._values.read("over", Over)
         if over is not None and (self._own.nonce in over.heard or not self._restarts):
             raise self._not_all(over.missing)
-        if start is not None and not self._restarts:
+        start = self._values.read(GO, str)
+        if start is not None and start != identity(self._called) and not self._restarts:
             self._check_among(self._roll(start))
 
     def _check_among(self, others: Sequence[Here]) -> None:
