@@ -4,6 +4,7 @@
 # make test       the quick set of the tests: every kind of case, not every combination
 # make test-all   all tests
 # make test-rest  those that `make test` leaves out
+# make test-gpu   what needs a GPU, and the equivalence tests with models on it (one GPU is enough)
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in build/site
 #
@@ -14,7 +15,7 @@ BIN := .venv/bin
 
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-all test-rest lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -27,6 +28,9 @@ test-all: .venv/ready
 
 test-rest: .venv/ready
 	$(PYTEST) -m slow
+
+test-gpu: .venv/ready
+	SHOAL_TEST_DEVICE=cuda $(PYTEST) -m "not slow" tests/gpu tests/equivalence tests/faults/test_lost_ranks.py
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests examples benchmarks

@@ -1,9 +1,10 @@
 """What the engine costs on one GPU: plain PyTorch, and the same model under Shoal, in turn.
 
-One process. The engine is forced on over a loopback exchange that copies every bucket and adds the
-copy to it, on the lane's stream, as a network would beside the compute. Printed for each model: the
-step's median under both, their ratio round by round with a 95 % interval, peak memory, how far the
-parameters are apart behind the same steps, and each call of CUDA's that waits, by thread.
+One process. The engine is forced on over a loopback exchange that copies every bucket and takes the
+mean of both, on the lane's stream, as a network would beside the compute. DDP stands beside it,
+alone in its world. Printed for each: the step's median, its ratio to plain PyTorch round by round
+with a 95 % interval, memory, and each call of CUDA's that waits, by thread; and how far parameters
+are apart behind the same steps.
 
     python benchmarks/gpu_overhead.py --rounds 9 --steps 10
 """
@@ -17,13 +18,16 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import shoal
@@ -47,7 +51,7 @@ _WAITS = ("Synchronize", "cudaMemcpy ", "cudaFree", "cudaHostAlloc")
 
 @dataclass(frozen=True)
 class Loopback(SplitExchange):
-    """Copies what a network would bring, and adds it: half of the sum each."""
+    """Copies what a network would bring, and takes the mean of both: the bits stay as they are."""
 
     name: ClassVar[str] = "loopback"
 
@@ -57,8 +61,7 @@ class Loopback(SplitExchange):
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         for part in slices:
-            part.mul_(0.5)
-            part.add_(part.clone())
+            part.lerp_(part.clone(), 0.5)
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         for part in slices:
@@ -85,15 +88,15 @@ class Work:
         self.optimizer.step()
 
 
-def resnet50(rows: int = 128) -> tuple[nn.Module, Tensor, Tensor]:
+def resnet50(rows: int = 256) -> tuple[nn.Module, Tensor, Tensor]:
     """ResNet-50 on images of 224 x 224, channels last."""
     x = torch.randn(rows, 3, 224, 224, device="cuda").to(memory_format=torch.channels_last)
     model = ResNet50().cuda().to(memory_format=torch.channels_last)
     return model, x, torch.randint(1000, (rows,), device="cuda")
 
 
-def gpt(rows: int = 8, context: int = 1024) -> tuple[nn.Module, Tensor, Tensor]:
-    """GPT-2's smallest size, with a head of its own: 163 M parameters, 124 M without it."""
+def gpt(rows: int = 16, context: int = 1024) -> tuple[nn.Module, Tensor, Tensor]:
+    """GPT-2's smallest size: 124 M parameters, of which the head shares the letters'."""
     model = GPT(50304, context, width=768, num_blocks=12, num_heads=12).cuda()
     model.head.weight = model.letter.weight
     x, y = torch.randint(50304, (2, rows, context), device="cuda")
@@ -110,15 +113,16 @@ def attached(work: Work, strategy: str) -> Work:
     choices = tuple(
         Choice(layer.name, strategy, "loopback") for layer in reversed(trainable_layers(work.model))
     )
-    plan = Plan(1, model_digest(work.model), choices, bucket_bytes=25 << 20, lanes=2)
+    plan = Plan(1, model_digest(work.model), choices, bucket_bytes=50 << 20, lanes=2)
     attach(current(), work.model, work.loss_fn, [work.optimizer], plan, inputs_alike=True)
     return work
 
 
-def made(name: str, seed: int = 0) -> Work:
+def made(name: str, rows: int | None) -> Work:
     """A model and its optimizer, the same at every call."""
-    torch.manual_seed(seed)
-    model, x, y = {"resnet50": resnet50, "gpt": gpt}[name]()
+    torch.manual_seed(0)
+    make = {"resnet50": resnet50, "gpt": gpt}[name]
+    model, x, y = make() if rows is None else make(rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     return Work(model, optimizer, F.cross_entropy if name == "resnet50" else letters_loss, x, y)
 
@@ -157,40 +161,72 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
     return medians[50], medians[1950]
 
 
-def compare(name: str, strategy: str, rounds: int, steps: int) -> None:
-    """Print the figures of one model under one strategy."""
-    plain, peaks, figures = made(name), {}, {"plain": [], "shoal": []}
-    torch.cuda.reset_peak_memory_stats()
+def peak(work: Work) -> int:
+    """Bytes on the GPU at a step's peak, above what is kept between steps."""
+    seconds(work, 1)
     before = torch.cuda.memory_allocated()
-    seconds(plain, 3)
-    peaks["plain"] = torch.cuda.max_memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    seconds(work, 1)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kept(make: Callable[[], Work]) -> tuple[Work, int]:
+    """A work behind three steps, and the bytes that it has on the GPU."""
+    before = torch.cuda.memory_allocated()
+    work = make()
+    for _ in range(3):
+        work.step()
+    torch.cuda.synchronize()
+    return work, torch.cuda.memory_allocated() - before
+
+
+def apart(one: nn.Module, other: nn.Module) -> float:
+    """How far two models' parameters are apart: the norm of the difference over the norm."""
+    both = zip(one.parameters(), other.parameters(), strict=True)
+    pairs = [(a.detach(), b.detach()) for a, b in both]
+    difference = torch.stack([(a - b).norm() for a, b in pairs]).norm()
+    return float(difference / torch.stack([a.norm() for a, _ in pairs]).norm())
+
+
+def in_ddp(work: Work) -> Work:
+    """The same in DDP, alone in its world."""
+    model = DistributedDataParallel(work.model, gradient_as_bucket_view=True, static_graph=True)
+    return replace(work, model=model)
+
+
+def compare(name: str, rows: int | None, strategy: str, rounds: int, steps: int) -> None:
+    """Print the figures of one model under one strategy."""
     with using(ThreadComm()):
-        other = attached(made(name), strategy)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        seconds(other, 3)
-        peaks["shoal"] = torch.cuda.max_memory_allocated() - before
-        apart = max(
-            float((a - b).abs().max() / a.abs().max().clamp(min=1e-4))
-            for a, b in zip(plain.model.parameters(), other.model.parameters(), strict=True)
-        )
+        contenders, bytes_kept = {}, {}
+        makers: dict[str, Callable[[], Work]] = {
+            "plain": partial(made, name, rows),
+            "shoal": lambda: attached(made(name, rows), strategy),
+            "ddp": lambda: in_ddp(made(name, rows)),
+        }
+        for who, make in makers.items():
+            contenders[who], bytes_kept[who] = kept(make)
+        again, _ = kept(makers["plain"])
+        error = apart(contenders["plain"].model, contenders["shoal"].model)
+        noise = apart(contenders["plain"].model, again.model)
+        del again
+        figures: dict[str, list[float]] = {who: [] for who in contenders}
         for _ in range(rounds):
-            figures["plain"].append(seconds(plain, steps))
-            figures["shoal"].append(seconds(other, steps))
-        ratios = [b / a for a, b in zip(*figures.values(), strict=True)]
-        low, high = interval(ratios)
-        medians = {who: statistics.median(times) * 1e3 for who, times in figures.items()}
-        print(
-            f"{name}, {strategy}: plain {medians['plain']:.2f} ms, "
-            f"shoal {medians['shoal']:.2f} ms, "
-            f"ratio {statistics.median(ratios):.3f} ({low:.3f}-{high:.3f}); apart {apart:.1e}; "
-            f"above what is kept {peaks['plain'] / 2**20:.0f} and {peaks['shoal'] / 2**20:.0f} MiB",
-            flush=True,
-        )
-        print("  waits of plain:", waits(plain), "\n  waits of shoal:", waits(other), flush=True)
+            for who, work in contenders.items():
+                figures[who].append(seconds(work, steps))
+        print(f"{name}, {strategy}; shoal is {error:.1e} from plain, plain from itself {noise:.1e}")
+        for who, work in contenders.items():
+            ratios = [a / b for a, b in zip(figures[who], figures["plain"], strict=True)]
+            low, high = interval(ratios)
+            print(
+                f"  {who}: {statistics.median(figures[who]) * 1e3:.2f} ms, "
+                f"{statistics.median(ratios):.3f} of plain ({low:.3f}-{high:.3f}), "
+                f"{bytes_kept[who] / 2**20:.0f} MiB kept, {peak(work) / 2**20:.0f} MiB above; "
+                f"waits: {waits(work)}",
+                flush=True,
+            )
         torch.cuda.set_sync_debug_mode("error")
         try:
-            other.step()
+            contenders["shoal"].step()
             print("  no synchronising call", flush=True)
         except RuntimeError as error:
             print("  synchronises:", str(error).splitlines()[0], flush=True)
@@ -202,15 +238,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rows", type=int, help="of a batch: by default 256 images, 16 texts")
     parser.add_argument("--models", nargs="+", default=["resnet50", "gpt"])
     parser.add_argument("--strategies", nargs="+", default=["replicate", "sliced"])
     options = parser.parse_args()
     shoal.register(Loopback)
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29555", rank=0, world_size=1)
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     for model in options.models:
         for strategy in options.strategies:
-            compare(model, strategy, options.rounds, options.steps)
+            compare(model, options.rows, strategy, options.rounds, options.steps)
             torch.cuda.empty_cache()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

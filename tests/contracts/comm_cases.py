@@ -51,6 +51,20 @@ def receives_match_sends_in_the_order_they_were_posted(comm: Comm) -> None:
     assert [int(tensor[0]) for tensor in landed] == [10 * before + number for number in range(3)]
 
 
+def reduce_scatter_sums_each_slice_at_its_owner(comm: Comm) -> None:
+    """Also slices of unlike sizes, and one that is empty."""
+    sizes = [3, 0, 5]
+    slices = [values(comm.rank, size) for size in sizes]
+    comm.reduce_scatter(slices)
+    expected = sum(values(rank, sizes[comm.rank]) for rank in range(comm.size))
+    assert torch.equal(slices[comm.rank], expected)
+
+
+def collectives_take_tensors_of_the_host(comm: Comm) -> None:
+    assert comm.carries(torch.device("cpu"))
+    assert not comm.carries(torch.device("meta"))
+
+
 def a_tensor_may_be_changed_when_its_send_has_been_waited_for(comm: Comm) -> None:
     before, after = neighbours(comm)
     sent, landed = values(comm.rank, 1000), torch.empty(1000, dtype=torch.float64)
@@ -280,6 +294,8 @@ PEACEFUL = {
         channels_do_not_mix_even_under_one_name,
         threads_may_each_use_a_channel_of_their_own,
         all_reduce_gives_the_sum_and_the_same_bits,
+        reduce_scatter_sums_each_slice_at_its_owner,
+        collectives_take_tensors_of_the_host,
         all_gather_and_all_to_all_take_tensors_of_any_sizes,
         broadcast_copies_any_roots_tensor,
         gathered_objects_are_copies_in_rank_order,

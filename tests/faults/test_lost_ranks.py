@@ -58,10 +58,11 @@ world = shoal.init(timeout_s=float(os.environ["TIMEOUT_S"]), start_timeout_s=60)
 assert shoal.init() == world
 hosts = tuple(str(rank) for rank in range(world.size))
 current().cluster = shoal.Cluster(shoal.Topology(hosts), Link(1e-4, 1e8), 1.0)
-generator = torch.Generator().manual_seed(world.rank)
+generator, device = torch.Generator().manual_seed(world.rank), os.environ["SHOAL_TEST_DEVICE"]
 def batch():
-    return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
-model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+    return x.to(device), y.to(device)
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(device)
 loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
 faults = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -167,6 +168,7 @@ def launched(case: Case) -> tuple[int, ...]:
         "WHO": str(case.who),
         "AT": case.at,
         "TIMEOUT_S": str(case.timeout_s),
+        "SHOAL_TEST_DEVICE": os.environ.get("SHOAL_TEST_DEVICE", "cpu"),
         "SHOAL_TEST": str(os.getpid()),
     }
     job = Job(

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.profiling import layers
+from shoal.session.session import current
 
 layers._FEWEST = layers._MOST = 1  # what is compared does not depend on how exactly times are known
 ROWS, STEPS = 12, 4
@@ -73,6 +74,8 @@ PINS = {
     "replicate:allreduce": {"*": "replicate:allreduce"},
     "sliced:direct": {"*": "sliced:direct"},
     "sliced:ring": {"*": "sliced:ring"},
+    "replicate:collective": {"*": "replicate:collective"},
+    "sliced:collective": {"*": "sliced:collective"},
     "factor": {"*": "replicate", "widen": "factor", "narrow": "factor"},
     "column, row": {"*": "replicate", "widen": "column", "narrow": "row"},
     "pair": {"*": "sliced", "widen": "column_pair", "narrow": "row_pair"},
@@ -94,8 +97,8 @@ CASES = [
 ]
 
 
-def batches(case: Case, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Whole batches, the same on every rank."""
+def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
+    """Whole batches at the host, the same on every rank; pinned, as a loader has them."""
     drawn = torch.Generator().manual_seed(1)
     found = []
     for _ in range(STEPS):
@@ -105,15 +108,22 @@ def batches(case: Case, device: torch.device) -> list[tuple[Tensor, Tensor]]:
             x = x.to(memory_format=torch.channels_last)
         else:
             x = torch.randint(13, (ROWS, 5), generator=drawn)
-        found.append((x.to(device), y.to(device)))
+        found.append((x, y))
     return found
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """In memory that the GPU reads by itself, where there is one."""
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def train(case: Case, model: nn.Module, loss_fn: Any, optimizer: Any, rows: Any) -> list[Tensor]:
     """The ordinary loop; the parameters behind it."""
     half = case.autocast == torch.float16
-    scaler = torch.amp.GradScaler(rows[0][0].device.type, init_scale=2.0**10, enabled=half)
-    for x, y in rows:
+    device = next(model.parameters()).device
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=half)
+    for x, y in (map(pinned, batch) for batch in rows):
+        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
         precision = torch.autocast(x.device.type, case.autocast) if case.autocast else nullcontext()
         with precision:
             loss = loss_fn(model(x), y)
@@ -131,7 +141,7 @@ def of(case: Case, world: shoal.World, device: torch.device) -> float:
     model = case.model().to(device, case.dtype)
     if case.model is images:
         model = model.to(memory_format=torch.channels_last)
-    alone, whole = copy.deepcopy(model), batches(case, device)
+    alone, whole = copy.deepcopy(model), batches(case)
     expected = train(
         case, alone, nn.CrossEntropyLoss(), torch.optim.AdamW(alone.parameters(), lr=0.01), whole
     )
@@ -139,8 +149,9 @@ def of(case: Case, world: shoal.World, device: torch.device) -> float:
     begin, end = (0, cut) if world.rank == 0 else (cut, ROWS)
     rows = [(x[begin:end], y[begin:end]) for x, y in whole]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sample = tuple(part.to(device) for part in rows[0])
     model, loss_fn, optimizer = shoal.parallelize(
-        model, nn.CrossEntropyLoss(), optimizer, sample=rows[0], pins=case.pins, **case.options
+        model, nn.CrossEntropyLoss(), optimizer, sample=sample, pins=case.pins, **case.options
     )
     if case.compiled:
         model.widen.compile()
@@ -156,6 +167,9 @@ def main() -> None:
     """Train every case that is asked for, or all."""
     world = shoal.init(timeout_s=60)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    carried = device.type == "cuda" and current().comm.carries(device)
+    if world.rank == 0:
+        print("carried by NCCL:", carried, flush=True)
     chosen = [case for case in CASES if case.name in sys.argv[1:] or len(sys.argv) == 1]
     failed = []
     for case in chosen:

@@ -23,8 +23,8 @@ from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link, Topology
 from shoal.core.pieces import cut
 from shoal.exchange.direct import Direct
+from shoal.front.cluster import measured_cluster
 from shoal.front.joining import using
-from shoal.front.parallel import measured_cluster
 from shoal.profiling.paces import probe_duplex, probe_moves, probe_paces, probe_pack
 from shoal.servers.servers import serve
 

@@ -184,13 +184,13 @@ class ProcessGroupComm(Comm):
 
     def all_reduce(self, tensor: Tensor) -> None:
         carried = tensor if self.carries(tensor.device) else staged(tensor)
-        self._inside.run(partial(dist.all_reduce, carried, group=self._group))
+        self._call(carried, partial(dist.all_reduce, carried, group=self._group))
         if carried is not tensor:
             tensor.copy_(carried, non_blocking=True)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         carried = tensor if self.carries(tensor.device) else staged(tensor)
-        self._inside.run(partial(dist.broadcast, carried, group=self._group, group_src=root))
+        self._call(carried, partial(dist.broadcast, carried, group=self._group, group_src=root))
         if carried is not tensor and self.rank != root:
             tensor.copy_(carried, non_blocking=True)
 
@@ -206,17 +206,55 @@ class ProcessGroupComm(Comm):
         return self._inside.beside(call)
 
     def carries(self, device: torch.device) -> bool:
-        """Whether the library's collectives take a tensor there; every rank calls this at once.
+        """Whether collectives take tensors of that device as they are (itself a collective).
 
         Gloo takes those of the host. NCCL takes those of GPUs, if every rank has one of its own.
         """
         if device.type != "cuda":
             return device.type == "cpu"
         if self._has_nccl is None:
-            own = str(torch.cuda.get_device_properties(device).uuid) if _has_nccl() else None
-            devices = self.gather_objects(own)
+            devices = self.gather_objects(_as_nccl_knows(device))
             self._has_nccl = None not in devices and len(set(devices)) == self.size
         return self._has_nccl
+
+    def reduce_scatter(self, slices: Sequence[Tensor]) -> None:
+        if self._by_nccl(slices):
+            own, parts = slices[self.rank], list(slices)
+            self._call(own, partial(dist.reduce_scatter, own, parts, group=self._group))
+        else:
+            super().reduce_scatter(slices)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        if self._by_nccl(outputs):
+            self._call(tensor, partial(dist.all_gather, list(outputs), tensor, group=self._group))
+        else:
+            super().all_gather(outputs, tensor)
+
+    def start_all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        if not self._by_nccl([*outputs, *inputs]):
+            return super().start_all_to_all(outputs, inputs)
+        with self._inside:
+            work = dist.all_to_all(list(outputs), list(inputs), group=self._group, async_op=True)
+        assert work is not None
+        # this thread's stream waits for it, and not the host
+        return partial(self._call, inputs[0], work.wait)
+
+    def _call(self, tensor: Tensor, call: Callable[[], object]) -> None:
+        """Call the library: for the host's tensors beside this thread, which gloo may block.
+
+        NCCL only queues, on this thread's stream.
+        """
+        if tensor.device.type == "cpu":
+            self._inside.run(call)
+        else:
+            with self._inside:
+                call()
+
+    def _by_nccl(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether NCCL takes these, which are all on one device."""
+        return tensors[0].device.type == "cuda" and self.carries(tensors[0].device)
 
     def channel(self, name: str, *, idle: bool = False) -> ProcessGroupComm:
         """A process group of its own; RanksDiffer where another rank makes another channel now."""
@@ -445,6 +483,14 @@ def _backend() -> str:
 
 def _has_nccl() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
+
+
+def _as_nccl_knows(device: torch.device) -> str | None:
+    """What NCCL tells this rank's GPU by, or None without NCCL: it refuses two ranks on one."""
+    if not _has_nccl():
+        return None
+    host = os.environ.get("NCCL_HOSTID", "")  # what NCCL takes for the host, if it is set
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
 
 
 def _seconds(seconds: float) -> datetime.timedelta:

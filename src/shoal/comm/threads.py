@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from threading import Condition, Lock, Thread
 from typing import Any, TypeVar, final
 
+import torch
 from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
@@ -285,7 +286,9 @@ def run(
 
     def serve(rank: int) -> None:
         try:
-            results[rank] = Context().run(work, ThreadComm(rank, hub))
+            # a GPU has one thread for the backwards of all ranks, who would wait for one another
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = Context().run(work, ThreadComm(rank, hub))
         except BaseException as error:
             failed.append(rank)
             hub.abort(rank, error)

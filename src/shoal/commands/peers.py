@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from shoal.contracts.sample import called, own_loss
 from shoal.core.errors import ShoalError, UsageError
+from shoal.session.session import current
 
 DDP_CANDIDATES_MB = (1, 4, 25, 100)  # 25 is torch's default
 
@@ -80,8 +81,13 @@ def plain(work: Workload) -> Peer:
 def ddp(work: Workload, bucket_cap_mb: float = 25) -> Peer:
     """torch's DistributedDataParallel, all its promises made."""
     _need_group()
+    model = work.model()
     model = DistributedDataParallel(
-        work.model(), bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True, static_graph=True
+        model,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+        process_group=_group_for(model),
     )
     model.broadcast_buffers = False  # not as an argument: torch 2.13 renamed that
     return Peer(f"ddp, {bucket_cap_mb:g} MB buckets", model, work)
@@ -191,6 +197,16 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
         elif any(True for _ in child.parameters()):
             yield child
+
+
+def _group_for(model: nn.Module) -> dist.ProcessGroup | None:
+    """Gloo's, where ranks share a GPU, which NCCL refuses; else the default group."""
+    device = next(model.parameters()).device
+    if device.type == "cpu" or current().comm.carries(device):
+        return None
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _need_group() -> None:

@@ -26,8 +26,9 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.front.cluster import measured_cluster
 from shoal.front.joining import init, is_tail_host, serve_and_end
-from shoal.front.parallel import measured_cluster, parallelize, shard
+from shoal.front.parallel import parallelize, shard
 from shoal.front.recipe import Recipe
 from shoal.planner.explain import explain
 from shoal.planner.sharing import plan_for

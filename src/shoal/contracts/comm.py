@@ -125,6 +125,21 @@ class Comm(ABC):
             )
             self.finish([self.receive(incoming, left), self.send(outgoing, right)])
 
+    def carries(self, device: torch.device) -> bool:
+        """Whether collectives take tensors of that device as they are (itself a collective).
+
+        Otherwise these go by way of the host.
+        """
+        return device.type == "cpu"
+
+    def reduce_scatter(self, slices: Sequence[Tensor]) -> None:
+        """Sum every rank's `slices[r]` into rank r's, in place; of the others nothing is said."""
+        own = slices[self.rank]
+        coming = [own if r == self.rank else torch.empty_like(own) for r in range(self.size)]
+        self.all_to_all(coming, slices)
+        for rank in self.others:
+            own.add_(coming[rank])
+
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
         """Give every rank each rank's tensor; `outputs[r]` has the size of rank r's."""
         self.all_to_all(outputs, [tensor] * self.size)
@@ -169,7 +184,8 @@ class Comm(ABC):
         """Start that, and give what waits until it is done; inputs must not change till then."""
         pending = [self.receive(outputs[r], r) for r in self.others if outputs[r].numel()]
         pending += [self.send(inputs[r], r) for r in self.others if inputs[r].numel()]
-        outputs[self.rank].copy_(inputs[self.rank])
+        if outputs[self.rank] is not inputs[self.rank]:
+            outputs[self.rank].copy_(inputs[self.rank])
 
         def finish() -> None:
             begin_s = perf_counter()

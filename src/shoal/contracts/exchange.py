@@ -181,6 +181,8 @@ class Exchange(Contract, ABC):
     group: ClassVar[str] = "shoal.exchanges"
     # True: it calls the network library's own collective, on GPUs NCCL's
     native: ClassVar[bool] = False
+    # False: it is worth its time only where the library carries tensors of GPUs
+    at_host: ClassVar[bool] = True
     # False: the result is not the sum (to measure headroom); never chosen by itself
     exact: ClassVar[bool] = True
 

@@ -67,6 +67,9 @@ def line(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 def unlined(flat: Tensor, parameter: Tensor) -> Tensor:
     """The line in the parameter's shape and strides; a view."""
+    plain = flat.view(parameter.shape)
+    if plain.stride() == parameter.stride():
+        return plain
     order = _order(parameter)
     back = sorted(range(len(order)), key=order.__getitem__)
     return flat.view([parameter.shape[dim] for dim in order]).permute(back)

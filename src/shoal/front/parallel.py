@@ -12,9 +12,6 @@ A lone process stops after checking what it was given.
 
 from __future__ import annotations
 
-import math
-import socket
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -24,31 +21,26 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from shoal.codecs.coded import exchange_named
 from shoal.comm.agreement import agreed, from_first
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Exchange
 from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
-from shoal.core.cores import bound_cores, container, quota_cores
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
-from shoal.core.facts import Cluster, Link, ModelProfile
+from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.engine.weights import inputs_alike, warn_of_rows
-from shoal.exchange.direct import Direct
 from shoal.front import feed
+from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.request import Request, checked, exchanges_of, listed, require_same
 from shoal.front.rounding import warn_of_rounding
 from shoal.optim.extend import extend
-from shoal.planner.search import LANES, repredicted
+from shoal.planner.search import repredicted
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
-from shoal.profiling.links import probe_link
-from shoal.profiling.paces import probe_moves, probe_paces, probe_pack
 from shoal.profiling.tails import tail_of
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tail_hosts import TailHosts
@@ -56,14 +48,11 @@ from shoal.remote.tail_messages import Open
 from shoal.report.stages import Stages
 from shoal.report.text import summary
 from shoal.rewrite.apply import check_served
-from shoal.servers.servers import Servers
 from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.session import Attached, Session, current, ranks
 
 T = TypeVar("T")
-# of a slow link, for a bucket of those that show how its directions hinder one another
-_BUCKET_S = 0.05
 
 
 def parallelize(
@@ -191,7 +180,7 @@ def parallelize(
         warn_of_rows(*sample)
     stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")
-    cluster = measured_cluster(session, exchanges_of(given_plan, pins))
+    cluster = measured_cluster(session, exchanges_of(given_plan, pins), device_of(model))
     give_back_freed()
     stages.done("measuring the links")
     comm.reached("parallelize: planning and rewriting")
@@ -295,7 +284,7 @@ def plan(
     profile = profile_model(
         model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None
     )
-    where = cluster or measured_cluster(current(), exchanges_of(None, pins))
+    where = cluster or measured_cluster(current(), exchanges_of(None, pins), device_of(model))
     return from_first(
         comm,
         Plan,
@@ -396,76 +385,6 @@ def _require_same_batches(comm: Comm, batches: str) -> None:
                 "rows by hand",
                 rank=rank,
             )
-
-
-def measured_cluster(session: Session, asked: Iterable[str] = ()) -> Cluster:
-    """The session's ranks and links, measured at the first call (a collective).
-
-    Exchanges that are `asked` for are measured too, where others were and they were not.
-    """
-    cluster = _measured(session)
-    more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
-    if more and cluster.paces:
-        comm = session.comm
-        sharing = comm.gather_objects(_machine()).count(_machine())
-        lanes = [comm.channel(f"probe{i} of {', '.join(more)}") for i in range(LANES)]
-        paces = probe_paces(comm, cluster.link, more, lanes=lanes, sharing=sharing)
-        for lane in lanes:
-            lane.close()
-        session.cluster = replace(cluster, paces={**cluster.paces, **paces})
-    return _measured(session)
-
-
-def _measured(session: Session) -> Cluster:
-    if session.cluster is None:
-        comm = session.comm
-        seats = comm.gather_objects(
-            (_machine(), (_machine(), container()), bound_cores(), quota_cores())
-        )
-        machines = Counter(machine for machine, _, _, _ in seats)
-        boxes = Counter(box for _, box, _, _ in seats)
-        cores = min(
-            min(bound / machines[machine], quota / boxes[box])
-            for machine, box, bound, quota in seats
-        )
-        if comm.size == 1:
-            session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
-        else:
-            sharing = machines[_machine()]
-            link = probe_link(comm, sharing=sharing)
-            lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
-            usable = {
-                name: exchange
-                for name, exchange in ((name, kind()) for name, kind in of(Exchange).items())
-                if exchange.exact and exchange.fits(comm.topology)
-            }
-            paces = probe_paces(comm, link, usable, lanes=lanes, sharing=sharing)
-            moves = probe_moves(comm, link, Direct(), lane=lanes[0], sharing=sharing)
-            for lane in lanes:
-                lane.close()
-            servers, tail = session.other(Servers), session.other(TailHosts)
-            bucket = min(DEFAULT.least_bytes, int(link.bytes_per_s * _BUCKET_S))
-            duplex = servers.duplex(LANES, bucket) if servers else 1.0
-            session.cluster = Cluster(
-                comm.topology,
-                link,
-                cores,
-                paces,
-                pack_byte_s=probe_pack(comm),
-                servers=servers.hosts if servers else (),
-                tail=tail.hosts if tail else (),
-                moves=moves,
-                duplex=duplex,
-            )
-    return session.cluster
-
-
-def _machine() -> str:
-    """A name for the machine under its containers: ranks with one name share its cores."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()
 
 
 def _chosen(

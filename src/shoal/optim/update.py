@@ -78,6 +78,7 @@ class Update:
         self._transfer = transfer
         self._copy = optimizer
         self._strides = [parameter.stride() for parameter in transfer.parameters]
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by piece: a sum, and its form
         self._tensors = {
             piece: nn.Parameter(_formed_part(piece, piece.parameter)) for piece in transfer.pieces
         }
@@ -137,14 +138,26 @@ class Update:
         members: list[list[Tensor]] = [[] for _ in groups]
         pieces = zip(self._tensors.items(), gradients, strict=True)
         for number, ((piece, tensor), gradient) in enumerate(pieces):
-            tensor.data = _formed_part(piece, piece.parameter)
+            begin = piece.parameter.data_ptr() + piece.start * tensor.itemsize
+            if tensor.data_ptr() != begin:  # the parameter has other memory than before
+                tensor.data = _formed_part(piece, piece.parameter)
             if (step := steps.get(number)) is not None:
                 flat = gradient if step.at_owner else step.gradient
-                tensor.grad = None if flat is None else piece.formed(flat)
+                tensor.grad = self._formed(number, piece, flat)
                 members[step.group].append(tensor)
         filled = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
         make_step(self._copy, filled, attributes)
         return self.values()
+
+    def _formed(self, number: int, piece: Piece, flat: Tensor | None) -> Tensor | None:
+        """A gradient in its parameter's form; of the owner's sums, which stay, made once."""
+        if flat is None:
+            return None
+        known, formed = self._gradients.get(number, (None, None))
+        if known is not flat:
+            formed = piece.formed(flat)
+            self._gradients[number] = flat, formed
+        return formed
 
     def values(self) -> list[Tensor]:
         """The own pieces of the parameters, as they are."""

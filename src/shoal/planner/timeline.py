@@ -100,7 +100,9 @@ class Predictor:
         fitting = {
             name: exchange
             for name, exchange in kinds.items()
-            if exchange.exact and exchange.fits(self.cluster.topology)
+            if exchange.exact
+            and exchange.fits(self.cluster.topology)
+            and (exchange.at_host or name in self.cluster.paces)
         }
         takes = self._strategies[strategy].takes
         return [name for name, exchange in fitting.items() if takes(exchange)]

@@ -16,8 +16,9 @@ to 400 ms: no figure to plan with.)
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -39,6 +40,7 @@ _MOST_ROUNDS = 64
 _PACK_S = 0.1
 _COLD = 64 << 20  # bytes that no cache holds beside as many others
 _DUPLEX_S = 1.0  # of each turn: what the queues of a link hold is used up in a tenth of it
+CPU = torch.device("cpu")
 _COMPUTED = 384  # rows and columns of the product between two moves: some milliseconds
 
 
@@ -49,6 +51,7 @@ def probe_paces(
     *,
     lanes: Sequence[Comm],
     sharing: int = 1,
+    device: torch.device = CPU,
 ) -> dict[str, Pace]:
     """Measure what each exchange takes to move its stated bytes.
 
@@ -58,6 +61,7 @@ def probe_paces(
         exchanges: by name; about a second for each.
         lanes: one channel for each bucket in flight at once; each gets a thread.
         sharing: how many of the ranks run on this rank's machine.
+        device: where the buckets are.
 
     Returns:
         By name, the same on every rank: the slowest rank's. Zeros for an exchange that sends
@@ -68,12 +72,13 @@ def probe_paces(
 
         def run(exchange: Exchange, nbytes: int, rounds: int) -> tuple[float, float]:
             """(seconds, processor seconds) of so many rounds, the slowest rank's."""
-            flats = [torch.zeros(nbytes // 4, device="cpu") for _ in lanes]
+            flats = [torch.zeros(nbytes // 4, device=device) for _ in lanes]
 
             def exchanged(lane: Comm, flat: Tensor) -> None:
-                for _ in range(rounds):
-                    exchange.reduce(flat, lane)
-                    exchange.gather(flat, lane)
+                with own_stream(device):
+                    for _ in range(rounds):
+                        exchange.reduce(flat, lane)
+                        exchange.gather(flat, lane)
 
             def serve(lane: Comm, flat: Tensor) -> None:
                 lane.beside(partial(exchanged, lane, flat))
@@ -110,7 +115,15 @@ def probe_paces(
         return {name: pace(exchange) for name, exchange in exchanges.items()}
 
 
-def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing: int = 1) -> Pace:
+def probe_moves(
+    comm: Comm,
+    link: Link,
+    direct: Exchange,
+    *,
+    lane: Comm,
+    sharing: int = 1,
+    device: torch.device = CPU,
+) -> Pace:
     """Measure what main threads wait for: rows among all ranks, one move at a time.
 
     Ranks that share cores come to a move one after the other, about a time slice of the kernel's
@@ -122,11 +135,14 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
         direct: the exchange in each of whose halves every rank sends to every other.
         lane: the channel to move them on.
         sharing: how many of the ranks run on this rank's machine.
+        device: where the rows are.
     """
-    matrix = torch.full((_COMPUTED, _COMPUTED), 0.5, device="cpu")
-    flat = torch.zeros(_SMALL // 4, device="cpu")
+    matrix = torch.full((_COMPUTED, _COMPUTED), 0.5, device=device)
+    flat = torch.zeros(_SMALL // 4, device=device)
     product = torch.empty_like(matrix)
-    pace = probe_paces(comm, link, {"moves": direct}, lanes=[lane], sharing=sharing)["moves"]
+    (pace,) = probe_paces(
+        comm, link, {"moves": direct}, lanes=[lane], sharing=sharing, device=device
+    ).values()
 
     def seconds(times: int, halves: Sequence[Callable[[Tensor, Comm], None]]) -> float:
         comm.gather_objects(None)
@@ -135,6 +151,7 @@ def probe_moves(comm: Comm, link: Link, direct: Exchange, *, lane: Comm, sharing
             for half in halves:
                 torch.mm(matrix, matrix, out=product)
                 lane.beside(partial(half, flat, lane))
+        finish(device)
         ranks: list[float] = comm.gather_objects((time.perf_counter() - start) / times)
         return max(ranks)
 
@@ -213,23 +230,41 @@ def probe_duplex(
     return kept
 
 
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Compute on a stream of this thread's own, to its end, where a device has streams."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.Stream(device):
+        yield
+        finish(device)
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what this thread computes on the device."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
 def _nothing(flat: Tensor, lane: Comm) -> None:
     """No move."""
 
 
-def probe_pack(comm: Comm) -> float:
+def probe_pack(comm: Comm, device: torch.device = CPU) -> float:
     """Seconds that a byte of gradient takes into its bucket while every rank packs.
 
     Neither is in a cache: between two steps everything else was.
     """
-    gradients = torch.ones(_COLD // 4, device="cpu").split(_LARGE[0] // 4)
-    buckets = torch.ones(_COLD // 4, device="cpu").split(_LARGE[0] // 4)
+    gradients = torch.ones(_COLD // 4, device=device).split(_LARGE[0] // 4)
+    buckets = torch.ones(_COLD // 4, device=device).split(_LARGE[0] // 4)
     comm.gather_objects(None)
     start, nbytes = time.perf_counter(), 0
     while time.perf_counter() - start < _PACK_S:
         for gradient, bucket in zip(gradients, buckets, strict=True):
             torch.mul(gradient, 0.5, out=bucket)
             nbytes += gradient.nbytes
+    finish(device)
     seconds: list[float] = comm.gather_objects((time.perf_counter() - start) / nbytes)
     return max(seconds)
 

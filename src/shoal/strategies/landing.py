@@ -105,6 +105,36 @@ class Landing:
             hook.remove()
 
 
+@final
+class Late:
+    """Gradients that wait until their bucket is complete, to be brought into it all at once.
+
+    On a GPU one kernel does what otherwise takes one for each parameter. Nothing is divided then:
+    that is left to `divide`, behind the sum. Of 16 bits gradients do not wait, since their sum
+    might overflow.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    @classmethod
+    def for_bucket(cls, flat: Tensor) -> Late | None:
+        """One for a bucket whose gradients are to wait; else None."""
+        return cls() if flat.device.type != "cpu" and flat.itemsize > 2 else None
+
+    def add(self, values: Tensor, gradient: Tensor) -> None:
+        """Let a gradient wait for its place in the bucket."""
+        self._values.append(values)
+        self._gradients.append(gradient)
+
+    def bring(self) -> None:
+        """Bring all that wait to their places."""
+        if self._values:
+            torch._foreach_copy_(self._values, self._gradients)
+            self._values, self._gradients = [], []
+
+
 _DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coarse for it
 
 
@@ -140,16 +170,22 @@ def weigh(gradients: Sequence[Tensor], shares: Tensor, share: float, ranks: int)
                 if whole >> digit & 1:
                     shares[1 + digit].fill_(1)
             factor = whole / 2**_BEHIND_POINT
-        for gradient in gradients:
-            gradient.mul_(at_least(factor))
+        if gradients:
+            torch._foreach_mul_(list(gradients), at_least(factor))
 
 
-def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
+def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int, parts: int = 1) -> None:
     """Divide sums over ranks by the mean of all shares.
 
     Those that are not 1 have come with the sums.
 
     On a GPU always, as nobody looks whether there are any.
+
+    Args:
+        sums: what to divide, in place.
+        shares: as they have come, summed.
+        ranks: how many have added to the sums.
+        parts: what else to divide by; on a GPU only.
 
     Raises:
         UsageError: a type of 16 bits cannot count that many ranks.
@@ -170,7 +206,7 @@ def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int) -> None:
         if at_host:
             total.div_(float(mean))
         elif total.itemsize > 2:
-            total.div_(mean)
+            total.div_(mean if parts == 1 else mean * parts)
         else:  # which would round the mean first
             total.copy_(total.float().div_(mean))
 

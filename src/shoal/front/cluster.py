@@ -1,0 +1,115 @@
+"""Measures the session's ranks and links, once: what each exchange takes, and how many cores there
+are.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.codecs.coded import exchange_named
+from shoal.contracts.exchange import Exchange
+from shoal.core.cores import bound_cores, container, quota_cores
+from shoal.core.facts import Cluster, Link
+from shoal.core.registry import of
+from shoal.exchange.direct import Direct
+from shoal.planner.search import LANES
+from shoal.planner.search_options import DEFAULT
+from shoal.profiling.links import probe_link
+from shoal.profiling.paces import CPU, probe_moves, probe_paces, probe_pack
+from shoal.remote.tail_hosts import TailHosts
+from shoal.servers.servers import Servers
+from shoal.session.session import Session
+
+# of a slow link, for a bucket of those that show how its directions hinder one another
+_BUCKET_S = 0.05
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes: where its first parameter is that is not at the host, if any is."""
+    devices = (parameter.device for parameter in model.parameters())
+    return next((device for device in devices if device.type != "cpu"), CPU)
+
+
+def measured_cluster(
+    session: Session, asked: Iterable[str] = (), device: torch.device = CPU
+) -> Cluster:
+    """The session's ranks and links, measured at the first call (a collective).
+
+    Exchanges that are `asked` for are measured too, where others were and they were not. Buckets
+    are on the `device` as they are measured.
+    """
+    cluster = _measured(session, device)
+    more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
+    if more and cluster.paces:
+        comm = session.comm
+        sharing = comm.gather_objects(_machine()).count(_machine())
+        lanes = [comm.channel(f"probe{i} of {', '.join(more)}") for i in range(LANES)]
+        paces = probe_paces(comm, cluster.link, more, lanes=lanes, sharing=sharing, device=device)
+        for lane in lanes:
+            lane.close()
+        session.cluster = replace(cluster, paces={**cluster.paces, **paces})
+    return _measured(session, device)
+
+
+def _measured(session: Session, device: torch.device) -> Cluster:
+    if session.cluster is None:
+        comm = session.comm
+        seats = comm.gather_objects(
+            (_machine(), (_machine(), container()), bound_cores(), quota_cores())
+        )
+        machines = Counter(machine for machine, _, _, _ in seats)
+        boxes = Counter(box for _, box, _, _ in seats)
+        cores = min(
+            min(bound / machines[machine], quota / boxes[box])
+            for machine, box, bound, quota in seats
+        )
+        if comm.size == 1:
+            session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
+        else:
+            sharing = machines[_machine()]
+            link = probe_link(comm, sharing=sharing)
+            lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
+            usable = {
+                name: exchange
+                for name, exchange in ((name, kind()) for name, kind in of(Exchange).items())
+                if exchange.exact
+                and exchange.fits(comm.topology)
+                and (exchange.at_host or lanes[0].carries(device))
+            }
+            where: dict[str, Any] = {"sharing": sharing, "device": device}
+            paces = probe_paces(comm, link, usable, lanes=lanes, **where)
+            moves = probe_moves(comm, link, Direct(), lane=lanes[0], **where)
+            for lane in lanes:
+                lane.close()
+            servers, tail = session.other(Servers), session.other(TailHosts)
+            bucket = min(DEFAULT.least_bytes, int(link.bytes_per_s * _BUCKET_S))
+            duplex = servers.duplex(LANES, bucket) if servers else 1.0
+            session.cluster = Cluster(
+                comm.topology,
+                link,
+                cores,
+                paces,
+                pack_byte_s=probe_pack(comm, device),
+                servers=servers.hosts if servers else (),
+                tail=tail.hosts if tail else (),
+                moves=moves,
+                duplex=duplex,
+            )
+    return session.cluster
+
+
+def _machine() -> str:
+    """A name for the machine under its containers: ranks with one name share its cores."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()
