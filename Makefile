@@ -4,7 +4,7 @@
 # make test       the quick set of the tests: every kind of case, not every combination
 # make test-all   all tests
 # make test-rest  those that `make test` leaves out
-# make test-gpu   what needs a GPU, and the equivalence tests with models on it (one GPU is enough)
+# make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in build/site
 #
@@ -30,7 +30,7 @@ test-rest: .venv/ready
 	$(PYTEST) -m slow
 
 test-gpu: .venv/ready
-	SHOAL_TEST_DEVICE=cuda $(PYTEST) -m "not slow" tests/gpu tests/equivalence tests/faults/test_lost_ranks.py
+	SHOAL_TEST_DEVICE=cuda $(PYTEST) -m "not slow" tests/gpu tests/faults/test_lost_ranks.py
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests examples benchmarks

@@ -37,7 +37,7 @@ from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import profile_model
 from shoal.servers.servers import serve
 
-# where models and batches are; `make test-gpu` says cuda
+# where models and batches are
 DEVICE = os.environ.get("SHOAL_TEST_DEVICE", "cpu")
 LEARNING_RATE = 0.05
 ROWS = 12  # of a whole batch: even on 1, 2, 3 and 4 ranks

@@ -1,6 +1,4 @@
-"""What needs a GPU. One is enough: two processes share it. `make test-gpu` runs these, and the
-equivalence tests with models on it.
-"""
+"""What needs a GPU. One is enough: two processes share it. `make test-gpu` runs these."""
 
 from __future__ import annotations
 
