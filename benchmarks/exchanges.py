@@ -185,12 +185,12 @@ def serve(case: Case, path: Path) -> None:
                 for _ in range(times):
                     CONTENDERS[name](lane)
 
-            comm.gather_objects(None)
+            comm.gather_objects(None, "set-up")
             list(pool.map(lambda lane: CONTENDERS[name](lane), lanes))  # uses up the burst
             start, cpu_start = time.perf_counter(), time.process_time()
             list(pool.map(repeat, lanes))
             mine = time.perf_counter() - start, time.process_time() - cpu_start
-            ranks = comm.gather_objects(mine)
+            ranks = comm.gather_objects(mine, "set-up")
             exchanges = times * case.lanes
             return max(wall for wall, _ in ranks) / exchanges, sum(cpu for _, cpu in ranks) / len(
                 ranks

@@ -68,7 +68,7 @@ class Loopback(Comm):
         """Another of the kind."""
         return Loopback()
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         """This rank's, alone."""
         return [value]
 

@@ -52,10 +52,10 @@ def train() -> None:
     rounds: dict[str, list[float]] = {memory: [] for memory in trained}
     for _ in range(ROUNDS):
         for memory, each in trained.items():
-            everyone.gather_objects(None)
-            rounds[memory].append(max(everyone.gather_objects(seconds(*each, x, y))))
+            everyone.gather_objects(None, "set-up")
+            rounds[memory].append(max(everyone.gather_objects(seconds(*each, x, y), "set-up")))
     held = {
-        memory: everyone.gather_objects(shoal.memory(model))
+        memory: everyone.gather_objects(shoal.memory(model), "set-up")
         for memory, (model, _) in trained.items()
     }
     if world.rank == 0:

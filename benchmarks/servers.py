@@ -119,11 +119,11 @@ def exchange(servers: int, in_flight: str) -> None:
 
         for _ in range(TURNS):
             for name, errands in work.items():
-                everyone.gather_objects(None)
+                everyone.gather_objects(None, "set-up")
                 start = time.perf_counter()
                 for errand in [pool.submit(serve, *each) for each in errands]:
                     errand.result()
-                ranks = everyone.gather_objects(time.perf_counter() - start)
+                ranks = everyone.gather_objects(time.perf_counter() - start, "set-up")
                 seconds[name].append(max(ranks) / (rounds * num_lanes))
     if everyone.rank == 0:
         print(

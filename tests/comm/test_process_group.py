@@ -56,7 +56,7 @@ assert has_joined()
 place = replace(seat(has_joined=True), host=f"h{dist.get_rank()}")
 comm = join(place, timeout_s=60, start_timeout_s=60)
 assert comm.topology.hosts == ("h0", "h1")
-assert comm.channel("lane").gather_objects(comm.rank) == [0, 1]
+assert comm.channel("lane").gather_objects(comm.rank, "test") == [0, 1]
 assert dist.group.WORLD is group
 dist.destroy_process_group()
 """
@@ -70,7 +70,7 @@ from shoal.comm.process_group import join
 from shoal.launch.rendezvous import seat
 
 comm = join(seat(), timeout_s=60, start_timeout_s=60)
-comm.channel("lane").gather_objects(1)
+comm.channel("lane").gather_objects(1, "test")
 comm.group(range(2)).all_reduce(torch.ones(1))
 comm.leave(None)
 ours = {str(thread.native_id) for thread in threading.enumerate()}

@@ -65,14 +65,14 @@ def test_alone_everything_is_at_hand() -> None:
     comm.broadcast(tensor, root=0)
     comm.channel("lane").all_reduce(tensor)
     assert (comm.rank, comm.size, tensor.tolist()) == (0, 1, [1.0] * 3)
-    assert comm.gather_objects("alone") == ["alone"]
+    assert comm.gather_objects("alone", "set-up") == ["alone"]
 
 
 def test_ranks_have_contexts_of_their_own() -> None:
     def work(comm: Comm) -> str:
         inherited = SESSION.get()
         SESSION.set(f"rank {comm.rank}")
-        comm.gather_objects(None)  # all have set theirs
+        comm.gather_objects(None, "set-up")  # all have set theirs
         return f"{inherited}, {SESSION.get()}"
 
     token = SESSION.set("the caller's")
@@ -170,9 +170,9 @@ def test_close_drops_what_was_not_fetched() -> None:
     def work(comm: ThreadComm) -> int:
         lane = comm.channel("lane")
         lane.send(torch.empty(1), to=1 - comm.rank).wait()
-        comm.gather_objects(None)  # both have sent
+        comm.gather_objects(None, "set-up")  # both have sent
         lane.close()
-        comm.gather_objects(None)  # both have closed
+        comm.gather_objects(None, "set-up")  # both have closed
         return sum(channel == lane.name for channel, _, _ in comm.hub._boxes)
 
     assert run(2, work) == [0, 0]
@@ -191,12 +191,12 @@ def test_who_is_alone_goes_on_after_it_has_left_for_an_error() -> None:
     comm = ThreadComm()
     comm.leave(ValueError("of the command before"))
     comm.check("the next command")
-    assert comm.gather_objects(1) == [1]
+    assert comm.gather_objects(1, "set-up") == [1]
 
 
 def test_a_message_is_taken_also_from_a_rank_that_has_left_since() -> None:
     def work(comm: ThreadComm) -> int:
-        heard = comm.gather_objects(comm.rank)
+        heard = comm.gather_objects(comm.rank, "set-up")
         comm.leave(ValueError("after the last word")) if comm.rank == 0 else None
         return sum(heard)
 

@@ -27,7 +27,7 @@ def test_counts_both_directions_over_all_channels() -> None:
 def test_collectives_are_counted_and_set_up_is_not() -> None:
     def work(comm: ThreadComm) -> Counts:
         traced = TracedComm(comm)
-        traced.gather_objects("set-up")
+        traced.gather_objects("set-up", "set-up")
         tensor = torch.ones(4)
         traced.all_reduce(tensor)
         assert tensor.tolist() == [2.0] * 4

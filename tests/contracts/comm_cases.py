@@ -127,7 +127,7 @@ def all_reduce_gives_the_sum_and_the_same_bits(comm: Comm) -> None:
     uneven = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
     comm.all_reduce(uneven)
     bits = uneven.numpy().tobytes()
-    assert comm.gather_objects(bits) == [bits] * comm.size
+    assert comm.gather_objects(bits, "set-up") == [bits] * comm.size
 
 
 def all_gather_and_all_to_all_take_tensors_of_any_sizes(comm: Comm) -> None:
@@ -152,7 +152,7 @@ def broadcast_copies_any_roots_tensor(comm: Comm) -> None:
 
 def gathered_objects_are_copies_in_rank_order(comm: Comm) -> None:
     own = [comm.rank]
-    everyone = comm.gather_objects(own)
+    everyone = comm.gather_objects(own, "set-up")
     own.append(-1)
     assert everyone == [[rank] for rank in range(comm.size)]
 
@@ -160,17 +160,17 @@ def gathered_objects_are_copies_in_rank_order(comm: Comm) -> None:
 def gathered_objects_may_be_long_on_some_ranks_and_hold_tensors(comm: Comm) -> None:
     for length in (1, 900, 1000, 1016, 1017, 5000):
         texts = ["x" * (length if rank == comm.size - 1 else 0) for rank in range(comm.size)]
-        assert comm.gather_objects(texts[comm.rank]) == texts
+        assert comm.gather_objects(texts[comm.rank], "set-up") == texts
     own = {"step": torch.tensor(float(comm.rank)), "sums": [values(comm.rank, 1000)]}
-    for rank, state in enumerate(comm.gather_objects(own)):
+    for rank, state in enumerate(comm.gather_objects(own, "set-up")):
         assert state["step"].item() == rank
         assert torch.equal(state["sums"][0], values(rank, 1000))
 
 
 def gathered_dataclasses_are_those_that_a_rank_names(comm: Comm) -> None:
     own = Pace(Price(0.5, 1.0), Price(0.25, 0.0)) if comm.rank == 0 else None
-    assert comm.gather_objects(own, Pace)[0] == Pace(Price(0.5, 1.0), Price(0.25, 0.0))
-    assert comm.gather_objects(comm.rank) == list(range(comm.size))
+    assert comm.gather_objects(own, "set-up", Pace)[0] == Pace(Price(0.5, 1.0), Price(0.25, 0.0))
+    assert comm.gather_objects(comm.rank, "set-up") == list(range(comm.size))
 
 
 def numbers_are_told_and_who_does_something_else_is_named(comm: Comm) -> None:
@@ -199,7 +199,7 @@ def groups_count_their_ranks_from_0(comm: Comm) -> None:
             part = comm.group(ranks)
             assert (part.rank, part.size) == (comm.rank - ranks.start, len(ranks))
             assert part.topology.hosts == comm.topology.hosts[ranks.start : ranks.stop]
-            assert part.gather_objects(comm.rank) == list(ranks)
+            assert part.gather_objects(comm.rank, "set-up") == list(ranks)
             total = torch.ones(1)
             part.channel("lane").all_reduce(total)
             assert total.item() == len(ranks)
@@ -243,7 +243,11 @@ def counted_bytes_are_those_of_the_messages(comm: Comm) -> None:
     twelve = torch.ones(12, dtype=torch.float64)
     sent, received, _ = sent_by(lambda: traced.channel("lane").all_reduce(twelve))
     assert sent == received == 2 * 12 * 8 * others // comm.size
-    assert sent_by(lambda: traced.group(range(comm.size)).gather_objects("set-up")) == (0, 0, 0)
+    assert sent_by(lambda: traced.group(range(comm.size)).gather_objects("set-up", "set-up")) == (
+        0,
+        0,
+        0,
+    )
 
 
 def what_is_well_is_not_an_error(comm: Comm) -> None:

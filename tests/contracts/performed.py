@@ -134,7 +134,7 @@ class WatchfulComm(Comm):
     def group(self, ranks: int) -> Comm:
         raise AssertionError("an exchange is given its channel")
 
-    def gather_objects(self, value: object, *kinds: type) -> list[object]:
+    def gather_objects(self, value: object, purpose: str, *kinds: type) -> list[object]:
         raise AssertionError("an exchange moves tensors")
 
     def close(self) -> None:

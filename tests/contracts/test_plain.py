@@ -156,6 +156,6 @@ def test_parcels_with_faults_only_ever_raise_one_error() -> None:
 
 def test_ranks_whose_own_value_has_none_read_what_they_name() -> None:
     def told(comm: ThreadComm) -> list[Any]:
-        return comm.gather_objects(Outer() if comm.rank == 0 else None, Outer)
+        return comm.gather_objects(Outer() if comm.rank == 0 else None, "set-up", Outer)
 
     assert run(2, told) == [[Outer(), None]] * 2

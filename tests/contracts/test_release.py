@@ -141,9 +141,9 @@ def on_ranks(
                 before.assert_again()
                 assert shoal.plan_of(model) is None
                 assert counted.channels == of_session
-                session.comm.gather_objects("all have released")
+                session.comm.gather_objects("all have released", "set-up")
                 assert becomes(lanes, of_orders)
-                session.comm.gather_objects("all have counted")
+                session.comm.gather_objects("all have counted", "set-up")
             plain(model, F.cross_entropy, optimizer, phases[len(ways)])
         return whole_state(model, optimizer)
 

@@ -12,20 +12,26 @@ from shoal.core.errors import LabError, PlanError, RanksDiffer, SampleError, Usa
 T = TypeVar("T")
 
 
-def agreed(comm: Comm, work: Callable[[], T], elsewhere: type[UsageError] = RanksDiffer) -> T:
+def agreed(
+    comm: Comm,
+    work: Callable[[], T],
+    purpose: str,
+    elsewhere: type[UsageError] = RanksDiffer,
+) -> T:
     """Do something that a mistake makes fail; if it fails on any rank, raise on all of them.
 
     Args:
         comm: the ranks, all of which call this at once.
         work: what to do; a mistake is a UsageError.
+        purpose: what it is for, in messages.
         elsewhere: the error of the ranks on which it did not fail.
     """
     try:
         result = work()
     except UsageError as error:
-        comm.gather_objects(str(error))
+        comm.gather_objects(str(error), purpose)
         raise
-    for rank, text in enumerate(comm.gather_objects(None)):
+    for rank, text in enumerate(comm.gather_objects(None, purpose)):
         if text is not None:
             raise elsewhere(
                 f"rank {rank} cannot go on: {text}", rank=rank, do="see that rank's own message"
@@ -69,7 +75,9 @@ def from_first(comm: Comm, kind: type[T], work: Callable[[], T]) -> T:
             outcome = work()
         except UsageError as error:
             outcome = _Mistake.of(error)
-    first: T | _Mistake = comm.gather_objects(outcome, kind, _Mistake)[0]
+    first: T | _Mistake = comm.gather_objects(
+        outcome, f"parallelize: {kind.__name__.lower()} of rank 0", kind, _Mistake
+    )[0]
     if isinstance(first, _Mistake):
         raise first.error()
     return first

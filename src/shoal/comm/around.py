@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from shoal.contracts.comm import Comm
+from shoal.core.errors import ShoalError
 
 T = TypeVar("T")
 
@@ -22,8 +23,8 @@ class Around(Comm):
         self.rank = inner.rank
         self.size, self.topology, self.timeout_s = inner.size, inner.topology, inner.timeout_s
 
-    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
-        return self.inner.gather_objects(value, *kinds)
+    def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
+        return self.inner.gather_objects(value, purpose, *kinds)
 
     def beside(self, call: Callable[[], T]) -> T:
         return self.inner.beside(call)
@@ -31,14 +32,29 @@ class Around(Comm):
     def close(self) -> None:
         self.inner.close()
 
+    def begins(self, purpose: str) -> None:
+        self.inner.begins(purpose)
+
+    def queued(self, purpose: str, number: int | None = None) -> int:
+        return self.inner.queued(purpose, number)
+
+    def runs(self, number: int, purpose: str) -> None:
+        self.inner.runs(number, purpose)
+
+    def may_answer(self, answer: Callable[[], None] | None) -> None:
+        self.inner.may_answer(answer)
+
     def reached(self, where: str) -> None:
         self.inner.reached(where)
 
     def leave(self, error: BaseException | None) -> None:
         self.inner.leave(error)
 
-    def check(self, where: str) -> None:
-        self.inner.check(where)
+    def check(self, where: str, number: int | None = None) -> None:
+        self.inner.check(where, number)
+
+    def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
+        return self.inner.unlike(rank, theirs, own)
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         return self.inner.diagnose(error, where)

@@ -12,15 +12,18 @@ Who reads them when, and what follows from that, is in heartbeat.py.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import final
 
+from shoal.comm.places import ALIKE, Journal, Place
+from shoal.comm.pulse import STOPPED, PulseAddress, Pulses
 from shoal.contracts.launcher import VERDICT
 from shoal.contracts.store_values import Values
-from shoal.core.errors import DeadlinePassed, PeerLost, WorldError
+from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
 
 BEATING = "beating"
 LEFT = "left"  # the program has ended
@@ -37,9 +40,12 @@ class Verdict:
     got: str = ""
     deadline: bool = False
     left: bool = False  # that rank's program ended by itself
+    differ: bool = False  # ranks are at different places, which their programs can put right
 
-    def error(self, where: str) -> WorldError:
+    def error(self, where: str) -> WorldError | RanksDiffer:
         """The verdict as the error that a rank raises, saying where that rank was."""
+        if self.differ:
+            return RanksDiffer(self.what, where=where, got=self.got, do=ALIKE, rank=self.rank)
         if self.deadline:
             do = "let every rank do the same forward and backward calls, or raise init(timeout_s=…)"
             return DeadlinePassed(self.what, where=where, got=self.got, do=do, rank=self.rank)
@@ -63,6 +69,7 @@ class Beat:
     host: str = "?"
     waiting: bool = False
     state: str = BEATING
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -82,15 +89,26 @@ class Board:
         values: in the store where all ranks meet.
         rank: this one.
         hosts: of every rank.
+        journal: what this rank does.
+        pulses: of the other ranks, which are asked where beats are missing.
     """
 
-    def __init__(self, values: Values, rank: int, hosts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        values: Values,
+        rank: int,
+        hosts: Sequence[str],
+        journal: Journal,
+        pulses: Pulses,
+    ) -> None:
         self.at, self.waiting = "start", False  # what this rank's next beat says
         self.turn = 0.0  # when the store answered last, by the monotonic clock
         self.beats = {r: Beat(host=host) for r, host in enumerate(hosts) if r != rank}
         self.rank, self.host = rank, hosts[rank]
+        self.journal, self.pulses = journal, pulses
         self._values, self._count = values, 0
         self._sights = dict.fromkeys(self.beats, Sight())
+        self._silent: set[int] = set()  # ranks that were told of, which live without a beat
 
     @property
     def size(self) -> int:
@@ -104,7 +122,7 @@ class Board:
     def write(self, state: str) -> None:
         """Beat."""
         self._count += 1
-        beat = Beat(self._count, self.at, self.host, self.waiting, state)
+        beat = Beat(self._count, self.at, self.host, self.waiting, state, self.journal.place())
         self._values.write(f"beat/{self.rank}", beat)
         self._values.mend()
 
@@ -153,10 +171,32 @@ class Board:
             who = f"rank {rank} (host {beat.host})"
             last = sight.seen if or_unread else max(sight.seen, sight.stirred)
             if beat.state == BEATING and self.turn - last > silent_s:
-                return Verdict(f"{who} gives no sign of life, last seen at: {beat.at}", rank)
+                state = self.pulses.state(rank)
+                if state and state not in STOPPED:
+                    self._tell_of_silent(rank, self.turn - last)
+                    self._sights[rank] = replace(sight, seen=self.turn)
+                    continue
+                how = "gives no sign of life" + (": its process is stopped" if state else "")
+                return Verdict(f"{who} {how}, last seen at: {beat.at}", rank)
             if beat.state == LEFT and or_left:
                 return Verdict(f"{who} has ended its program, last at: {beat.at}", rank, left=True)
         return None
+
+    def meet_pulses(self) -> None:
+        """Learn where the pulses of ranks are of which that is not known yet."""
+        for rank in self.beats.keys() - self.pulses.addresses.keys():
+            address = self._values.read(f"pulse/{rank}", PulseAddress)
+            if address is not None:
+                self.pulses.addresses[rank] = address
+
+    def _tell_of_silent(self, rank: int, silent_s: float) -> None:
+        if rank not in self._silent:
+            self._silent.add(rank)
+            logging.getLogger("shoal").warning(
+                f"shoal: rank {rank} (host {self.beats[rank].host}) has not beaten for "
+                f"{silent_s:.0f} s, but its process lives: something in it keeps Python's lock, or "
+                "it gets no processor. It is waited for"
+            )
 
     def published(self) -> Verdict | None:
         """The verdict, if there is one."""

@@ -32,9 +32,12 @@ from typing import Protocol, final
 import torch.distributed as dist
 
 from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, Board, Verdict
+from shoal.comm.lookout import Lookout
+from shoal.comm.places import Journal, Record
+from shoal.comm.pulse import Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.store_values import Values
-from shoal.core.errors import ShoalError, WorldError
+from shoal.core.errors import RanksDiffer, ShoalError, WorldError
 
 _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
@@ -42,6 +45,7 @@ _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
 _SILENT_S = 20.0
 _ABSENT_S = 6.0  # the same for a rank that is awaited, to make connections
 _FAREWELL_S = 2.0  # how long the rank that holds the store waits for the others to let go of it
+_EXPLAINED_S = 1.5  # how long who has noticed that ranks differ waits for what each is at
 _LONGEST = 500  # letters of another error that a verdict repeats
 _GONE = (RuntimeError, dist.DistError)  # what a store raises when it is no longer there
 
@@ -53,6 +57,7 @@ class _Doubt:
     reason: str
     timeout_s: float | None  # what passed; None where it broke before
     since: float
+    differ: bool = False  # ranks were seen to be at different things
 
     @property
     def patience_s(self) -> float:
@@ -90,17 +95,30 @@ class Heartbeat:
         rank: this one.
         hosts: of every rank.
         keeper: of the store.
+        workers: how many of the ranks train, the first; by default all.
+        pulses: of all ranks, and this one's own.
+        lost_after_s: seconds without any sign of life after which a rank is lost.
     """
 
     def __init__(
-        self, values: Values, rank: int, hosts: Sequence[str], keeper: Keeper = Keeper()
+        self,
+        values: Values,
+        rank: int,
+        hosts: Sequence[str],
+        keeper: Keeper = Keeper(),
+        workers: int | None = None,
+        pulses: Pulses | None = None,
+        lost_after_s: float | None = None,
     ) -> None:
         # by id, the open ones in the order in which they were made
         self.channels: dict[int, Channel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
         # of the groups: torch keeps only the half of it that is C++
         self.store: SignedStore | None = None
-        self._board = Board(values, rank, hosts)
+        self._silent_s = _SILENT_S if lost_after_s is None else lost_after_s
+        self._board = Board(values, rank, hosts, Journal(), pulses or Pulses())
+        self.workers = workers or len(hosts)
+        self._lookout = Lookout(self._board, self.workers)
         self._keeper = keeper
         self._awaited: frozenset[int] = frozenset()
         self._doubt: _Doubt | None = None
@@ -116,6 +134,11 @@ class Heartbeat:
         self._server.start()
         threading.Thread(target=self._guard, name="shoal-heartbeat-guard", daemon=True).start()
         atexit.register(self._leave_at_exit)
+
+    @property
+    def journal(self) -> Journal:
+        """What this rank does."""
+        return self._board.journal
 
     @property
     def at(self) -> str:
@@ -142,14 +165,21 @@ class Heartbeat:
     def reached(self, where: str) -> None:
         """This rank works at `where`."""
         self._board.at, self._board.waiting = where, False
+        self.journal.wait = None
 
-    def check(self, where: str = "") -> None:
-        """This rank waits at `where`: raise if there is a verdict."""
+    def check(
+        self, where: str = "", record: Record | None = None, number: int | None = None
+    ) -> None:
+        """This rank waits at `where`, for that number of a channel: raise if there is a verdict."""
         self._board.at, self._board.waiting = where or self.at, True
+        if record is not None:
+            self.journal.waits(record, number, self.at)
+            if self.journal.asked:
+                self.journal.answer()
         if self._verdict is not None:
             raise self._error(self._verdict)
 
-    def judge(self, reason: str, timeout_s: float | None) -> WorldError:
+    def judge(self, reason: str, timeout_s: float | None) -> WorldError | RanksDiffer:
         """The error on which ranks agree after an exchange broke, or did not end in `timeout_s`.
 
         Takes about three seconds where nobody has said why.
@@ -165,6 +195,15 @@ class Heartbeat:
         assert self._verdict is not None
         return self._error(self._verdict)
 
+    def explained(self, error: ShoalError) -> ShoalError:
+        """The verdict on which ranks agree, where one has noticed that they differ."""
+        with self._lock:
+            if self._doubt is None:
+                self._doubt = _Doubt(error.what, None, time.monotonic(), differ=True)
+        self._nudge.set()
+        self._concluded.wait(_EXPLAINED_S)
+        return error if self._verdict is None else self._error(self._verdict)
+
     def leave(self, error: BaseException | None) -> None:
         """Say that this rank ends: done (None), or for an error, the verdict if there is none."""
         if self._stopped.is_set() or os.getpid() != self._process:
@@ -177,6 +216,7 @@ class Heartbeat:
         # A thread that needs the interpreter while it ends aborts the process ("terminate called
         # …"): here one that comes out of an exchange, and torch.distributed's own, which give back
         # the tensors of the last exchange.
+        self._board.pulses.end()
         deadline = time.monotonic() + _FAREWELL_S
         while self.busy and time.monotonic() < deadline:
             self._free()
@@ -220,15 +260,16 @@ class Heartbeat:
         """The thread that talks to the store: twice a second, at once if there is a doubt."""
         found: Verdict | None = None
         try:
-            self._board.connect(_SILENT_S)
+            self._board.connect(self._silent_s)
             while found is None and not self._stopped.is_set():
-                self._nudge.wait(_BEAT_S / 2 if self._doubt else _BEAT_S)
+                self._nudge.wait(_BEAT_S / 2 if self._doubt or self.journal.wait else _BEAT_S)
                 self._nudge.clear()
                 # this process was stopped, perhaps all of them were
                 if time.monotonic() - self._board.turn > _DEAD_S:
                     self._board.forget()
                 self._board.turn = time.monotonic()
                 self._board.write(BEATING)
+                self._board.meet_pulses()
                 found = self._board.published() or self._found()
                 if found is None and self._holder_left():
                     break
@@ -247,10 +288,13 @@ class Heartbeat:
         while not (self._stopped.wait(_BEAT_S) or self._concluded.is_set()):
             # not seconds: this process may be stopped
             turn, ticks = self._board.turn, ticks + 1 if turn == self._board.turn else 0
-            limit_s = 2 * _DEAD_S if self._doubt else _SILENT_S
+            limit_s = 2 * _DEAD_S if self._doubt else self._silent_s
             if not self._server.is_alive():
                 # it let go of a store whose holder has left
                 limit_s = 0.0 if self._doubt else math.inf
+            holder = self._keeper.rank
+            if ticks * _BEAT_S > limit_s and holder is not None and self._server.is_alive():
+                ticks = 0 if self._board.pulses.lives(holder) else ticks
             if ticks * _BEAT_S > limit_s:
                 self._conclude(self._without_store("gives no sign of life"))
 
@@ -271,7 +315,12 @@ class Heartbeat:
         if doubt is None and self._awaited:
             return self._board.lost(sorted(self._awaited), _ABSENT_S, or_left=True)
         if doubt is None:
-            return self._board.lost(self._board.next_one(), _SILENT_S, or_left=False)
+            found = self._lookout.look()
+            return found or self._board.lost(self._board.next_one(), self._silent_s, or_left=False)
+        differing = self._lookout.differing()
+        if differing is not None or doubt.differ:
+            is_late = time.monotonic() > doubt.since + _BEAT_S
+            return differing or (Verdict(doubt.reason, None, differ=True) if is_late else None)
         # one that has ended may have done its work: only if no other can have died meanwhile
         or_left = self._board.all_beat_since(doubt.since + _BEAT_S)
         lost = self._board.lost(list(self._board.beats), _DEAD_S, or_left=or_left)
@@ -334,5 +383,5 @@ class Heartbeat:
             left=left,
         )
 
-    def _error(self, verdict: Verdict) -> WorldError:
+    def _error(self, verdict: Verdict) -> WorldError | RanksDiffer:
         return verdict.error(f"rank {self._board.rank} at {self.at}")

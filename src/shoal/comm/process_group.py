@@ -12,8 +12,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-import threading
-import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,122 +23,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from shoal.comm.aside import Aside, may_block
+from shoal.comm.aside import Aside
 from shoal.comm.heartbeat import Heartbeat, Keeper
-from shoal.comm.meeting import INTERFACE, meet
+from shoal.comm.inside import Inside, Landing, Work, is_timeout
+from shoal.comm.meeting import INTERFACE, Company, meet
+from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
-from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.comm import Comm, Pending, label, labelled
 from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
 from shoal.contracts.store_values import Values
 from shoal.core.by_host import beside, staged
-from shoal.core.errors import RanksDiffer, UsageError, WorldError
+from shoal.core.errors import RanksDiffer, ShoalError, UsageError, WorldError
 from shoal.core.facts import Topology
+from shoal.core.interfaces import is_loopback
 from shoal.core.open_files import raise_limit
 
 T = TypeVar("T")
-_TAG = 0
-_FOREVER = datetime.timedelta(days=1000)
+_TAG, _LABELS = 0, 1  # of messages of no purpose, and of those that say the purpose
 _SHORT = 1016  # bytes of what ranks tell each other that cross at once
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 # what gloo says where not the others are at fault
 _OWN_FAULTS = ("Unable to find address", "Unable to find interface", "Cannot resolve", "bind")
-
-
-@final
-class _Inside:
-    """Calls into torch.distributed, whose errors come out as who is lost.
-
-    `with` stands around those that do not block; a class and not a generator, as that is around
-    every message. `run` makes those that do.
-    """
-
-    def __init__(
-        self, heartbeat: Heartbeat, timeout_s: float, aside: Aside, *, idle: bool = False
-    ) -> None:
-        self.idle = idle  # whether a message may be waited for however long it takes
-        self._heartbeat, self._aside = heartbeat, aside
-        self._timeout_s = timeout_s
-
-    def __enter__(self) -> None:
-        self._heartbeat.busy.add(threading.get_ident())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        self._heartbeat.busy.discard(threading.get_ident())
-        if isinstance(error, RuntimeError):
-            reason = str(error).splitlines()[0]
-            overdue_s = self._timeout_s if _is_timeout(error) else None
-            raise self._heartbeat.judge(reason, overdue_s) from None
-
-    def run(self, call: Callable[[], T], *, in_time: bool = False) -> T:
-        """Make a call that waits for other ranks; `in_time` if it has no limit of its own."""
-        return self.beside(partial(self._entered, call), in_time=in_time)
-
-    def beside(self, call: Callable[[], T], *, in_time: bool = False) -> T:
-        """Make such calls beside this thread, which looks at the verdict meanwhile.
-
-        The library's own threads make them themselves: nobody waits for those without a limit.
-        """
-        if may_block():
-            return call()
-        began, looks = time.monotonic(), 0
-
-        def look() -> None:
-            nonlocal looks
-            looks += 1
-            self._heartbeat.check()
-            if in_time and time.monotonic() - began > self._timeout_s:
-                raise self._heartbeat.judge("no connections", self._timeout_s)
-
-        result = self._aside.run(call, look)
-        if looks:
-            self._heartbeat.reached(self._heartbeat.at)
-        return result
-
-    def _entered(self, call: Callable[[], T]) -> T:
-        with self:
-            return call()
-
-
-@final
-class _Work:
-    """A torch.distributed work handle."""
-
-    def __init__(self, work: dist.Work, inside: _Inside) -> None:
-        self._work, self._inside = work, inside
-
-    def wait(self) -> None:
-        self._inside.run(self.done)
-
-    def done(self) -> None:
-        """Wait on this thread."""
-        if self._inside.idle:
-            self._work.wait(_FOREVER)
-        else:
-            self._work.wait()
-
-    def land(self) -> None:
-        """Do what is left to do: nothing."""
-
-
-@final
-class _Landing:
-    """What is received at the host, and belongs on a device."""
-
-    def __init__(self, work: _Work, received: Tensor, wanted: Tensor) -> None:
-        self._work, self._received, self._wanted = work, received, wanted
-        self.done = work.done
-
-    def wait(self) -> None:
-        self._work.wait()
-        self.land()
-
-    def land(self) -> None:
-        """Do what is left to do once the work is done."""
-        # no wait for the device: the copy is queued, and what uses `wanted` is queued behind it
-        self._wanted.copy_(self._received, non_blocking=True)
 
 
 @final
@@ -151,6 +56,7 @@ class ProcessGroupComm(Comm):
     def __init__(
         self,
         group: dist.ProcessGroup,
+        name: str,
         timeout_s: float,
         heartbeat: Heartbeat,
         topology: Topology,
@@ -164,23 +70,29 @@ class ProcessGroupComm(Comm):
         self._group = group
         self.timeout_s = timeout_s
         self._heartbeat = heartbeat
-        self._aside, self._inside = aside, _Inside(heartbeat, timeout_s, aside, idle=idle)
+        ranks = dist.get_process_group_ranks(group)
+        self._record = heartbeat.journal.opened(name, ranks, numbered=not idle)
+        # Messages of other purposes never meet: gloo ends the process where one is too long.
+        self._tag, self._says_purpose = _TAG, False
+        self._has_tags = not idle and max(ranks) < heartbeat.workers  # others begin nothing
+        self._aside = aside
+        self._inside = Inside(heartbeat, timeout_s, aside, self._record, idle=idle)
         self._has_nccl: bool | None = None  # whether NCCL reaches every rank, once it was asked
         heartbeat.channels[id(self)] = self
 
-    def send(self, tensor: Tensor, to: int) -> _Work:
+    def send(self, tensor: Tensor, to: int) -> Work:
         # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides
         # receive first
         at_host = staged(tensor)
         # the group's own call: dist.isend looks up the group anew, at twice the processor time
         with self._inside:
-            return _Work(self._group.send([at_host], to, _TAG), self._inside)  # walk 7
+            return Work(self._group.send([at_host], to, self._tag), self._inside)  # walk 7
 
-    def receive(self, tensor: Tensor, source: int) -> _Work | _Landing:
+    def receive(self, tensor: Tensor, source: int) -> Work | Landing:
         received = tensor if tensor.device.type == "cpu" else beside(tensor)
         with self._inside:
-            work = _Work(self._group.recv([received], source, _TAG), self._inside)
-        return work if received is tensor else _Landing(work, received, tensor)
+            work = Work(self._group.recv([received], source, self._tag), self._inside)
+        return work if received is tensor else Landing(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
         carried = tensor if self.carries(tensor.device) else staged(tensor)
@@ -196,7 +108,7 @@ class ProcessGroupComm(Comm):
 
     def finish(self, pending: Sequence[Pending]) -> None:
         """Wait for all of them, in one call beside this thread."""
-        under_way = [each for each in pending if isinstance(each, _Work | _Landing)]
+        under_way = [each for each in pending if isinstance(each, Work | Landing)]
         if under_way:
             self._inside.run(lambda: [each.done() for each in under_way])
         for each in under_way:
@@ -213,7 +125,7 @@ class ProcessGroupComm(Comm):
         if device.type != "cuda":
             return device.type == "cpu"
         if self._has_nccl is None:
-            devices = self.gather_objects(_as_nccl_knows(device))
+            devices = self.gather_objects(_as_nccl_knows(device), "which GPU each rank has")
             self._has_nccl = None not in devices and len(set(devices)) == self.size
         return self._has_nccl
 
@@ -259,7 +171,7 @@ class ProcessGroupComm(Comm):
     def channel(self, name: str, *, idle: bool = False) -> ProcessGroupComm:
         """A process group of its own; RanksDiffer where another rank makes another channel now."""
         # also: nobody waits for a rank that is gone already
-        for rank, theirs in enumerate(self.gather_objects(name)):
+        for rank, theirs in enumerate(self.gather_objects(name, "opening a channel")):
             if theirs != name:
                 raise RanksDiffer(
                     f"rank {rank} opens channel {theirs!r} where rank {self.rank} opens {name!r}",
@@ -286,24 +198,32 @@ class ProcessGroupComm(Comm):
         )
         group = _made(make, self._heartbeat, self._inside, ranks)
         return ProcessGroupComm(
-            group, self.timeout_s, self._heartbeat, topology, self._aside, idle=idle
+            group, name, self.timeout_s, self._heartbeat, topology, self._aside, idle=idle
         )
 
-    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+    def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         parcel, records = packed(value, kinds)
+        self.begins(purpose)
         self.check("")
-        parcels = self._gathered(parcel)
+        parcels = self._gathered(parcel, purpose)
         self.reached(self._heartbeat.at)
         return [self._read(rank, theirs, records) for rank, theirs in enumerate(parcels)]
 
-    def _gathered(self, parcel: Tensor) -> list[Tensor]:
+    def _gathered(self, parcel: Tensor, purpose: str) -> list[Tensor]:
         """The parcels of all ranks: short ones in one exchange, else in a second one padded."""
         size = torch.tensor([len(parcel)]).view(torch.uint8)
-        head = torch.cat([size, parcel[:_SHORT], parcel.new_zeros(max(0, _SHORT - len(parcel)))])
+        words = torch.frombuffer(bytearray(label(purpose)), dtype=torch.uint8)
+        front = parcel[:_SHORT]
+        head = torch.cat([size, words, front, parcel.new_zeros(_SHORT - len(front))])
         heads = self._all_gathered(head)
+        begin = len(size) + len(words)
+        for rank, theirs in enumerate(heads):
+            if not torch.equal(theirs[len(size) : begin], words):
+                text = labelled(theirs[len(size) : begin].numpy().tobytes())
+                raise self.unlike(rank, text, purpose)
         longest = max(int(theirs[: len(size)].view(torch.int64)) for theirs in heads)
         if longest <= _SHORT:
-            return [theirs[len(size) :] for theirs in heads]
+            return [theirs[begin:] for theirs in heads]
         padding = parcel.new_zeros(longest - len(parcel))
         return self._all_gathered(torch.cat([parcel, padding]))
 
@@ -327,6 +247,7 @@ class ProcessGroupComm(Comm):
         # closed already, by another of its users
         if self._heartbeat.channels.pop(id(self), None) is None:
             return
+        self._heartbeat.journal.closed(self._record)
         # A group of some ranks only stays: torch names those by how many groups there are, and
         # under a name that comes again the next would find the addresses that this one left in the
         # store.
@@ -340,13 +261,51 @@ class ProcessGroupComm(Comm):
     def reached(self, where: str) -> None:
         self._heartbeat.reached(where)
 
-    def check(self, where: str) -> None:
-        self._heartbeat.check(where)
+    def numbers(self, numbers: Sequence[int], purpose: str) -> list[int]:
+        self._says_purpose = True
+        try:
+            told = super().numbers(numbers, purpose)
+        finally:
+            self._says_purpose, self._tag = False, _TAG
+        self._tag = self._tag_of(purpose)
+        return told
+
+    def _tag_of(self, purpose: str) -> int:
+        if not self._has_tags:
+            return _TAG
+        return _LABELS if self._says_purpose else (zlib.crc32(purpose.encode()) >> 2) + 2
+
+    def begins(self, purpose: str) -> None:
+        self._tag = self._tag_of(purpose)
+        self._record.begin(purpose)
+
+    def queued(self, purpose: str, number: int | None = None) -> int:
+        return self._record.begin(purpose, number)
+
+    def runs(self, number: int, purpose: str) -> None:
+        self._tag = self._tag_of(purpose)
+        self._record.running = number, purpose
+
+    def may_answer(self, answer: Callable[[], None] | None) -> None:
+        self._record.answer = answer
+
+    def check(self, where: str, number: int | None = None) -> None:
+        self._heartbeat.check(where, self._record, number)
 
     def leave(self, error: BaseException | None) -> None:
         self._heartbeat.leave(error)
 
+    def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
+        error = super().unlike(rank, theirs, own)
+        if not theirs:
+            return self._heartbeat.explained(error)
+        self._record.told()
+        self._tag = _TAG
+        return error
+
     def diagnose(self, error: BaseException, where: str) -> BaseException:
+        if isinstance(error, RanksDiffer) and error.rank is None:
+            return self._heartbeat.explained(error)
         return (
             error.struck(f"rank {self.rank} at {where}") if isinstance(error, WorldError) else error
         )
@@ -363,7 +322,7 @@ class ProcessGroupComm(Comm):
                 waiting = self._group.recv([nobody], rank, _WAKE_TAG)
                 waiting.wait(datetime.timedelta(milliseconds=1))
             except RuntimeError as error:
-                if _is_timeout(error):
+                if is_timeout(error):
                     break
         self._group.abort()  # and what NCCL carries
 
@@ -382,7 +341,9 @@ def has_joined() -> bool:
     return dist.is_initialized()
 
 
-def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupComm:
+def join(
+    seat: Seat, timeout_s: float, start_timeout_s: float, lost_after_s: float | None = None
+) -> ProcessGroupComm:
     """Join the ranks.
 
     A process group that the caller has already set up stays the caller's: groups of its own are
@@ -392,6 +353,7 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
         seat: what the launcher says; without a `meeting` where there is such a process group.
         timeout_s: seconds after which an exchange that a rank does not take part in is an error.
         start_timeout_s: seconds to wait for every rank.
+        lost_after_s: seconds without any sign of life after which a rank is lost; by default 20.
 
     Raises:
         MissingRank: not every rank came within `start_timeout_s`; it names them.
@@ -402,7 +364,16 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
     if company.interface is not None:
         os.environ[INTERFACE] = company.interface  # which torch reads for each group
     keeper = Keeper(seat.holder, company.beside_store if seat.restarts else ())
-    heartbeat = Heartbeat(company.values, company.rank, company.topology.hosts, keeper)
+    topology = company.topology
+    heartbeat = Heartbeat(
+        company.values,
+        company.rank,
+        topology.hosts,
+        keeper,
+        topology.workers,
+        _pulses(seat, company),
+        lost_after_s,
+    )
 
     def make() -> object:
         limit = _seconds(timeout_s)
@@ -420,17 +391,30 @@ def join(seat: Seat, timeout_s: float, start_timeout_s: float) -> ProcessGroupCo
     aside = Aside()
     heartbeat.reached("making the first connections")
     try:
-        inside = _Inside(heartbeat, start_timeout_s, aside)
+        inside = Inside(heartbeat, start_timeout_s, aside, None)
         group = _made(make, heartbeat, inside, range(company.size))
     except BaseException as error:
         heartbeat.leave(error)  # whatever the program does now
         raise
     heartbeat.reached("start")
-    return ProcessGroupComm(group, timeout_s, heartbeat, company.topology, aside)
+    return ProcessGroupComm(group, "world", timeout_s, heartbeat, company.topology, aside)
+
+
+def _pulses(seat: Seat, company: Company) -> Pulses:
+    """Start this rank's pulse, and tell the others where it is."""
+    own = company.everyone[company.rank]
+    addresses = [here.address for here in company.everyone]
+    # who reaches the store by itself may be reached at the store's address
+    is_alone = is_loopback(own.address) and not all(map(is_loopback, filter(None, addresses)))
+    listens = "0.0.0.0" if is_alone or not own.address else own.address
+    pulse = Pulse(listens, seat.token)
+    host = "" if is_alone else own.address or seat.host
+    company.values.write(f"pulse/{company.rank}", PulseAddress(host, pulse.port))
+    return Pulses(pulse, seat.meeting.address if seat.meeting else "", seat.token)
 
 
 def _made(
-    make: Callable[[], object], heartbeat: Heartbeat, inside: _Inside, ranks: Sequence[int]
+    make: Callable[[], object], heartbeat: Heartbeat, inside: Inside, ranks: Sequence[int]
 ) -> dist.ProcessGroup:
     """Make a process group of these ranks, while the beats of all of them are looked at.
 
@@ -462,11 +446,6 @@ def _named(make: Callable[[], T], heartbeat: Heartbeat) -> T:
             do=f"set {INTERFACE} on this host to one of "
             + ", ".join(name for _, name in socket.if_nameindex()),
         ) from None
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    text = str(error).lower()
-    return "timed out" in text or "timeout" in text
 
 
 def _store(values: Values, heartbeat: Heartbeat, timeout_s: float) -> Store:

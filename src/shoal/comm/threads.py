@@ -15,19 +15,22 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from threading import Condition, Lock, Thread
+from threading import Condition, Lock, Thread, current_thread
+from time import monotonic
 from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor
 
+from shoal.comm.places import Apart, Journal, Place, apart, missed, unlike
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import staged
-from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
+from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
 
 T = TypeVar("T")
+_LOOK_S = 0.5  # how often who waits looks around
 
 
 @dataclass
@@ -60,8 +63,11 @@ class Hub:
             tuple(hosts or (f"thread{rank}" for rank in range(size))), servers, tail
         )
         self.timeout_s = timeout_s
+        self.journals = [Journal() for _ in range(size)]
         self.lost: int | None = None  # the rank that failed first
         self.failure: BaseException | None = None
+        self._apart: Apart | None = None  # what the last look has found
+        self._in_vain: Apart | None = None  # the same twice: it is certain
         self._lock = Lock()
         self._boxes: dict[tuple[str, int, int], _Mailbox] = {}
 
@@ -82,11 +88,34 @@ class Hub:
             box.posted += 1
             return box.posted - 1
 
-    def take(self, channel: str, source: int, to: int, number: int, timeout_s: float | None) -> Any:
-        """The message of that number, once it is there, or PeerLost or DeadlinePassed."""
+    def take(
+        self,
+        channel: str,
+        source: int,
+        to: int,
+        number: int,
+        timeout_s: float | None,
+        look: Callable[[], object] = lambda: None,
+    ) -> Any:
+        """The message of that number, once it is there, or PeerLost or DeadlinePassed.
+
+        `look` is called every half second until then.
+        """
+        until = math.inf if timeout_s is None else monotonic() + timeout_s
         with self._lock:
             box = self._box(channel, source, to)
-            box.arrived.wait_for(lambda: self.lost is not None or number in box.messages, timeout_s)
+
+            def is_over() -> bool:
+                return self.lost is not None or number in box.messages
+
+            while not box.arrived.wait_for(is_over, max(0.0, min(_LOOK_S, until - monotonic()))):
+                if monotonic() >= until:
+                    break
+                self._lock.release()
+                try:
+                    look()
+                finally:
+                    self._lock.acquire()
             if number in box.messages:  # also of a rank that has left since
                 return box.messages.pop(number)
             self.check(f"channel {channel}")
@@ -105,8 +134,27 @@ class Hub:
             for box in self._boxes.values():
                 box.arrived.notify_all()
 
+    def look(self, where: str) -> None:
+        """Raise RanksDiffer if ranks wait for one another in vain, as at the look before."""
+        places = self._places()
+        for rank in places:
+            self.journals[rank].asked |= missed(rank, places)
+        before, self._apart = self._apart, apart(places)
+        if self._apart is not None and before == self._apart:
+            self._in_vain = self._apart
+            raise self._apart.error(where)
+
+    def found(self) -> Apart | None:
+        """Who is apart from the others, for who has noticed that some are."""
+        return unlike(self._places())
+
+    def _places(self) -> dict[int, Place]:
+        return {rank: self.journals[rank].place() for rank in range(self.topology.workers)}
+
     def check(self, where: str) -> None:
         """Raise PeerLost if a rank has failed."""
+        if self._in_vain is not None:
+            raise self._in_vain.error(where)
         if self.lost is not None:
             raise PeerLost(
                 f"rank {self.lost} was lost: {type(self.failure).__name__}",
@@ -142,6 +190,7 @@ class ThreadComm(Comm):
         name: str = "world",
         topology: Topology | None = None,
         idle: bool = False,
+        seat: int | None = None,
     ) -> None:
         self.rank = rank
         self.hub = hub or Hub()
@@ -149,8 +198,11 @@ class ThreadComm(Comm):
         self.size = self.topology.size
         self.name = name
         self.timeout_s = None if idle else self.hub.timeout_s
-        self._seat = rank  # which of the hub's ranks it is, also within a group
+        # which of the hub's ranks it is, also within a group
+        self._seat = rank if seat is None else seat
         self._channels = 0
+        self._journal = self.hub.journals[self._seat]
+        self._record = self._journal.opened(name, range(self.size), numbered=not idle)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Copy `tensor` into the mailbox; it must be contiguous, as for gloo."""
@@ -175,29 +227,81 @@ class ThreadComm(Comm):
         return self._among(ranks.index(self.rank), name, self.topology.among(ranks))
 
     def _among(self, rank: int, name: str, topology: Topology, idle: bool = False) -> ThreadComm:
-        comm = ThreadComm(rank, self.hub, name, topology, idle)
-        comm._seat = self._seat
-        return comm
+        return ThreadComm(rank, self.hub, name, topology, idle, self._seat)
 
-    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+    def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         """Every rank's value, packed as between processes: no two ranks share an object."""
+        self.begins(purpose)
         (parcel, records), ranks = packed(value, kinds), range(self.size)
         for to in ranks:
-            self.hub.put(self.name, self.rank, to, parcel)
+            self.hub.put(self.name, self.rank, to, (purpose, parcel))
         numbers = [self.hub.post(self.name, source, self.rank) for source in ranks]
-        take = self.hub.take
-        return [
-            unpacked(take(self.name, r, self.rank, numbers[r], self.timeout_s), records)
-            for r in ranks
-        ]
+        told = [self.take(source, numbers[source]) for source in ranks]
+        for rank, theirs in enumerate(told):
+            theirs = theirs if isinstance(theirs, tuple) else ("", theirs)
+            if theirs[0] != purpose:
+                raise self.unlike(rank, theirs[0], purpose)
+        return [unpacked(parcel, records) for _, parcel in told]
+
+    def take(self, source: int, number: int) -> Any:
+        """Wait for a message; the main thread looks meanwhile whether ranks do so in vain."""
+        is_lane = current_thread().name.startswith("shoal-")
+        looked = False
+
+        def look() -> None:
+            nonlocal looked
+            looked = True
+            self.check(self._record.purpose)
+
+        look_or_not = look if not is_lane else lambda: None
+        message = self.hub.take(self.name, source, self.rank, number, self.timeout_s, look_or_not)
+        if looked:
+            self.reached(self._record.purpose)
+        return message
 
     def close(self) -> None:
         """Drop messages that were not fetched."""
+        self._journal.closed(self._record)
         self.hub.forget(self.name, self.rank)
 
-    def check(self, where: str) -> None:
-        """Raise PeerLost if a rank has failed."""
+    def begins(self, purpose: str) -> None:
+        """Note that this rank begins something on this channel."""
+        self._record.begin(purpose)
+
+    def queued(self, purpose: str, number: int | None = None) -> int:
+        """Note that the channel's lane is to do something."""
+        return self._record.begin(purpose, number)
+
+    def runs(self, number: int, purpose: str) -> None:
+        """Note what the channel's lane is at."""
+        self._record.running = number, purpose
+
+    def may_answer(self, answer: Callable[[], None] | None) -> None:
+        """Have it called on the main thread where others wait for this rank."""
+        self._record.answer = answer
+
+    def reached(self, where: str) -> None:
+        """The main thread waits no longer."""
+        self._journal.wait = None
+
+    def check(self, where: str, number: int | None = None) -> None:
+        """Raise PeerLost if a rank has failed, and RanksDiffer if ranks wait in vain."""
         self.hub.check(f"{where}, channel {self.name}")
+        self._journal.waits(self._record, number, where)
+        self.hub.look(f"rank {self._seat} at {where}")
+        if self._journal.asked:
+            self._journal.answer()
+
+    def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
+        """The error where a rank says that it does something else than this one."""
+        error = self.explained(super().unlike(rank, theirs, own))
+        self._record.told()
+        return error
+
+    def explained(self, error: ShoalError) -> ShoalError:
+        """What is known of where all ranks are, in place of an error that knows of some only."""
+        found = self.hub.found()
+        return error if found is None else found.error(error.where)
 
     def leave(self, error: BaseException | None) -> None:
         """An error is as if this rank's work had raised it; alone there is nobody to tell."""
@@ -206,6 +310,8 @@ class ThreadComm(Comm):
 
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         """The same error, told where it struck, unless it is this rank's own."""
+        if isinstance(error, RanksDiffer):
+            return self.explained(error)
         if not isinstance(error, WorldError):
             return error
         return type(error)(
@@ -232,20 +338,22 @@ class _Receive:
 
     def wait(self) -> None:
         comm, expected = self.comm, self.tensor.detach().view(-1)
-        got = comm.hub.take(comm.name, self.source, comm.rank, self.number, comm.timeout_s)
+        got = comm.take(self.source, self.number)
         if not isinstance(got, Tensor) or (got.numel(), got.dtype) != (
             expected.numel(),
             expected.dtype,
         ):
-            raise RanksDiffer(
-                f"rank {self.source} sent something else than rank {comm.rank} receives",
-                where=f"rank {comm.rank}, channel {comm.name}",
-                got=f"{got.numel()} × {got.dtype}"
-                if isinstance(got, Tensor)
-                else "a Python object",
-                expected=f"{expected.numel()} × {expected.dtype}",
-                do="let every rank make the same calls in the same order",
-                rank=self.source,
+            raise comm.explained(
+                RanksDiffer(
+                    f"rank {self.source} sent something else than rank {comm.rank} receives",
+                    where=f"rank {comm.rank}, channel {comm.name}",
+                    got=f"{got.numel()} × {got.dtype}"
+                    if isinstance(got, Tensor)
+                    else "a Python object",
+                    expected=f"{expected.numel()} × {expected.dtype}",
+                    do="let every rank make the same calls in the same order",
+                    rank=self.source,
+                )
             )
         expected.copy_(got.view(-1), non_blocking=True)
 
@@ -276,7 +384,7 @@ def run(
         BaseException: the error of the rank that failed first, not those that followed from it.
 
     Examples:
-        >>> run(3, lambda comm: comm.gather_objects(comm.rank))
+        >>> run(3, lambda comm: comm.gather_objects(comm.rank, "ranks"))
         [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
     """
     hub = Hub(ranks, timeout_s, hosts, servers, tail)

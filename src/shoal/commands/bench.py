@@ -220,7 +220,9 @@ def _tell(progress: str) -> None:
 
 def _memory(model: torch.nn.Module) -> dict[str, int]:
     """What Shoal's model holds, each kind on the rank with the most, without the process's peak."""
-    ranks = current().comm.gather_objects(_told(replace(memory(model), process_peak=None)))
+    ranks = current().comm.gather_objects(
+        _told(replace(memory(model), process_peak=None)), "bench: memory"
+    )
     return {kind: max(held[kind] for held in ranks) for kind in ranks[0]}
 
 
@@ -231,11 +233,11 @@ def _told(held: Memory) -> dict[str, int]:
 def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
     """Write what ranks and interfaces did in some steps, and what was predicted of one."""
     comm = current().comm
-    comm.gather_objects(None)  # so that they begin at once
+    comm.gather_objects(None, "bench: start together")  # so that they begin at once
     with attached.engine.recorded() as recorder, watching(recorder):
         for _ in range(steps):
             _recorded(shoal, batch, recorder)
-    ranks: list[Recorder] = comm.gather_objects(recorder, Recorder)
+    ranks: list[Recorder] = comm.gather_objects(recorder, "bench: traces", Recorder)
     if comm.rank > 0:
         return
     predicted = Predictor(attached.profile, attached.cluster).as_is(attached.plan)

@@ -251,7 +251,9 @@ def check(
     for x, y in batches:
         timed_step(model, loss_fn, optimizer, x, y, checked=comm.size > 1)
     trained = [parameter.detach() for parameter in model.parameters()]
-    everyone = comm.gather_objects(pytree.tree_map_only(Tensor, Tensor.cpu, batches))
+    everyone = comm.gather_objects(
+        pytree.tree_map_only(Tensor, Tensor.cpu, batches), "comparing with one process: batches"
+    )
     worst = 0.0
     if comm.rank == 0:
         rows = _differences(recipe, single, everyone, trained)
@@ -273,7 +275,7 @@ def check(
                 else ""
             )
         )
-    differences: list[float] = comm.gather_objects(worst)
+    differences: list[float] = comm.gather_objects(worst, "comparing with one process: differences")
     return max(differences)
 
 

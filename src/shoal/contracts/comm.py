@@ -11,13 +11,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.core.errors import RanksDiffer
+from shoal.core.errors import RanksDiffer, ShoalError
 from shoal.core.facts import Topology
 from shoal.core.pieces import cut
 from shoal.core.trace import MAIN, Recorder
 
 T = TypeVar("T")
-_WORDS = 64  # bytes of what ranks tell each other that they do
+_USUAL = ("training", "backward", "exchange", "step", "update", "row counts")
+WORDS = 64  # bytes of what ranks tell each other that they do
 
 
 class Pending(Protocol):
@@ -90,8 +91,10 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
+    def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         """Every rank's `value`, by rank, on every rank: not for the hot path.
+
+        Messages say that it is for `purpose`, the same words on every rank.
 
         It is plain data (contracts/plain.py). Of dataclasses a rank reads those that its own value
         has, and `kinds`.
@@ -152,26 +155,16 @@ class Comm(ABC):
         Raises:
             RanksDiffer: another rank is about something else than `purpose`.
         """
-        label = hashlib.blake2b(purpose.encode(), digest_size=8).digest() + purpose.encode()[
-            :_WORDS
-        ].ljust(_WORDS)
-        words = torch.frombuffer(bytearray(label), dtype=torch.int64)
+        digest = hashlib.blake2b(purpose.encode(), digest_size=8).digest()
+        words = torch.frombuffer(bytearray(digest + label(purpose)), dtype=torch.int64)
+        self.begins(purpose)
         told = [torch.empty(1 + len(words), dtype=torch.int64, device="cpu") for _ in numbers]
         self.all_to_all(
             told, [torch.cat([torch.tensor([number], device="cpu"), words]) for number in numbers]
         )
         for rank, theirs in enumerate(told):
             if not torch.equal(theirs[1:], words):
-                text = theirs[2:].numpy().tobytes().decode(errors="replace").strip()
-                raise RanksDiffer(
-                    f"rank {rank} does something else than rank {self.rank}",
-                    got=f"rank {rank}: {text}; rank {self.rank}: {purpose}",
-                    do="where layers are cut, on every rank alike: call the model (also to "
-                    "evaluate) and state_dict(), "
-                    "read cut parameters and gradients, or let none be cut: "
-                    'strategies=["replicate", "factor"]',
-                    rank=rank,
-                )
+                raise self.unlike(rank, labelled(theirs[2:].numpy().tobytes()), purpose)
         return [int(theirs[0]) for theirs in told]
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -202,13 +195,62 @@ class Comm(ABC):
         else:
             self.receive(tensor, root).wait()
 
+    def begins(self, purpose: str) -> None:
+        """Note that this rank begins what all ranks of the channel do together, in this order.
+
+        Messages from here on are for that purpose, said in the same words on every rank. Costs
+        nothing. Errors of ranks that wait for one another in vain say what each is at.
+        """
+        return
+
+    def queued(self, purpose: str, number: int | None = None) -> int:
+        """The same of what a lane is to do: its number, for `runs` and `check`.
+
+        Args:
+            purpose: what it is.
+            number: the same on every rank, and more than that before; by default one more.
+        """
+        return 0
+
+    def runs(self, number: int, purpose: str) -> None:
+        """Note that the lane is at it."""
+        return
+
+    def may_answer(self, answer: Callable[[], None] | None) -> None:
+        """Have `answer` called once, on the main thread as that waits for something, where others
+        wait for what this rank has not begun on this channel.
+        """
+        return
+
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it. Costs nothing."""
         return
 
-    def check(self, where: str) -> None:
-        """Raise WorldError if a peer is known to be gone; who waits calls it now and then."""
+    def check(self, where: str, number: int | None = None) -> None:
+        """Who waits calls it now and then, and says for what.
+
+        Args:
+            where: what this rank waits for, for messages.
+            number: of what it waits for on this channel; by default the last that it has begun.
+
+        Raises:
+            WorldError: a peer is known to be gone.
+            RanksDiffer: ranks wait for one another in vain.
+        """
         return
+
+    def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
+        """The error where a rank says that it does `theirs` ("": nothing that can be read)."""
+        at = {rank: theirs or "(cannot be read)", self.rank: own}
+        odd = rank if is_usual(own) or not theirs else self.rank
+        return RanksDiffer(
+            f"rank {rank} does something else than rank {self.rank}: rank {odd} is at {at[odd]}",
+            got="; ".join(f"rank {number}: {purpose}" for number, purpose in at.items()),
+            do="where layers are cut, on every rank alike: call the model (also to evaluate) and "
+            "state_dict(), read cut parameters and gradients, or let none be cut: "
+            'strategies=["replicate", "factor"]',
+            rank=rank,
+        )
 
     def leave(self, error: BaseException | None) -> None:
         """Tell the others that this rank ends, done or for an error. Nothing follows."""
@@ -217,3 +259,19 @@ class Comm(ABC):
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         """The error that a raw failure of this channel stands for: who is lost, or absent."""
         return error
+
+
+def label(purpose: str) -> bytes:
+    """What a rank does, for one that may be about something else: `WORDS` bytes."""
+    return purpose.encode()[:WORDS].ljust(WORDS)
+
+
+def is_usual(purpose: str) -> bool:
+    """Whether something belongs to an ordinary step: what does not is likelier to be the cause."""
+    return purpose.startswith(_USUAL)
+
+
+def labelled(words: bytes) -> str:
+    """What another rank does, if these bytes are a label."""
+    text = words.decode(errors="replace").strip()
+    return text if text.isascii() and text.isprintable() else ""

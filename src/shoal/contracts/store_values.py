@@ -21,6 +21,7 @@ import math
 import time
 import uuid
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, TypeVar, final
 
 import msgspec
@@ -32,6 +33,18 @@ _SIGNATURE_BYTES = 16
 _NOTHING = "?"  # what a compare-and-set with itself gives for a key that nobody has written
 _MENDED_S = 20.0  # how long what is put there is looked after
 _TRIES = 1000  # at a key that a stranger goes on writing
+
+
+_readers: dict[Any, msgspec.json.Decoder[Any]] = {}
+_making = Lock()
+
+
+def _reader(kind: Any) -> msgspec.json.Decoder[Any]:
+    """What reads values of a type, made once: two threads that make one crash msgspec."""
+    with _making:
+        if kind not in _readers:
+            _readers[kind] = msgspec.json.Decoder(kind)
+        return _readers[kind]
 
 
 @dataclass(frozen=True)
@@ -137,7 +150,8 @@ class Values:
         if text is None:
             return None
         try:
-            return msgspec.json.decode(text, type=kind)
+            value: T = _reader(kind).decode(text)
+            return value
         except Exception:  # of whatever kind: the text may be anything where there is no token
             return None
 

@@ -41,12 +41,14 @@ class Errand:
         comm: Comm,
         purpose: str,
         device: torch.device | None = None,
+        number: int | None = None,
     ) -> None:
         """Queued now, by the thread whose computing it comes after.
 
-        It computes on `device`, which has streams.
+        It computes on `device`, which has streams. Its number is that of `Comm.queued`.
         """
         self.purpose = purpose
+        self.number = comm.queued(purpose, number)
         self._work = work
         self._comm = comm
         self._device = device
@@ -59,6 +61,7 @@ class Errand:
 
     def run(self) -> None:
         """Do it, on the lane's thread; an error is kept for whoever waits."""
+        self._comm.runs(self.number, self.purpose)
         try:
             after(self._queued, self._device)
             self._work(self._comm)
@@ -98,14 +101,21 @@ class Errand:
         `meanwhile` is called now and then.
         """
         self._check_process()
-        while not self._done.wait(_POLL_S):
-            self._comm.check(where)
-            if meanwhile is not None:
-                meanwhile()
+        if not self._done.wait(_POLL_S):
+            self._wait_long(where, meanwhile)
         if self._error is not None:
             self._heard = True
             raise self._comm.diagnose(self._error, where) from self._error.__cause__
         after(self._computed, self._device)
+
+    def _wait_long(self, where: str, meanwhile: Callable[[], object] | None) -> None:
+        while True:
+            self._comm.check(where, self.number)
+            if meanwhile is not None:
+                meanwhile()
+            if self._done.wait(_POLL_S):
+                break
+        self._comm.reached(where)
 
     def _check_process(self) -> None:
         """Raise WorldError in a process that was forked meanwhile, whose lanes have no threads."""
@@ -161,7 +171,7 @@ class Lane:
         self._thread = threading.Thread(target=self._serve, name="shoal-lane", daemon=True)
         self._thread.start()
 
-    def run(self, work: Callable[[Comm], None], purpose: str) -> Errand:
+    def run(self, work: Callable[[Comm], None], purpose: str, number: int | None = None) -> Errand:
         """Queue `work(comm)` behind what the lane has (WorldError once it is closed)."""
         if self._closed:
             raise WorldError(
@@ -169,7 +179,7 @@ class Lane:
                 do="train within the session",
             )
         _check_process(self._process)
-        errand = Errand(work, self._comm, purpose, self._device)
+        errand = Errand(work, self._comm, purpose, self._device, number)
         self._queue.put(errand)
         return errand
 

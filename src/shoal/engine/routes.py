@@ -130,7 +130,7 @@ class Routes:
     def wait(self, errand: Errand, transfer: Transfer, purpose: str = "") -> None:
         """Wait for an errand of a transfer, and note it as `purpose` if that is given."""
         begin_s = perf_counter()
-        errand.wait(f"step {self.step}, {transfer.label}")
+        errand.wait(f"step {self.step}, {errand.purpose}")
         if purpose:
             self.note(purpose, begin_s)
 

@@ -9,7 +9,8 @@ The loss is a mean over local rows and gradients are averaged over ranks, so a r
              the usual number nothing is multiplied
     weight   where several calls meet in what is sent, layers are cut, or `count=` weighs the loss
              but nothing that is added to it, counts cross the network beside forward (32 bytes to
-             each peer), and the gradient is multiplied where backward enters the model (border.py)
+             each peer), and the gradient is multiplied where backward enters the model (border.py).
+               Where not every rank makes a call it is not weighed (counts.py)
 
 The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a
 mistake that nothing else would show.
@@ -23,19 +24,19 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.engine.lanes import Errand, Lane
+from shoal.engine.counts import Call, Counts
+from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content
 
 OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
 DEPTH = 3  # objects within objects
-# what is under way, and where it puts what the ranks say
-_Asked = tuple[Errand | None, list[Tensor]]
+# waits for what the ranks say, by rank; None where not every rank makes the call
+_Asked = Callable[[str], list[Tensor] | None]
 
 
 @final
@@ -48,6 +49,7 @@ class Weigher:
     def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
         self._comm, self._alike = comm, inputs_alike
         self._lane = None if comm is None else Lane(comm, "row counts")
+        self._counts = None if comm is None or self._lane is None else Counts(comm, self._lane)
         self._asked = 0
         self._usual = 1.0  # rows of the rank that has most of them in the first forward
 
@@ -57,23 +59,23 @@ class Weigher:
         Raises:
             RanksDiffer: every rank was fed the same batch.
         """
-        if self._comm is None:
+        if self._comm is None or self._counts is None:
             return Weight(1.0, 1.0, _nobody, 0, "")
         where = f"forward {self._asked}"
         self._comm.reached(where)
         first = self._asked == 0
         digest = _digest(batch) if first and _tensors(batch) else (0, 0)
-        own_values = torch.tensor([count, self._asked, *digest], dtype=torch.float64, device="cpu")
+        told = self._counts.called(), (count, *digest)
         self._asked += 1
         weight = Weight(
             count,
             self._usual,
-            lambda: self._ask(own_values),
+            lambda: self._ask(told),
             self._comm.rank,
             f"{where}, row counts",
         )
         if first:
-            self._usual = weight.usual = max(weight.counts()) or 1.0
+            self._usual = weight.usual = max(weight.counts() or ()) or 1.0
             if not self._alike and weight.same_batch():
                 raise RanksDiffer(
                     f"all {self._comm.size} ranks were fed the same batch, so every rank would "
@@ -86,11 +88,14 @@ class Weigher:
                 )
         return weight
 
-    def _ask(self, own_values: Tensor) -> _Asked:
-        assert self._comm is not None and self._lane is not None
-        theirs = [torch.empty_like(own_values) for _ in range(self._comm.size)]
-        errand = self._lane.run(lambda comm: comm.all_gather(theirs, own_values), "row counts")
-        return errand, theirs
+    def _ask(self, told: tuple[Call, tuple[float, ...]]) -> _Asked:
+        assert self._counts is not None
+        return self._counts.ask(*told)
+
+    def opened(self) -> None:
+        """A backward that sends has begun: calls from here on belong to the next."""
+        if self._counts is not None:
+            self._counts.opened()
 
     def drain(self) -> None:
         """Wait for the counts that were asked for."""
@@ -140,9 +145,12 @@ class Weight:
             self._asked = self._ask()
 
     def value(self) -> float | None:
-        """K·P/ΣK, or None where every rank counts the same. Waits for the counts."""
+        """K·P/ΣK, or None where every rank counts the same. Waits for the counts.
+
+        Also None where not every rank makes the call.
+        """
         counts = self.counts()
-        if len(set(counts)) <= 1:
+        if counts is None or len(set(counts)) <= 1:
             return None
         return counts[self._rank] * len(counts) / sum(counts)
 
@@ -167,37 +175,24 @@ class Weight:
         over_weight = 1.0 if other_weight is None else other_weight
         return (1.0 if own_weight is None else own_weight) / over_weight
 
-    def counts(self) -> list[float]:
-        """Every rank's count. Waits for them.
-
-        Raises:
-            RanksDiffer: another rank asks for those of another call.
-        """
-        if len(set(self._arrived(1))) > 1:
-            raise RanksDiffer(
-                "ranks weigh the gradients of different calls of the model in one backward",
-                where=self._where,
-                got=f"calls {', '.join(f'{call:.0f}' for call in self._arrived(1))}, by rank",
-                do="call the model, and backward of the same losses, on every rank alike",
-            )
-        return self._arrived(0)
+    def counts(self) -> list[float] | None:
+        """Every rank's count, if every rank makes the call. Waits for them."""
+        told = self._arrived()
+        return None if told is None else [float(values[0]) for values in told]
 
     def same_batch(self) -> bool:
         """Whether every rank's digest is the same. Waits for the counts."""
-        digests = set(zip(self._arrived(2), self._arrived(3), strict=True))
+        digests = {(float(high), float(low)) for _, high, low in self._arrived() or ()}
         return len(digests) == 1 and digests != {(0.0, 0.0)}
 
-    def _arrived(self, column: int) -> list[float]:
+    def _arrived(self) -> list[Tensor] | None:
         self.ask()
         assert self._asked is not None
-        errand, counts = self._asked
-        if errand is not None:
-            errand.wait(self._where)
-        return [float(count[column]) for count in counts]
+        return self._asked(self._where)
 
 
 def _nobody() -> _Asked:
-    return None, []
+    return lambda where: []
 
 
 def rows(batch: Any) -> int:
@@ -207,7 +202,10 @@ def rows(batch: Any) -> int:
 
 def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
     """Whether the ranks' samples have the same inputs for targets that differ (a collective)."""
-    inputs, targets = zip(*comm.gather_objects((_digest(x), _digest(y))), strict=True)
+    inputs, targets = zip(
+        *comm.gather_objects((_digest(x), _digest(y)), "parallelize: comparing samples"),
+        strict=True,
+    )
     return len(set(inputs)) == 1 < len(set(targets))
 
 

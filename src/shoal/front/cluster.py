@@ -51,7 +51,7 @@ def measured_cluster(
     more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
     if more and cluster.paces:
         comm = session.comm
-        sharing = comm.gather_objects(_machine()).count(_machine())
+        sharing = comm.gather_objects(_machine(), "measuring the links: machines").count(_machine())
         lanes = [comm.channel(f"probe{i} of {', '.join(more)}") for i in range(LANES)]
         paces = probe_paces(comm, cluster.link, more, lanes=lanes, sharing=sharing, device=device)
         for lane in lanes:
@@ -64,7 +64,8 @@ def _measured(session: Session, device: torch.device) -> Cluster:
     if session.cluster is None:
         comm = session.comm
         seats = comm.gather_objects(
-            (_machine(), (_machine(), container()), bound_cores(), quota_cores())
+            (_machine(), (_machine(), container()), bound_cores(), quota_cores()),
+            "measuring the links: machines",
         )
         machines = Counter(machine for machine, _, _, _ in seats)
         boxes = Counter(box for _, box, _, _ in seats)

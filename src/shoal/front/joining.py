@@ -14,7 +14,7 @@ import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn, final
 
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from shoal.comm.process_group import has_joined, join
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
-from shoal.core.errors import ShoalError, UsageError, WorldError
+from shoal.core.errors import RanksDiffer, ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster
 from shoal.core.numbers import MOST_SECONDS, is_positive
 from shoal.front.request import listed
@@ -51,7 +51,12 @@ class Served(SystemExit):
         super().__init__(0)
 
 
-def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
+def init(
+    *,
+    timeout_s: float = 300.0,
+    start_timeout_s: float = 60.0,
+    lost_after_s: float | None = None,
+) -> World:
     """Join the other ranks, as torchrun's environment says. Without it this process is alone.
 
     Where SHOAL_SERVERS=S is set on every rank, the last S of them are servers (strategy "server").
@@ -61,9 +66,10 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
 
     Args:
         timeout_s: seconds after which an exchange that a rank does not take part in is an error.
-            Whatever this says, a rank that dies is noticed within seconds, and one that is stopped
-            within 20.
+            Whatever this says, a rank that dies is noticed within seconds.
         start_timeout_s: seconds to wait for every rank to start.
+        lost_after_s: seconds after which a rank is lost that is stopped, or whose host gives no
+            sign of life, by default 20. One that computes, or keeps Python's lock, is waited for.
 
     Returns:
         This process's place among the workers. `rank` is `size` or more on a tail host. A second
@@ -84,7 +90,7 @@ def init(*, timeout_s: float = 300.0, start_timeout_s: float = 60.0) -> World:
         show_messages_only()
     session = found()
     if session is None:
-        comm = _joined_ranks(timeout_s, start_timeout_s)
+        comm = _joined_ranks(timeout_s, start_timeout_s, lost_after_s)
         if _is_server(comm):
             _serve_workers(comm)
             raise Served
@@ -99,6 +105,7 @@ def serve(
     *,
     timeout_s: float = 300.0,
     start_timeout_s: float = 60.0,
+    lost_after_s: float | None = None,
 ) -> None:
     """Be a server or a tail host until the workers have ended; for a program that only serves.
 
@@ -107,7 +114,7 @@ def serve(
 
     Args:
         model, loss_fn, optimizer: on a tail host, the same as workers give `parallelize`.
-        timeout_s, start_timeout_s: as for `init`.
+        timeout_s, start_timeout_s, lost_after_s: as for `init`.
 
     Raises:
         MissingRank: a rank did not start in time. It is named.
@@ -124,7 +131,7 @@ def serve(
     """
     session = found()
     if session is None:
-        comm = _joined_ranks(timeout_s, start_timeout_s)
+        comm = _joined_ranks(timeout_s, start_timeout_s, lost_after_s)
         if _is_server(comm):
             _serve_workers(comm)
             return
@@ -179,19 +186,24 @@ def _begin(comm: Comm) -> Session:
     return session
 
 
-def _joined_ranks(timeout_s: float, start_timeout_s: float) -> Comm:
+def _joined_ranks(
+    timeout_s: float, start_timeout_s: float, lost_after_s: float | None = None
+) -> Comm:
     """All ranks, as the environment or the program's own process group say."""
-    if not all(is_positive(seconds, MOST_SECONDS) for seconds in (timeout_s, start_timeout_s)):
+    given = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
+    if lost_after_s is not None:
+        given["lost_after_s"] = lost_after_s
+    if not all(is_positive(seconds, MOST_SECONDS) for seconds in given.values()):
         raise UsageError(
             "a time-out is more than 0 s, and a number",
-            got=f"timeout_s={timeout_s!r}, start_timeout_s={start_timeout_s!r}",
+            got=", ".join(f"{name}={seconds!r}" for name, seconds in given.items()),
             do="give seconds, such as 300.0",
         )
     if rendezvous.is_alone() and not has_joined():
         return ThreadComm(hub=Hub(hosts=(rendezvous.host_name(),)))
     seat = rendezvous.seat(has_joined=has_joined())
     try:
-        return join(seat, timeout_s, start_timeout_s)
+        return join(seat, timeout_s, start_timeout_s, lost_after_s)
     except ShoalError as error:  # a start that fails, whatever failed
         raise error.advised("run: shoal doctor") from error.__cause__
 
@@ -214,8 +226,10 @@ def _drain_at_exit(session: Session) -> None:
     if session.broken or getattr(sys, "last_value", None) is not None:
         session.abandon()
         return
-    with suppress(WorldError):  # a rank that is lost is told of by those who still need it
+    try:
         session.drain()
+    except (WorldError, RanksDiffer):  # told by those who still need what is lost
+        session.abandon()
 
 
 @contextmanager

@@ -53,6 +53,7 @@ from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.session import Attached, Session, current, ranks
 
 T = TypeVar("T")
+_CHECKING = "parallelize: checking what was given"
 
 
 def parallelize(
@@ -158,7 +159,7 @@ def parallelize(
         search_options,
     )
     comm.reached("parallelize: comparing what the ranks were given")
-    given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session))
+    given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
     optimizers = listed(optimizer)
     require_same(comm, asked, given_plan, model, optimizers)
     session.optimizers[model] = tuple(optimizers)
@@ -363,8 +364,10 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
     if is_tail_host(session):
         return loader
     comm = session.comm
-    seed = comm.gather_objects(agreed(comm, lambda: feed.proposed_seed(loader)))[0]
-    own_loader = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed))
+    purpose = "shard: checking loaders"
+    own_seed = agreed(comm, lambda: feed.proposed_seed(loader), purpose)
+    seed = comm.gather_objects(own_seed, purpose)[0]
+    own_loader = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed), purpose)
     if comm.size > 1:
         rows = len(own_loader.sampler)  # type: ignore[arg-type]  # feed.shard has asked for it
         batches = f"{len(own_loader)} batches of {own_loader.batch_size} rows, {rows} rows"
@@ -374,7 +377,7 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
 
 def _require_same_batches(comm: Comm, batches: str) -> None:
     """Raise RanksDiffer where ranks cut the same rows in different ways."""
-    first, *other_ranks = comm.gather_objects(batches)
+    first, *other_ranks = comm.gather_objects(batches, "shard: comparing loaders")
     for rank, theirs in enumerate(other_ranks, start=1):
         if theirs != first:
             raise RanksDiffer(

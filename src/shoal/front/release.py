@@ -53,7 +53,9 @@ def unparallelize(model: nn.Module) -> None:
     """
     session = current()
     session.comm.reached("unparallelize: comparing what the ranks were given")
-    running = agreed(session.comm, lambda: _checked(session, model))
+    running = agreed(
+        session.comm, lambda: _checked(session, model), "unparallelize: checking the model"
+    )
     _require_same(session, running)
     optimizers = session.optimizers.pop(model)
     still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}
@@ -89,7 +91,9 @@ def _checked(session: Session, model: nn.Module) -> Running | None:
 
 
 def _require_same(session: Session, running: Running | None) -> None:
-    numbers = session.comm.gather_objects(None if running is None else running.number)
+    numbers = session.comm.gather_objects(
+        None if running is None else running.number, "unparallelize: which model"
+    )
     for rank, number in enumerate(numbers):
         if number != numbers[0]:
             raise RanksDiffer(
@@ -110,7 +114,9 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
     threads.counts.drain()
     running.watched.release()  # 4
     release_layers(model, running.rewritten)  # 5
-    session.comm.gather_objects("released")  # nobody needs a channel of the model any more
+    session.comm.gather_objects(
+        "released", "unparallelize: all have released"
+    )  # nobody needs a channel of the model any more
     threads.close()  # 6
     threads.close_boundary()
     servers = session.other(Servers)

@@ -340,7 +340,7 @@ def require_same(
             for number, optimizer in enumerate(optimizers)
         },
     }
-    first, *other_ranks = comm.gather_objects(request)
+    first, *other_ranks = comm.gather_objects(request, "parallelize: comparing what was given")
     for rank, theirs in enumerate(other_ranks, start=1):
         for key in [*first, *(name for name in theirs if name not in first)]:
             if theirs.get(key) != first.get(key):

@@ -23,7 +23,7 @@ from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.optim.owners import norm, scale
 from shoal.optim.part import Part, States
 from shoal.profiling.updates import part_of as part_of_state
-from shoal.tensors.cut import Cut, cut_of, is_cut, laid_as, opened, part_of
+from shoal.tensors.cut import Cut, OverRanks, cut_of, is_cut, laid_as, opened, part_of
 
 
 @final
@@ -66,6 +66,7 @@ class CutPart(Part):
             return []
         local = norm([gradient for gradient in self.local_gradients() if gradient.numel()], order)
         norms = [torch.empty_like(local) for _ in range(self._boundary.size)]
+        self._boundary.begins("optimizer.clip_grad_norm_(): norms of parameters that are cut")
         self._boundary.all_gather(norms, local)
         return norms
 
@@ -87,11 +88,13 @@ class CutPart(Part):
 
 def _whole(cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     """A part's state, with the whole of every tensor of the part's shape, laid as the parameter."""
+    assert isinstance(cut, OverRanks)
+    purpose = f"optimizer.state_dict(): state of {cut.name}"
 
     def is_part(value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape == part.shape
 
     return {
-        name: laid_as(cut.layout, cut.whole(value)) if is_part(value) else value
+        name: laid_as(cut.layout, cut.gathered(value, purpose)) if is_part(value) else value
         for name, value in state.items()
     }

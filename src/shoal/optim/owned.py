@@ -78,7 +78,8 @@ class OwnedPart(Part):
         self._owners.tell(GatherState(self._number))
         whole: States = {}
         for transfer, update in self._updates.items():
-            self._owners.together(transfer, partial(update.gather_state, whole))
+            gather = partial(update.gather_state, whole)
+            self._owners.together(transfer, gather, "optimizer.state_dict(): state of")
         return {parameter: whole.get(parameter, {}) for parameter in self.parameters()}
 
     def take_state(self) -> None:

@@ -152,7 +152,7 @@ class Owners:
         lines = {parameter: torch.empty_like(line(parameter, parameter)) for parameter in held}
         fetched = [_Fetch(transfer, lines) for transfer in holding]
         for fetch in fetched:
-            self._engine.routes.later(fetch.transfer, fetch.run, "fetch gradients of")
+            self._engine.routes.later(fetch.transfer, fetch.run, "read gradients (.grad) of")
         for fetch in fetched:
             self._engine.routes.settle(fetch.transfer)
             fetch.publish()
@@ -239,7 +239,7 @@ class Owners:
                 numbers.extend(all_of_them)
 
             if some:
-                self.together(some[0], gather)
+                self.together(some[0], gather, "optimizer.clip_grad_norm_(): norms beside")
         return numbers
 
     def scale(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
@@ -258,9 +258,9 @@ class Owners:
             if parameter in wanted
         )
 
-    def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None]) -> None:
+    def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None], purpose: str) -> None:
         """Do something with all ranks that a transfer is among, at once (a collective)."""
-        self._engine.routes.later(transfer, work, "gather beside")
+        self._engine.routes.later(transfer, work, purpose)
         self._engine.routes.settle(transfer)
 
     def send_off(

@@ -178,7 +178,7 @@ class Update:
     def gather_state(self, whole: States | None, comm: Comm) -> None:
         """Put every rank's pieces of the state into `whole`, if one is given (a collective)."""
         own = [_on_cpu(self._copy.state.get(tensor, {})) for tensor in self._tensors.values()]
-        of_ranks = comm.gather_objects(own)
+        of_ranks = comm.gather_objects(own, "optimizer.state_dict()")
         if whole is None:
             return
         for pieces, states in zip(self._transfer.owned, of_ranks, strict=True):

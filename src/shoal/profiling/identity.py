@@ -70,9 +70,9 @@ def require_same_model(model: nn.Module, comm: Comm) -> None:
         RanksDiffer: on every rank, naming the first layer that differs and the rank where it does.
     """
     signatures = layer_signatures(model)
-    if len(set(comm.gather_objects(model_digest(model)))) == 1:
+    if len(set(comm.gather_objects(model_digest(model), "parallelize: comparing models"))) == 1:
         return
-    first, *other_ranks = comm.gather_objects(signatures)
+    first, *other_ranks = comm.gather_objects(signatures, "parallelize: comparing parts of models")
     for rank, other in enumerate(other_ranks, start=1):
         for name in [*first, *(name for name in other if name not in first)]:
             if first.get(name) != other.get(name):

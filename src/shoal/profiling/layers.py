@@ -41,6 +41,7 @@ from shoal.profiling.timeline import Clock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
 
+_CHECKING = "parallelize: trying the sample"
 _FEWEST, _MOST = 5, 200  # measured steps, after one to warm up
 _TURN_S = 0.03  # in which ranks that share cores have all had their turns
 _ENOUGH_S, _BUDGET_S = 2.0, 20.0  # for more than the fewest; for more than one
@@ -77,7 +78,7 @@ def profile_model(
             any).
         RanksDiffer: the ranks have different models.
     """
-    checked = agreed(comm, lambda: Sample.of(model, loss_fn, sample), SampleError)
+    checked = agreed(comm, lambda: Sample.of(model, loss_fn, sample), _CHECKING, SampleError)
     require_same_model(model, comm)
     layers = trainable_layers(model)
     clock = Clock(_device(layers))
@@ -95,8 +96,10 @@ def profile_model(
             step,
             frozenset(readers.read),
         )
-        facts = [agreed(comm, _measuring(probe, trial), SampleError) for probe in probing]  # 3
-        by_outputs = agreed(comm, lambda: trial.once(rowwise), SampleError)
+        facts = [
+            agreed(comm, _measuring(probe, trial), _CHECKING, SampleError) for probe in probing
+        ]  # 3
+        by_outputs = agreed(comm, lambda: trial.once(rowwise), _CHECKING, SampleError)
         outside = outside_use(model, layers, readers.borrowed, by_outputs)
         update = OptimizerCost.of(optimizers)
         on_this_rank = ModelProfile(
@@ -113,14 +116,14 @@ def profile_model(
             state_bytes=update.state_bytes,
             digest=model_digest(model),
         )
-        profiles = comm.gather_objects(on_this_rank)
+        profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
     _meet(comm)  # every rank has put the random state back
     return _complete(_in_backward_order(_maximum(profiles)))  # 4
 
 
 def _meet(comm: Comm) -> None:
     """Go on when every rank is here, so that all measure the same thing at the same time."""
-    comm.gather_objects(None)
+    comm.gather_objects(None, "measuring the model: start together")
 
 
 @contextmanager
@@ -172,18 +175,19 @@ def _measured_step(
         drop_gradients(parameters)
         return watch_step(sample, layers, clock)
 
-    readers, warm = agreed(comm, warm_up, SampleError)
+    readers, warm = agreed(comm, warm_up, _CHECKING, SampleError)
     # probes go forward once more
     left_s = _BUDGET_S - (time.perf_counter() - start) - warm.forward_s
     steps = [measure()]
     each_s = min(step.total_s for step in (warm, *steps))
     affordable = min(max(_FEWEST, int(_ENOUGH_S / each_s)), int(left_s / each_s), _MOST)
-    count = max(1, min(comm.gather_objects(affordable)))
+    count = max(1, min(comm.gather_objects(affordable, "measuring the model: number of steps")))
     steps += [measure() for _ in range(1, count)]
     drop_gradients(parameters)
     typical = usual(steps)
     ranks: list[list[float]] = comm.gather_objects(
-        [typical.total_s, *(step.total_s for step in steps)]
+        [typical.total_s, *(step.total_s for step in steps)],
+        "measuring the model: seconds of steps",
     )
     usual_s = max(total_s for total_s, *_ in ranks)
     size = min(count, math.ceil(_TURN_S / usual_s))

@@ -56,7 +56,7 @@ def probe_link(
     cpu_s_per_byte = 0.0
     ordered = sorted(sizes)
     for index, size in enumerate(ordered):
-        left_s = min(comm.gather_objects(end - time.perf_counter()))
+        left_s = min(comm.gather_objects(end - time.perf_counter(), "measuring the links"))
         if len(seconds) >= 2:
             latency_s, s_per_byte = fit_line(seconds)
             if 2 * (latency_s + s_per_byte * size) > left_s:  # one to warm up, one to measure
@@ -80,10 +80,10 @@ def _burst(comm: Comm, link: Link, steady_s: float) -> float:
     shift = _shifter(comm, _CAR)
     found = []
     for _ in range(_TRAINS):
-        comm.gather_objects(None)
+        comm.gather_objects(None, "measuring the links")
         time.sleep(_PAUSE_S)
         found.append(_TRAIN * (steady_s - shift(_TRAIN)) * link.bytes_per_s)
-    least: float = min(comm.gather_objects(min(found)))
+    least: float = min(comm.gather_objects(min(found), "measuring the links"))
     return max(0.0, least)
 
 
@@ -91,14 +91,14 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tup
     """(seconds a message, processor seconds a byte) of messages of one size, back to back."""
     shift = _shifter(comm, size)
     warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
-    one_s = max(comm.gather_objects(shift(warm_up)))
+    one_s = max(comm.gather_objects(shift(warm_up), "measuring the links"))
     in_group = max(1, min(int(allowed_s / one_s / _GROUPS), _MOST_IN_GROUP))
     groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
     cpu_start = ProcessorTime.now()
     # the first one may profit from the pause
     message_s = median(shift(in_group) for _ in range(groups))
     cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (groups * in_group * size)
-    ranks = comm.gather_objects((message_s, cpu_s_per_byte))
+    ranks = comm.gather_objects((message_s, cpu_s_per_byte), "measuring the links")
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 
 

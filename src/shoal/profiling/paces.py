@@ -83,11 +83,13 @@ def probe_paces(
             def serve(lane: Comm, flat: Tensor) -> None:
                 lane.beside(partial(exchanged, lane, flat))
 
-            comm.gather_objects(None)
+            comm.gather_objects(None, "measuring the links: paces")
             start, cpu_start = time.perf_counter(), ProcessorTime.now()
             list(pool.map(serve, lanes, flats))
             own_seconds = time.perf_counter() - start, ProcessorTime.now().since(cpu_start, sharing)
-            ranks: list[tuple[float, float]] = comm.gather_objects(own_seconds)
+            ranks: list[tuple[float, float]] = comm.gather_objects(
+                own_seconds, "measuring the links: paces"
+            )
             return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 
         def pace(exchange: Exchange) -> Pace:
@@ -145,14 +147,16 @@ def probe_moves(
     ).values()
 
     def seconds(times: int, halves: Sequence[Callable[[Tensor, Comm], None]]) -> float:
-        comm.gather_objects(None)
+        comm.gather_objects(None, "measuring the links: paces")
         start = time.perf_counter()
         for _ in range(times):
             for half in halves:
                 torch.mm(matrix, matrix, out=product)
                 lane.beside(partial(half, flat, lane))
         finish(device)
-        ranks: list[float] = comm.gather_objects((time.perf_counter() - start) / times)
+        ranks: list[float] = comm.gather_objects(
+            (time.perf_counter() - start) / times, "measuring the links: paces"
+        )
         return max(ranks)
 
     moving, computing = (direct.reduce, direct.gather), (_nothing, _nothing)
@@ -204,14 +208,17 @@ def probe_duplex(
             rounds: int, *ways: tuple[Callable[[Sequence[Tensor], Comm], None], Sequence[Comm]]
         ) -> list[float]:
             """Until each way was done, the soonest first."""
-            comm.gather_objects(None)
+            comm.gather_objects(None, "measuring the links: paces")
             start = time.perf_counter()
             errands = [
                 [pool.submit(serve, half, lane, rounds) for lane in lanes] for half, lanes in ways
             ]
             own_seconds = [max(errand.result() for errand in way) - start for way in errands]
             return sorted(
-                max(ranks) for ranks in zip(*comm.gather_objects(own_seconds), strict=True)
+                max(ranks)
+                for ranks in zip(
+                    *comm.gather_objects(own_seconds, "measuring the links: paces"), strict=True
+                )
             )
 
         going, coming = (exchange.reduce_scatter, there), (exchange.all_gather, back)
@@ -258,14 +265,16 @@ def probe_pack(comm: Comm, device: torch.device = CPU) -> float:
     """
     gradients = torch.ones(_COLD // 4, device=device).split(_LARGE[0] // 4)
     buckets = torch.ones(_COLD // 4, device=device).split(_LARGE[0] // 4)
-    comm.gather_objects(None)
+    comm.gather_objects(None, "measuring the links: paces")
     start, nbytes = time.perf_counter(), 0
     while time.perf_counter() - start < _PACK_S:
         for gradient, bucket in zip(gradients, buckets, strict=True):
             torch.mul(gradient, 0.5, out=bucket)
             nbytes += gradient.nbytes
     finish(device)
-    seconds: list[float] = comm.gather_objects((time.perf_counter() - start) / nbytes)
+    seconds: list[float] = comm.gather_objects(
+        (time.perf_counter() - start) / nbytes, "measuring the links: paces"
+    )
     return max(seconds)
 
 

@@ -269,7 +269,9 @@ def cuts(plan: Plan) -> bool:
 def align(model: nn.Module, comm: Comm) -> None:
     """Give every rank rank 0's parameters and buffers; what is the same everywhere is not sent."""
     tensors = dict(_tensors(model))
-    digests = comm.gather_objects({name: _digest(tensor) for name, tensor in tensors.items()})
+    digests = comm.gather_objects(
+        {name: _digest(tensor) for name, tensor in tensors.items()}, "parallelize: comparing values"
+    )
     with torch.no_grad():
         for name, tensor in tensors.items():
             if any(other[name] != digests[0][name] for other in digests):

@@ -436,7 +436,8 @@ class _InStep(OwnersRole):
     def gather_state(self, optimizer: int) -> None:
         self._owners.settle()
         for transfer, update in self._updates[optimizer].items():
-            self._owners.together(transfer, partial(update.gather_state, None))
+            gather = partial(update.gather_state, None)
+            self._owners.together(transfer, gather, "optimizer.state_dict(): state of")
 
     def fetch_all(self) -> None:
         self._owners.fetch_all()

@@ -93,6 +93,7 @@ def attach(
         ref(model), engine.routes.lanes, weigher, boundary, lasting=servers is not None
     )
     session.models += 1
+    engine.listen(Event.ROUND_OPENED, weigher.opened)
     for table in tables.all if tables else ():
         engine.listen(Event.BACKWARD_ENTERED, table.begin)
     if stage is not None:
@@ -219,4 +220,8 @@ def _open_tables(
 
 def _check_for_servers(session: Session, optimizers: Sequence[Optimizer]) -> None:
     """Refuse what servers cannot own (a collective)."""
-    agreed(session.comm, lambda: check_sendable(optimizers))
+    agreed(
+        session.comm,
+        lambda: check_sendable(optimizers),
+        "parallelize: checking what servers are given",
+    )

@@ -135,7 +135,14 @@ class Session:
         if not ending:  # as on every rank
             return
         gone = [number for number, threads in ending.items() if threads.model() is None]
-        for number in set.intersection(*map(set, self.comm.gather_objects(gone))):
+        for number in set.intersection(
+            *map(
+                set,
+                self.comm.gather_objects(
+                    gone, "parallelize: ending threads of models that are gone"
+                ),
+            )
+        ):
             ended = self.threads.pop(number)
             ended.drain()
             ended.close()

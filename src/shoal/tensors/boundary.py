@@ -48,8 +48,15 @@ class Move:
     """A move and its transpose; both are started by one call, and waited for by another."""
 
     there: _Way
-    back: _Way
+    way_back: _Way
     scale: float
+    comm: Comm
+    purpose: str  # of what it is part, for messages
+
+    def back(self, grad: Tensor) -> _Coming:
+        """Start moving a gradient back."""
+        self.comm.begins(f"backward, {self.purpose}")
+        return self.way_back(grad)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tensor where it is moved to."""
@@ -63,31 +70,40 @@ class Rows:
 
     comm: Comm
     counts: tuple[int, ...]
+    purpose: str = "rows of a layer"  # the call, for messages
 
     def gathered(self, scale: float) -> Move:
         """Every rank's rows, in rank order, on every rank."""
-        return Move(self._gather, self._sum, scale)
+        return Move(self._gather, self._sum, scale, self.comm, self.purpose)
 
     def summed(self, x: Tensor, scale: float) -> Tensor:
         """This rank's rows of the sum over ranks, added up in rank order."""
-        return Move(self._sum, self._gather, scale)(x)
+        return Move(self._sum, self._gather, scale, self.comm, self.purpose)(x)
 
     def to_columns(self, widths: Sequence[int], scale: float) -> Move:
         """All ranks' rows, of the columns that are this rank's."""
         return Move(
-            lambda t: self._to_columns(t, widths), lambda t: self._to_rows(t, widths), scale
+            lambda t: self._to_columns(t, widths),
+            lambda t: self._to_rows(t, widths),
+            scale,
+            self.comm,
+            self.purpose,
         )
 
     def to_rows(self, x: Tensor, widths: Sequence[int], scale: float) -> Tensor:
         """This rank's rows, of all columns."""
         return Move(
-            lambda t: self._to_rows(t, widths), lambda t: self._to_columns(t, widths), scale
+            lambda t: self._to_rows(t, widths),
+            lambda t: self._to_columns(t, widths),
+            scale,
+            self.comm,
+            self.purpose,
         )(x)
 
     def chunks(self, number: int) -> list[Rows]:
         """So many parts, each with rows of every rank: fewer where a rank has not as many."""
         cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
-        return [Rows(self.comm, part) for part in zip(*cuts, strict=True)]
+        return [Rows(self.comm, part, self.purpose) for part in zip(*cuts, strict=True)]
 
     @property
     def mine(self) -> int:
@@ -154,7 +170,7 @@ def rows_of_all(comm: Comm, rows: int, purpose: str) -> Rows:
 
     RanksDiffer if others are about something else.
     """
-    return Rows(comm, tuple(comm.numbers([rows] * comm.size, purpose)))
+    return Rows(comm, tuple(comm.numbers([rows] * comm.size, purpose)), purpose)
 
 
 def call_of(layer: str) -> str:
@@ -190,7 +206,11 @@ def dealt(
         return lambda: _come(finish, incoming)
 
     return Move(
-        lambda rows: deal(rows, sent, received), lambda rows: deal(rows, received, sent), scale
+        lambda rows: deal(rows, sent, received),
+        lambda rows: deal(rows, received, sent),
+        scale,
+        comm,
+        "rows of an embedding",
     )(x)
 
 

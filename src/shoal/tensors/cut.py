@@ -98,9 +98,14 @@ class OverRanks(Cut):
         return part
 
     def whole(self, part: Tensor) -> Tensor:
-        self.comm.numbers(
-            [part.numel()] * self.comm.size, f"reading of {self.name} (state_dict, print, grad)"
-        )
+        return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")
+
+    def gathered(self, part: Tensor, purpose: str) -> Tensor:
+        """All of a tensor of the parameter's form, of which every rank has its part (a collective).
+
+        Messages say that it is for `purpose`.
+        """
+        self.comm.numbers([part.numel()] * self.comm.size, purpose)
         pieces = []
         for size in self._sizes:
             shape = list(self.like.shape)

@@ -92,6 +92,7 @@ class RowTerms(torch.autograd.Function):
         comm = ctx.picked.comm
         own_grads = torch.stack([*(grad / comm.size for grad in grads), log_sum], 1)
         everyone = own_grads.new_empty(len(row), 4)
+        comm.begins(f"backward, {ctx.picked.purpose}")
         comm.all_gather(everyone.split(ctx.picked.counts), own_grads)
         by_sum, by_pick, by_weight, log_sums = everyone.unbind(1)
         logits = part if ctx.every_row else part[row]
@@ -126,6 +127,7 @@ class LogSum(torch.autograd.Function):
         refuse_second_derivative()
         part, log_sum = ctx.saved_tensors
         everyone = grad.new_empty(ctx.comm.size, len(grad))
+        ctx.comm.begins("backward, softmax of an output that is cut")
         ctx.comm.all_gather(everyone.unbind(), grad.contiguous())
         return torch.exp(part - log_sum.unsqueeze(1)).mul_(everyone.sum(0).unsqueeze(1)), None
 

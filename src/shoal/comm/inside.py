@@ -1,0 +1,131 @@
+"""Calls into torch.distributed, and the handles of messages under way.
+
+Whoever waits here for another rank looks at the verdict every half second, and says at what it
+waits. Errors come out as the verdict.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar, final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.comm.aside import Aside, may_block
+from shoal.comm.heartbeat import Heartbeat
+from shoal.comm.places import Record
+
+T = TypeVar("T")
+_FOREVER = datetime.timedelta(days=1000)
+
+
+@final
+class Inside:
+    """Calls into torch.distributed, whose errors come out as who is lost.
+
+    `with` stands around those that do not block; a class and not a generator, as that is around
+    every message. `run` makes those that do.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        timeout_s: float,
+        aside: Aside,
+        record: Record | None,
+        *,
+        idle: bool = False,
+    ) -> None:
+        self.idle = idle  # whether a message may be waited for however long it takes
+        self._heartbeat, self._aside = heartbeat, aside
+        self._timeout_s, self._record = timeout_s, record
+
+    def __enter__(self) -> None:
+        self._heartbeat.busy.add(threading.get_ident())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        self._heartbeat.busy.discard(threading.get_ident())
+        if isinstance(error, RuntimeError):
+            reason = str(error).splitlines()[0]
+            overdue_s = self._timeout_s if is_timeout(error) else None
+            raise self._heartbeat.judge(reason, overdue_s) from None
+
+    def run(self, call: Callable[[], T], *, in_time: bool = False) -> T:
+        """Make a call that waits for other ranks; `in_time` if it has no limit of its own."""
+        return self.beside(partial(self._entered, call), in_time=in_time)
+
+    def beside(self, call: Callable[[], T], *, in_time: bool = False) -> T:
+        """Make such calls beside this thread, which looks at the verdict meanwhile.
+
+        The library's own threads make them themselves: nobody waits for those without a limit.
+        """
+        if may_block():
+            return call()
+        began, looks, record = time.monotonic(), 0, self._record
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            self._heartbeat.check("" if record is None else record.purpose, record)
+            if in_time and time.monotonic() - began > self._timeout_s:
+                raise self._heartbeat.judge("no connections", self._timeout_s)
+
+        result = self._aside.run(call, look)
+        if looks:
+            self._heartbeat.reached(self._heartbeat.at)
+        return result
+
+    def _entered(self, call: Callable[[], T]) -> T:
+        with self:
+            return call()
+
+
+@final
+class Work:
+    """A torch.distributed work handle."""
+
+    def __init__(self, work: dist.Work, inside: Inside) -> None:
+        self._work, self._inside = work, inside
+
+    def wait(self) -> None:
+        self._inside.run(self.done)
+
+    def done(self) -> None:
+        """Wait on this thread."""
+        if self._inside.idle:
+            self._work.wait(_FOREVER)
+        else:
+            self._work.wait()
+
+    def land(self) -> None:
+        """Do what is left to do: nothing."""
+
+
+@final
+class Landing:
+    """What is received at the host, and belongs on a device."""
+
+    def __init__(self, work: Work, received: Tensor, wanted: Tensor) -> None:
+        self._work, self._received, self._wanted = work, received, wanted
+        self.done = work.done
+
+    def wait(self) -> None:
+        self._work.wait()
+        self.land()
+
+    def land(self) -> None:
+        """Do what is left to do once the work is done."""
+        # no wait for the device: the copy is queued, and what uses `wanted` is queued behind it
+        self._wanted.copy_(self._received, non_blocking=True)
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text

@@ -1,0 +1,228 @@
+"""What every rank is at, and whether ranks wait for one another for ever.
+
+All ranks do the same things together, in the same order on each channel. So what a rank does there
+has a number, which is the same on every rank. Each keeps a journal: how far it has begun, and what
+its main thread waits for. From the journals of all it follows who waits in vain:
+
+    unlike   two ranks are at something else under the same number of one channel
+    a ring   each waits for something that another one has not begun, and that one waits as well
+
+Neither goes away by waiting, however slow a link is. A rank that computes is in neither: it may
+begin what the others wait for. Costs a few attributes for each thing begun. Guarded by
+tests/comm/test_places.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from shoal.contracts.comm import is_usual
+from shoal.core.errors import RanksDiffer
+
+_MOST_RANKS = 4  # that a message names one by one
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank's main thread waits for."""
+
+    channel: str
+    number: int  # of it, on that channel; 0: of nothing that has a number
+    at: str  # the same, for people
+    members: tuple[int, ...]  # the ranks that take part in it
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank says of itself."""
+
+    wait: Wait | None
+    begun: dict[str, int]  # by channel: the last that it has begun
+    running: dict[str, tuple[int, str]]  # by channel: what it is at, and its number
+    answers: tuple[str, ...] = ()  # channels on which it can still say that it has nothing to bring
+
+
+@final
+@dataclass
+class Record:
+    """What a rank does on one channel."""
+
+    name: str
+    members: tuple[int, ...]
+    numbered: bool = True  # whether all members begin the same there
+    begun: int = 0
+    purpose: str = ""  # of the last begun
+    running: tuple[int, str] = (0, "")  # what its lane is at
+    # says that this rank brings nothing to what others wait for
+    answer: Callable[[], None] | None = None
+
+    def told(self) -> None:
+        """Every rank has been told that they differ here; they may go on from it."""
+        self.purpose, self.running = "", (0, "")
+
+    @property
+    def at(self) -> tuple[int, str]:
+        """What this rank is at there, and its number."""
+        return self.running if self.running[0] else (self.begun, self.purpose)
+
+    def begin(self, purpose: str, number: int | None = None) -> int:
+        """Note that this rank begins something: its number."""
+        if number is not None:
+            self.begun = max(self.begun, number)
+        elif self.numbered:
+            self.begun += 1
+        self.purpose = purpose
+        return self.begun if number is None else number
+
+
+@final
+class Journal:
+    """What this rank does, on all channels."""
+
+    def __init__(self) -> None:
+        self.wait: Wait | None = None
+        self.asked: set[str] = set()  # channels on which others wait for this rank's answer
+        self._records: dict[str, Record] = {}
+        self._opened: Counter[str] = Counter()
+
+    def opened(self, name: str, members: Iterable[int], numbered: bool) -> Record:
+        """A channel is made; as many of that name before it as on every other rank."""
+        self._opened[name] += 1
+        record = Record(f"{name}#{self._opened[name]}", tuple(members), numbered)
+        self._records[record.name] = record
+        return record
+
+    def closed(self, record: Record) -> None:
+        """A channel is given back."""
+        self._records.pop(record.name, None)
+
+    def waits(self, record: Record, number: int | None, at: str) -> None:
+        """The main thread waits for that number of a channel, or for the last it has begun."""
+        awaited = record.begun if number is None else number
+        self.wait = Wait(record.name, awaited, at, record.members)
+
+    def answer(self) -> None:
+        """On the main thread: tell those who wait for it that this rank brings nothing."""
+        for record in list(self._records.values()):
+            if record.name in self.asked and record.answer is not None:
+                record.answer()
+        self.asked.clear()
+
+    def place(self) -> Place:
+        """What this rank is at."""
+        records = list(self._records.values())
+        used = [record for record in records if record.begun]
+        return Place(
+            self.wait,
+            {record.name: record.begun for record in used},
+            {record.name: record.at for record in used},
+            tuple(record.name for record in records if record.answer is not None),
+        )
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Ranks that wait for one another for ever."""
+
+    what: str
+    rank: int  # one of the fewest, who are likely at fault
+    waits: tuple[Wait, ...] = ()  # of those ranks: the same at the next look, or it was none
+
+    def error(self, where: str) -> RanksDiffer:
+        """The error that a rank raises, which is at `where`."""
+        return RanksDiffer(self.what, where=where, do=ALIKE, rank=self.rank)
+
+
+ALIKE = (
+    "make the same calls in the same order on every rank: forward, backward and step; state_dict() "
+    "and reads of gradients where layers are cut or owned; evaluation where layers are cut; "
+    "parallelize. Leave a backward out (a NaN loss) on all ranks, or on none. Or let no layer be "
+    'cut: strategies=["replicate", "sliced", "factor"]'
+)
+
+
+def apart(places: Mapping[int, Place]) -> Apart | None:
+    """Who waits in vain, if anybody does.
+
+    Certain where two looks in a row find the same, the second of which sees what each rank has
+    written since the first.
+    """
+    waiting = {rank: place for rank, place in places.items() if place.wait is not None}
+    return unlike(places) or _ring(waiting)
+
+
+def unlike(places: Mapping[int, Place]) -> Apart | None:
+    """Ranks that are at something else under the same number of one channel."""
+    at: dict[tuple[str, int], dict[int, str]] = {}
+    for rank, place in places.items():
+        for channel, (number, purpose) in place.running.items():
+            if number and purpose:
+                at.setdefault((channel, number), {})[rank] = purpose
+    for purposes in at.values():
+        if len(set(purposes.values())) > 1:
+            said, rank, other = _said(purposes)
+            return Apart(f"rank {rank} does something else than rank {other}: {said}", rank)
+    return None
+
+
+def _ring(waiting: Mapping[int, Place]) -> Apart | None:
+    """The ranks each of which waits for something that another of them has not begun."""
+    ring = dict(waiting)
+    while ring:
+        free = [rank for rank in ring if not _is_blocked(rank, ring)]
+        if not free:
+            waits = {rank: place.wait for rank, place in ring.items() if place.wait}
+            said, rank, _ = _said({rank: wait.at for rank, wait in waits.items()})
+            what = f"ranks wait for one another at different places: {said}"
+            return Apart(what, rank, tuple(waits.values()))
+        for rank in free:
+            del ring[rank]
+    return None
+
+
+def _is_blocked(rank: int, ring: Mapping[int, Place]) -> bool:
+    wait = ring[rank].wait
+    assert wait is not None
+    return any(
+        other != rank
+        and other in wait.members
+        and wait.channel not in place.answers
+        and place.begun.get(wait.channel, 0) < wait.number
+        for other, place in ring.items()
+    )
+
+
+def missed(rank: int, places: Mapping[int, Place]) -> set[str]:
+    """The channels on which others wait for what this rank has not begun."""
+    begun = places[rank].begun
+    waits = [place.wait for other, place in places.items() if other != rank and place.wait]
+    return {
+        wait.channel
+        for wait in waits
+        if rank in wait.members and begun.get(wait.channel, 0) < wait.number
+    }
+
+
+def _said(purposes: Mapping[int, str]) -> tuple[str, int, int]:
+    """Where ranks are, a rank of the fewest, and another one.
+
+    The fewest come first, as one rank that does something else is likely the cause.
+    """
+    ranks_at: dict[str, list[int]] = {}
+    for rank, purpose in sorted(purposes.items()):
+        ranks_at.setdefault(purpose, []).append(rank)
+    ordered = sorted(ranks_at.items(), key=lambda item: (len(item[1]), is_usual(item[0])))
+    said = "; ".join(f"{named(ranks)}: {purpose}" for purpose, ranks in ordered)
+    return said, ordered[0][1][0], ordered[-1][1][0]
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Ranks for a message."""
+    numbers = list(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    more = f" and {len(numbers) - _MOST_RANKS} more" if len(numbers) > _MOST_RANKS else ""
+    return f"ranks {', '.join(map(str, numbers[:_MOST_RANKS]))}{more}"

@@ -1,0 +1,88 @@
+"""What a rank's pulse runs: it tells who asks how the rank's process is, and ends with that.
+
+    python -I -S pulse_child.py LISTENER PID    the number of an open socket, the rank's process
+
+    16 bytes from who asks  ──▶  the process's state, as in /proc/PID/stat, and an HMAC of both
+
+The secret is SHOAL_TOKEN. Imports nothing of the library's, and not PyTorch: it takes 20 ms to
+start, 10 MB, and no processor time while nobody asks. Guarded by tests/comm/test_pulse.py.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+ASKED_BYTES, SIGNED_BYTES = 16, 32
+_MOST = 64  # connections that are kept: the oldest is closed for another
+_LOOK_S = 1.0  # how often it looks for the process, where the kernel does not tell of its end
+
+
+def main(listener_number: int, process: int) -> None:
+    """Answer until the process ends."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # which are for the rank: it ends with that
+        signal.signal(ending, signal.SIG_IGN)
+    listener = socket.socket(fileno=listener_number)
+    listener.setblocking(False)
+    end = _ending(process)
+    asking: dict[int, tuple[socket.socket, bytes]] = {}
+    while os.getppid() == process:
+        watched = [listener.fileno(), *asking, *end]
+        ready, _, _ = select.select(watched, [], [], None if end else _LOOK_S)
+        if set(end) & set(ready):
+            return
+        for number in ready:
+            if number == listener.fileno():
+                _accept(listener, asking)
+            elif number in asking:
+                _hear(process, number, asking)
+
+
+def _ending(process: int) -> list[int]:
+    """What can be read once the process has ended, where the kernel has that."""
+    try:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
+        return []
+
+
+def _accept(listener: socket.socket, asking: dict[int, tuple[socket.socket, bytes]]) -> None:
+    with suppress(OSError):
+        connection, _ = listener.accept()
+        connection.setblocking(False)
+        while len(asking) >= _MOST:
+            asking.pop(next(iter(asking)))[0].close()
+        asking[connection.fileno()] = connection, b""
+
+
+def _hear(process: int, number: int, asking: dict[int, tuple[socket.socket, bytes]]) -> None:
+    connection, before = asking.pop(number)
+    with suppress(OSError):
+        more = connection.recv(ASKED_BYTES - len(before))
+        asked = before + more
+        if more and len(asked) < ASKED_BYTES:
+            asking[number] = connection, asked
+            return
+        if more:
+            connection.send(answer(asked, state_of(process), os.environ.get("SHOAL_TOKEN", "")))
+    connection.close()
+
+
+def answer(asked: bytes, state: bytes, token: str) -> bytes:
+    """The state, signed for this question."""
+    return state + hmac.digest(token.encode(), asked + state, "sha256")
+
+
+def state_of(process: int) -> bytes:
+    """The letter of a process's state: R runs, S sleeps, D waits for a device, T is stopped."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b") ")[2][:1]  # its name may hold anything
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

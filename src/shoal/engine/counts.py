@@ -1,0 +1,135 @@
+"""Counts of rows, as ranks tell them to one another: of each call of the model that asks.
+
+    call   (round, number in it, count, digest)   beside forward; whoever asks waits for the same
+                                                  call of every other rank
+    end    (round, −1)                            the backward of the round has begun: no more calls
+
+A round is what leads to one backward that sends. Mostly all ranks make as many calls in it, and
+nobody says the end. Where a rank waits for a call that another one does not make, that other one
+hears of it (`Comm.may_answer`). From then on every rank says the end of every round. A call that
+not every rank asks for is not weighed: the mean over ranks is as under plain data parallelism.
+
+Costs 40 bytes a call to every other rank, and as many a round once ends are said. Guarded by
+tests/equivalence/test_unlike_calls.py and test_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.comm import Comm, Pending
+from shoal.engine.lanes import Errand, Lane
+
+Call = tuple[int, int]  # the round, and the number in it
+
+_PURPOSE = "row counts"
+_END = -1
+_FIELDS = 5  # of a message
+_MOST_CALLS = 1 << 20  # in a round
+_KEPT_ROUNDS = 8  # whose calls may still be asked for
+
+
+@final
+class Counts:
+    """One model's.
+
+    Args:
+        comm: a channel of their own.
+        lane: its thread.
+    """
+
+    def __init__(self, comm: Comm, lane: Lane) -> None:
+        self._comm, self._lane = comm, lane
+        self._round = self._calls = 0
+        # of each rank, by the lane's thread alone: what it told, and the last round that it ended
+        self._heard: list[dict[Call, Tensor]] = [{} for _ in range(comm.size)]
+        self._ended = [-1] * comm.size
+        self._says_ends = False
+        comm.may_answer(self.say_ends)
+
+    def called(self) -> Call:
+        """The model is called."""
+        self._calls += 1
+        return self._round, self._calls - 1
+
+    def opened(self) -> None:
+        """The backward of the round has begun."""
+        self._round, self._calls = self._round + 1, 0
+        if self._says_ends:
+            self._end(self._round - 1)
+
+    def say_ends(self) -> None:
+        """Say from here on in every round that it has ended."""
+        if not self._says_ends:
+            self._says_ends = True
+            if self._round:
+                self._end(self._round - 1)
+            self._comm.may_answer(None)  # only now, or it would seem to say nothing for ever
+
+    def ask(self, call: Call, told: tuple[float, ...]) -> Callable[[str], list[Tensor] | None]:
+        """Tell this call's, and ask for every rank's.
+
+        Returns:
+            What waits for them: by rank, or None where a rank does not make the call.
+        """
+        own = torch.tensor([*call, *told], dtype=torch.float64, device="cpu")
+        found: list[Tensor | None] = []
+
+        def work(comm: Comm) -> None:
+            self._heard[comm.rank][call] = own
+            self._exchange(comm, own, lambda peer: self._knows(peer, call))
+            found.extend(heard.pop(call, None) for heard in self._heard)
+
+        number = call[0] * _MOST_CALLS + call[1] + 1
+        errand = self._lane.run(work, _PURPOSE, number)
+        return lambda where: self._found(errand, found, where)
+
+    def _found(self, errand: Errand, found: list[Tensor | None], where: str) -> list[Tensor] | None:
+        errand.wait(where)
+        if max(self._ended) >= 0:
+            self.say_ends()
+        there = [values[2:] for values in found if values is not None]
+        return there if len(there) == len(found) else None
+
+    def _end(self, round_: int) -> None:
+        own = torch.zeros(_FIELDS, dtype=torch.float64, device="cpu")
+        own[0], own[1] = round_, _END
+
+        def work(comm: Comm) -> None:
+            self._exchange(comm, own, lambda peer: self._ended[peer] >= round_)
+            for heard in self._heard:
+                for call in [call for call in heard if call[0] < round_ - _KEPT_ROUNDS]:
+                    del heard[call]
+
+        self._lane.run(work, _PURPOSE, (round_ + 1) * _MOST_CALLS)
+
+    def _knows(self, peer: int, call: Call) -> bool:
+        return call in self._heard[peer] or self._ended[peer] >= call[0]
+
+    def _exchange(self, comm: Comm, own: Tensor, knows: Callable[[int], bool]) -> None:
+        """Tell every rank, and hear each until enough is known of it."""
+        coming = {peer: self._next(comm, peer) for peer in comm.others if not knows(peer)}
+        sends = [comm.send(own, peer) for peer in comm.others]
+        for peer, (words, pending) in coming.items():
+            while True:
+                pending.wait()
+                self._hear(peer, words)
+                if knows(peer):
+                    break
+                words, pending = self._next(comm, peer)
+        comm.finish(sends)
+
+    def _next(self, comm: Comm, peer: int) -> tuple[Tensor, Pending]:
+        words = torch.empty(_FIELDS, dtype=torch.float64, device="cpu")
+        return words, comm.receive(words, peer)
+
+    def _hear(self, peer: int, words: Tensor) -> None:
+        round_, number = int(words[0]), int(words[1])
+        if number == _END:
+            self._ended[peer] = max(self._ended[peer], round_)
+        else:
+            self._heard[peer][round_, number] = words
