@@ -34,6 +34,10 @@ class Round(ABC):
     def ready(self, transfer: Transfer) -> None:
         """All gradients of a transfer are there: send it as soon as those before it are sent."""
 
+    def found_nan(self, parameter: str) -> None:
+        """This rank's own gradient of a parameter has NaN, and every rank's sum will have it."""
+        return
+
     @abstractmethod
     def make_room(self, transfer: Transfer) -> None:
         """Wait until no lane works on a transfer's bucket, and there is memory for it."""

@@ -133,6 +133,9 @@ class BackwardRound(Round):
             self._ready[transfer] = this_moment(self._routes.device)  # walk 4
             self._send_in_order()
 
+    def found_nan(self, parameter: str) -> None:
+        self._routes.warn_of_nan(parameter)
+
     def make_room(self, transfer: Transfer) -> None:
         """Wait until a transfer may fill its bucket.
 

@@ -14,6 +14,7 @@ behind it (`later`), and whoever needs it waits (`settle`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from threading import RLock
@@ -53,6 +54,8 @@ class Routes:
         device: torch.device | None = None,
     ) -> None:
         self.device = device
+        self._comm = next(iter((*lanes, *served)), None)
+        self._warned = False  # of a NaN, which is said once
         self.step = 0  # backwards that have sent: where messages say that something happened
         among_workers = [Lane(comm, f"lane {number}", device) for number, comm in enumerate(lanes)]
         from_servers = [
@@ -143,6 +146,19 @@ class Routes:
         for transfer, errand in list(self._last.items()):
             if errand.failed():
                 self.settle(transfer)
+
+    def warn_of_nan(self, parameter: str) -> None:
+        """Warn, once, that this rank's own gradient of a parameter has NaN."""
+        if self._warned or self._comm is None:
+            return
+        self._warned = True
+        rank, host = self._comm.rank, self._comm.topology.hosts[self._comm.rank]
+        warnings.warn(
+            f"the gradient of {parameter} has NaN on rank {rank} (host {host}), backward "
+            f"{self.step}, before any exchange: after it all ranks have NaN. Look at that rank's "
+            "batch, or clip and skip on all ranks alike",
+            stacklevel=2,
+        )
 
     def reached(self, where: str) -> None:
         """Say how far this rank is, for the messages of others that wait for it."""

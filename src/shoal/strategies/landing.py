@@ -50,6 +50,9 @@ class Landing:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._landed: set[nn.Parameter] = set()
         self._closed = False
+        # looked at for NaN, which spreads to all sums over rows: small, and not on a GPU
+        seen = [p for p in self._names if p.device.type == "cpu" and p.numel()]
+        self._looked_at = min(seen, key=nn.Parameter.numel, default=None)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._land) for parameter in self._names
         ]
@@ -70,6 +73,8 @@ class Landing:
                 do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward "
                 "calls",
             )
+        if parameter is self._looked_at and _is_nan(gradient) and not _is_nan(parameter):
+            backward.found_nan(self._names[parameter])
         self._take(parameter, backward)
         self._landed.add(parameter)
         if len(self._landed) == len(self._names):
@@ -133,6 +138,14 @@ class Late:
         if self._values:
             torch._foreach_copy_(self._values, self._gradients)
             self._values, self._gradients = [], []
+
+
+def _is_nan(tensor: Tensor) -> bool:
+    """Whether the first number of a tensor on the host is none."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    first = tensor.detach()[(0,) * tensor.dim()]
+    return bool(first != first)
 
 
 _DIGITS, _BEHIND_POINT = 24, 14  # of a share, where the sum's type is too coarse for it
