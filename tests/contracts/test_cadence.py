@@ -45,7 +45,7 @@ CADENCES = {
     "published as it goes again": Cadence(Event.STEP_ENDED, every=3, lag=3),
     "from the second on": Cadence(Event.STEP_ENDED, every=3, phase=1),
 }
-COUNTS_BYTES = 32  # the first forward's row count, to every other rank
+COUNTS_BYTES = 40  # the first forward's row count, to every other rank
 
 
 class Meeting(Transfer):

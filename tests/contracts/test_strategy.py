@@ -29,7 +29,7 @@ from shoal.servers.servers import Servers, serve
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 HOSTS = ["ab", "abc", "abcd", "aba", "aabb"]  # a letter is the host of a rank
-COUNTS_BYTES = 32  # the first forward's row count, to every other rank
+COUNTS_BYTES = 40  # the first forward's row count, to every other rank
 
 
 class Net(nn.Module):

@@ -8,9 +8,9 @@ The loss is a mean over local rows and gradients are averaged over ranks, so a r
              shares, which goes with it (strategies/landing.py). Nobody waits, and where all have
              the usual number nothing is multiplied
     weight   where several calls meet in what is sent, layers are cut, or `count=` weighs the loss
-             but nothing that is added to it, counts cross the network beside forward (32 bytes to
+             but nothing that is added to it, counts cross the network beside forward (40 bytes to
              each peer), and the gradient is multiplied where backward enters the model (border.py).
-               Where not every rank makes a call it is not weighed (counts.py)
+             Where not every rank makes a call it is not weighed (counts.py)
 
 The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a
 mistake that nothing else would show.
