@@ -170,8 +170,9 @@ class Moments:
 
         def seen(comm: ProcessGroupComm, where: str) -> None:
             reached(comm, where)
-            if where.startswith("parallelize: "):
-                self.at(next(s for s in STAGES if where.startswith(f"parallelize: {s}")))
+            for stage in STAGES:  # what it gathers within one has other words
+                if where.startswith(f"parallelize: {stage}"):
+                    self.at(stage)
 
         ProcessGroupComm.reached = seen  # type: ignore[method-assign]
 

@@ -188,7 +188,7 @@ def test_each_product_is_made_while_others_are_on_their_way(
 
     def enter(rows: Rows) -> Move:
         number = chunks.index(rows)
-        return Move(moving("row", number), moving("gradient", number), 1.0)
+        return Move(moving("row", number), moving("gradient", number), 1.0, ThreadComm(), "a")
 
     linear = F.linear
     monkeypatch.setattr(

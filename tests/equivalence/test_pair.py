@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
+from shoal.comm.threads import Hub, ThreadComm, run
 from shoal.core.errors import PlanError
 from shoal.front.joining import using
 from shoal.profiling.layers import profile_model
@@ -251,7 +251,7 @@ def test_dropout_keeps_the_mean_and_draws_other_numbers_on_other_ranks(inplace):
     def work(rank: int) -> Tensor:
         part = numbers(400, 50).abs() + 1
         output = CutOutput.of(
-            part.clone(), Rows(ThreadComm(rank), (400,)), (50,), torch.arange(400)
+            part.clone(), Rows(ThreadComm(rank, Hub(2)), (400,)), (50,), torch.arange(400)
         )
         torch.manual_seed(0)
         dropped = F.dropout(output, 0.3, inplace=inplace)

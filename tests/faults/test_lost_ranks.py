@@ -138,7 +138,7 @@ CASES = (
         "local",
         "one backward more",
         (
-            "DeadlinePassed: an exchange did not end within 2 s",
+            "]: shoal: an exchange did not end within 2 s",
             "absent: rank 1 (last at: after backward 7)",
         ),
         (1, 143),
@@ -251,7 +251,8 @@ def test_the_others_end_soon_with_an_error_that_names_the_rank(
     for words in case.said:
         assert printed.err.count(words.format(host=socket.gethostname())) == case.heard_on
     if case.launcher in ("local", "lab"):  # these say last what befell the job
-        what = case.said[0].split(": ", 1)[1].format(host=socket.gethostname())
+        what = case.said[0].split(": ", 1)[1].removeprefix("shoal: ")
+        what = what.format(host=socket.gethostname())
         assert printed.err.splitlines()[-1].startswith(f"shoal: {what}")
     assert "terminate called" not in printed.err
     assert left_running() == []
@@ -381,7 +382,7 @@ def test_a_server_a_tail_host_or_a_worker_of_theirs_that_dies_ends_the_job_with_
     )
     took_s = time.monotonic() - float((tmp_path / "pid.killed").read_text())
     assert result.exit_codes == tuple(137 if rank == dies else 1 for rank in range(3))
-    said = f"PeerLost: a peer was lost: rank {dies} (host "
+    said = f"shoal: a peer was lost: rank {dies} (host "
     assert (
         len(re.findall(re.escape(said) + r"\S+\) gives no sign of life", capfd.readouterr().err))
         == 2

@@ -288,8 +288,11 @@ def test_a_pin_is_kept_and_the_explanation_says_what_it_costs() -> None:
         ({"head.fc1": "factr"}, "no strategy called 'factr'(.|\n)*did you mean 'factor'"),
         ({"head.fc1": "replicate:rong"}, "no exchange called 'rong'(.|\n)*did you mean 'ring'"),
         ({"body.conv": "factor"}, r"factor cannot serve layer body\.conv: .*Conv2d"),
-        ({"head.fc1": "factor:ring"}, "it takes no exchange"),
-        ({"head.fc1": "sliced:tree"}, "tree cannot carry it, but direct, ring can"),
+        ({"head.fc1": "factor:ring"}, "factor takes no exchange"),
+        (
+            {"head.fc1": "sliced:tree"},
+            "tree cannot carry sliced(.|\n)*one of collective, direct, hierarchical, ring",
+        ),
         ({"head.fc1": "replicate:ring(chunk_byts=1)"}, "did you mean 'chunk_bytes'"),
         ({"head.fc1": 3}, "not a strategy's name"),
     ],

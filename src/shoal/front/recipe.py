@@ -76,7 +76,7 @@ class Recipe:
         built = self.builders["model"]()
         if not isinstance(built, nn.Module):
             raise self._wrong("model", built)
-        return built.to(self.device)
+        return built if self.device == CPU else built.to(self.device)
 
     def loss(self) -> Callable[..., Tensor] | None:
         """The loss as a function of output and target."""

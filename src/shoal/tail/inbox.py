@@ -17,6 +17,7 @@ from shoal.remote.tail_messages import AnyTailMessage, End
 
 _AHEAD = 4  # messages of a worker that are kept
 _POLL_S = 0.5
+_SOONER = 0.75  # of the time-out: before a worker that waits for the answer gives up
 
 
 @final
@@ -24,7 +25,8 @@ class Inbox:
     """What workers have sent and nobody has taken yet."""
 
     def __init__(self, comm: Comm, workers: Sequence[int], timeout_s: float | None) -> None:
-        self._comm, self._timeout_s = comm, timeout_s
+        self._comm = comm
+        self._timeout_s = None if timeout_s is None else _SOONER * timeout_s
         self._moved = Condition()
         self._boxes: dict[int, deque[AnyTailMessage]] = {worker: deque() for worker in workers}
         self._answering = Answering()
@@ -56,7 +58,8 @@ class Inbox:
                         "time-out",
                         rank=missing[0],
                     )
-                if not self._moved.wait(_POLL_S):
+                left_s = _POLL_S if self._timeout_s is None else self._timeout_s - late_s
+                if not self._moved.wait(max(0.01, min(_POLL_S, left_s))):
                     self._comm.check(f"after {self._last}")
                     self._answering.check()
             messages = {worker: box.popleft() for worker, box in self._boxes.items()}
