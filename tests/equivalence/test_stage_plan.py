@@ -48,7 +48,7 @@ from shoal.report import text
 from shoal.rewrite.apply import sites
 from shoal.session.session import current
 
-COUNT_BYTES = 32  # a row count that is asked for, to every other rank
+COUNT_BYTES = 40  # a row count that is asked for, to every other rank
 
 
 @pytest.mark.parametrize("workers,tail", [(2, 1), (3, 1), (3, 2), (4, 2)])

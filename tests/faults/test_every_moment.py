@@ -28,9 +28,9 @@ QUICK = (
 LONG = (
     "tables, 3 ranks, rank 2, before forward 2, stop",
     "cuts, 2 ranks, rank 0, in backward 2, stop",
-    "tails, 3 ranks, rank 2, message 40, cut",
+    "tails, 3 ranks, rank 2, message 12, cut",
     "replicate, 3 ranks, rank 1, measuring the links, cut",
-    "staleness, 3 ranks, rank 2, message 40, stop",
+    "staleness, 3 ranks, rank 2, message 12, stop",
 )
 
 

@@ -154,10 +154,10 @@ def test_the_loss_of_rank_0_is_told_with_its_host_though_its_agent_holds_the_sto
         ]
         printed = [process.communicate(timeout=170)[0] for process in processes]
     assert [process.returncode for process in processes] == [1, 1]
-    said = re.findall(r"PeerLost: .*", printed[1])
+    said = re.findall(r"shoal: (a peer was lost: .*)", printed[1])
     assert said, printed[1]
     if fault == "kill":
-        assert said[0].startswith("PeerLost: a peer was lost: rank 0 (host h0) "), said
+        assert said[0].startswith("a peer was lost: rank 0 (host h0) "), said
     else:
         assert "rank 0 (host h0) failed: KeyError: 'boom'" in said[0], said
     assert "the launcher, which holds" not in printed[1]
