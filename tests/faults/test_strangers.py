@@ -141,6 +141,8 @@ def test_a_stranger_at_every_port_neither_runs_nor_ends_anything(
 def test_pickles_at_every_port_and_moment_are_not_run(
     launcher: Launcher, open_: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if open_ and launcher.name == "torchrun":
+        pytest.skip("he finds no key to write to there, so nothing would be tried")
     token = "" if open_ else None
     with Stranger(tmp_path / "mark", values=10_000, token=token) as stranger:
         ended = train(capfd, 3, launcher, LATE="2", **({"OPEN": "1"} if open_ else {}))
