@@ -94,7 +94,7 @@ def test_the_first_failure_is_raised_and_the_others_hear_at_once() -> None:
             comm.receive(torch.empty(1), source=1 - comm.rank).wait()
         heard[comm.rank] = caught.value
         with pytest.raises(PeerLost):
-            comm.send(torch.empty(1), to=0)  # and from now on
+            comm.send(torch.empty(1), to=2)  # and from now on
         with pytest.raises(PeerLost, match="where: step 3"):
             comm.check("step 3")
         raise caught.value
