@@ -26,7 +26,7 @@ QUICK = (
     "tails, 3 ranks, rank 0, group 2, interface",
 )
 LONG = (
-    "tables, 3 ranks, rank 2, before forward 2, stop",
+    "tables, 3 ranks, rank 1, before forward 2, stop",
     "cuts, 2 ranks, rank 0, in backward 2, stop",
     "tails, 3 ranks, rank 2, message 12, cut",
     "replicate, 3 ranks, rank 1, measuring the links, cut",
