@@ -9,7 +9,14 @@ import torch
 from profiled_models import Image
 from torch import nn
 
-from shoal.profiling.identity import layer_signatures, model_digest, trainable_layers
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import RanksDiffer
+from shoal.profiling.identity import (
+    layer_signatures,
+    model_digest,
+    require_same_model,
+    trainable_layers,
+)
 
 
 def tie(model: Image) -> None:
@@ -53,3 +60,12 @@ def test_layers_own_every_trainable_parameter_once() -> None:
     model = Image()
     owned = [name for layer in trainable_layers(model) for name in layer.parameters]
     assert sorted(owned) == sorted(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def test_a_model_on_another_kind_of_device_is_refused() -> None:
+    def work(comm: ThreadComm) -> None:
+        model = nn.Linear(2, 2, device="cpu" if comm.rank == 0 else "meta")
+        with pytest.raises(RanksDiffer, match=r"rank 1(.|\n)*got: meta\n(.|\n)*cpu"):
+            require_same_model(model, comm)
+
+    run(2, work)

@@ -262,3 +262,16 @@ def test_packing_is_priced_by_the_byte() -> None:
     first, second = run(2, probe_pack)
     assert first == second
     assert 0 < first < 1e-7
+
+
+def test_the_librarys_own_halves_are_measured_on_gpus_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shoal.profiling.paces._BUDGET_S", 0.01)
+
+    def work(comm: ThreadComm) -> set[str]:
+        with using(comm) as session:
+            return set(measured_cluster(session).paces)
+
+    first, second = run(2, work)
+    assert first == second and "direct" in first and "collective" not in first

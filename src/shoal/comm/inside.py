@@ -127,5 +127,6 @@ class Landing:
 
 
 def is_timeout(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed says that time has passed."""
     text = str(error).lower()
     return "timed out" in text or "timeout" in text

@@ -128,6 +128,12 @@ class Slice:
     shares: Tensor
     turn: Tensor  # what the sender takes it for; no element where nothing is owned
 
+    @property
+    def sums(self) -> Tensor:
+        """The values of all pieces, one behind the other; a view."""
+        behind = (self.flags, self.shares, self.turn)
+        return self.whole[: len(self.whole) - sum(map(len, behind))]
+
 
 class OwnedTransfer(Transfer):
     """A transfer whose sums stay with their owners, who update their pieces and send them back.

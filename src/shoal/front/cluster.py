@@ -84,7 +84,7 @@ def _measured(session: Session, device: torch.device) -> Cluster:
                 for name, exchange in ((name, kind()) for name, kind in of(Exchange).items())
                 if exchange.exact
                 and exchange.fits(comm.topology)
-                and (exchange.at_host or lanes[0].carries(device))
+                and (exchange.at_host or (device != CPU and lanes[0].carries(device)))
             }
             where: dict[str, Any] = {"sharing": sharing, "device": device}
             paces = probe_paces(comm, link, usable, lanes=lanes, **where)

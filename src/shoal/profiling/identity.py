@@ -64,13 +64,25 @@ def model_digest(model: nn.Module) -> str:
 
 
 def require_same_model(model: nn.Module, comm: Comm) -> None:
-    """Compare the ranks' models layer by layer.
+    """Compare the ranks' models layer by layer, and the kinds of devices that they are on.
 
     Raises:
         RanksDiffer: on every rank, naming the first layer that differs and the rank where it does.
     """
     signatures = layer_signatures(model)
-    if len(set(comm.gather_objects(model_digest(model), "parallelize: comparing models"))) == 1:
+    devices = ", ".join(sorted({parameter.device.type for parameter in model.parameters()}))
+    told = comm.gather_objects((model_digest(model), devices), "parallelize: comparing models")
+    for rank, (_, theirs) in enumerate(told):
+        if theirs != told[0][1]:  # gradients of a GPU are scaled behind the sum, others before it
+            raise RanksDiffer(
+                f"rank {rank} has its model on another kind of device than rank 0",
+                where=f"rank {rank}",
+                got=theirs,
+                expected=told[0][1],
+                do="move the model to the same kind of device on every rank",
+                rank=rank,
+            )
+    if len({digest for digest, _ in told}) == 1:
         return
     first, *other_ranks = comm.gather_objects(signatures, "parallelize: comparing parts of models")
     for rank, other in enumerate(other_ranks, start=1):

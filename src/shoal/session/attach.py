@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.core.buckets import MEMORY, Buckets
+from shoal.core.errors import PlanError
 from shoal.core.plan import Plan
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
@@ -172,7 +173,7 @@ def _open_servers(
     servers = session.other(Servers)
     if servers is None or not served:
         return None, (), ()
-    _check_for_servers(session, optimizers)
+    _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
     sites = [
         _served_site(site) for site, _ in rewritten.sites if site.strategy.role.owns_at_servers
     ]
@@ -211,15 +212,20 @@ def _open_tables(
     servers = session.other(Servers)
     if servers is None or not tables:
         return None
-    _check_for_servers(session, optimizers)
+    _check_for_servers(session, tables.values(), optimizers)
     forms = [
         TableForm(name, len(table), table.shape[1], table.dtype) for name, table in tables.items()
     ]
     return servers.open_tables(forms, optimizers, plan.staleness)
 
 
-def _check_for_servers(session: Session, optimizers: Sequence[Optimizer]) -> None:
+def _check_for_servers(
+    session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]
+) -> None:
     """Refuse what servers cannot own (a collective)."""
+    if any(parameter.device.type != "cpu" for parameter in parameters):
+        do = 'leave servers out, or "server" and "server_rows" out of strategies'
+        raise PlanError("servers own parameters on CPUs only", do=do)
     agreed(
         session.comm,
         lambda: check_sendable(optimizers),

@@ -173,7 +173,6 @@ class SlicedTransfer(OwnedTransfer):
         self.owned, self.pieces = bucket.owned, bucket.owned[place.rank]
         self._bucket = bucket
         self._own = bucket.slices[place.rank]  # this rank's
-        self._sums = self._own.whole[: sum(piece.numel for piece in self.pieces)]
         self._late = Late.for_bucket(self._own.whole)
         self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
         self.carrier: Carrier = exchange.carrier(bucket.live(parameters))
@@ -228,7 +227,7 @@ class SlicedTransfer(OwnedTransfer):
         self._turns.check([self._own.turn], Turn.SUM)
         if self.pieces:
             parts = 1 if self._late is None else self._bucket.workers
-            divide([self._sums], self._own.shares, self._bucket.workers, parts)
+            divide([self._own.sums], self._own.shares, self._bucket.workers, parts)
         if self._carried:
             self._add_up()
         else:
