@@ -33,11 +33,17 @@ def history() -> UsageError:
 class Landing:
     """The gradients of one transfer's parameters in a backward: each once, ready with the last.
 
+    On a CPU each is scaled into its place as it lands. On a GPU they wait for the last, and one
+    kernel brings them all; they are scaled behind the sum. Of 16 bits none waits, since their sum
+    might overflow.
+
     Args:
         transfer: whose they are.
         parameters: by name.
         take: brings what is in a parameter's `.grad` into the transfer's bucket, in that round;
             whether there was anything.
+        flat: the bucket.
+        ranks: how many add to its sums.
     """
 
     def __init__(
@@ -45,9 +51,14 @@ class Landing:
         transfer: Transfer,
         parameters: Mapping[str, nn.Parameter],
         take: Callable[[nn.Parameter, Round], bool],
+        flat: Tensor,
+        ranks: int,
     ) -> None:
         self._transfer, self._take = transfer, take
         self._names = {parameter: name for name, parameter in parameters.items()}
+        self._ranks = ranks
+        self._waits = flat.device.type != "cpu" and flat.itemsize > 2
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is brought there
         self._landed: set[nn.Parameter] = set()
         self._closed = False
         # looked at for NaN, which spreads to all sums over rows: small, and not on a GPU
@@ -97,7 +108,23 @@ class Landing:
                     "at .grad)",
                 )
         seen, take = self._landed, self._take
-        return [parameter in seen or take(parameter, backward) for parameter in self._names]
+        used = [parameter in seen or take(parameter, backward) for parameter in self._names]
+        if self._waiting:
+            places, gradients = zip(*self._waiting, strict=True)
+            torch._foreach_copy_(list(places), list(gradients))
+            self._waiting = []
+        return used
+
+    def bring(self, gradient: Tensor, place: Tensor) -> None:
+        """Bring a gradient to its place in the bucket: now, or with the last."""
+        if self._waits:
+            self._waiting.append((place, gradient))
+        else:
+            torch.mul(gradient, 1.0 / self._ranks, out=place)
+
+    def divide(self, sums: Tensor, shares: Tensor) -> None:
+        """Make the mean over ranks of sums of what was brought."""
+        divide([sums], shares, self._ranks, self._ranks if self._waits else 1)
 
     def open(self) -> None:
         """Be there for the next backward."""
@@ -108,36 +135,6 @@ class Landing:
         """Take the hooks off the parameters."""
         for hook in self._hooks:
             hook.remove()
-
-
-@final
-class Late:
-    """Gradients that wait until their bucket is complete, to be brought into it all at once.
-
-    On a GPU one kernel does what otherwise takes one for each parameter. Nothing is divided then:
-    that is left to `divide`, behind the sum. Of 16 bits gradients do not wait, since their sum
-    might overflow.
-    """
-
-    def __init__(self) -> None:
-        self._values: list[Tensor] = []
-        self._gradients: list[Tensor] = []
-
-    @classmethod
-    def for_bucket(cls, flat: Tensor) -> Late | None:
-        """One for a bucket whose gradients are to wait; else None."""
-        return cls() if flat.device.type != "cpu" and flat.itemsize > 2 else None
-
-    def add(self, values: Tensor, gradient: Tensor) -> None:
-        """Let a gradient wait for its place in the bucket."""
-        self._values.append(values)
-        self._gradients.append(gradient)
-
-    def bring(self) -> None:
-        """Bring all that wait to their places."""
-        if self._values:
-            torch._foreach_copy_(self._values, self._gradients)
-            self._values, self._gradients = [], []
 
 
 def _is_nan(tensor: Tensor) -> bool:

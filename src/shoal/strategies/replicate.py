@@ -34,7 +34,7 @@ from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
 from shoal.core.role import Role
-from shoal.strategies.landing import Landing, Late, by_kind, divide, mark, num_shares, weigh
+from shoal.strategies.landing import Landing, by_kind, mark, num_shares, weigh
 
 
 @final
@@ -90,35 +90,28 @@ class BucketTransfer(Transfer):
         self._views = {
             p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)
         }
-        self._late = Late.for_bucket(self._flat)
         self._used = [False] * len(numels)  # by this rank
-        self._landing = Landing(self, parameters, self._take)
+        self._landing = Landing(self, parameters, self._take, self._flat, ranks)
 
     def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
         view, gradient = self._views[parameter], parameter.grad  # walk 3
         if gradient is None:
             view.zero_()
             return False
-        if self._late is not None:
-            self._late.add(view, gradient.detach())
-        else:
-            torch.mul(gradient.detach(), 1.0 / self._ranks, out=view)
+        self._landing.bring(gradient.detach(), view)
         # of the same memory, and not the same: its `.data` may be set, as by model.to()
         parameter.grad = view.detach()
         return True
 
     def pack(self, backward: Round) -> None:
         self._used = self._landing.close(backward)  # walk 4
-        if self._late is not None:
-            self._late.bring()
         mark(self._flags, self._used)
         weigh([self._gradients], self._shares, backward.share, self._ranks)
 
     def run(self, comm: Comm) -> None:
         self.carrier.reduce(comm)  # walk 6
         self.carrier.gather(comm)
-        parts = 1 if self._late is None else self._ranks
-        divide([self._gradients], self._shares, self._ranks, parts)
+        self._landing.divide(self._gradients, self._shares)
 
     def publish(self) -> None:
         used = self._used if all(self._used) else self._flags.tolist()  # walk 8

@@ -48,7 +48,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
-from shoal.strategies.landing import Landing, Late, by_kind, divide, mark, weigh
+from shoal.strategies.landing import Landing, by_kind, mark, weigh
 from shoal.strategies.slice_bucket import SliceBucket, placed, width
 from shoal.strategies.turns import Turns
 from shoal.strategies.unsent import Unsent
@@ -173,7 +173,6 @@ class SlicedTransfer(OwnedTransfer):
         self.owned, self.pieces = bucket.owned, bucket.owned[place.rank]
         self._bucket = bucket
         self._own = bucket.slices[place.rank]  # this rank's
-        self._late = Late.for_bucket(self._own.whole)
         self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
         self.carrier: Carrier = exchange.carrier(bucket.live(parameters))
         self.exact = self.carrier.exact
@@ -184,7 +183,7 @@ class SlicedTransfer(OwnedTransfer):
         self._open = False  # something of this backward is in the slices
         self._used: set[nn.Parameter] = set()  # by this rank, in what the sums are of
         self._turns = Turns(self.label)
-        self._landing = Landing(self, parameters, self._take)
+        self._landing = Landing(self, parameters, self._take, self._own.whole, bucket.workers)
 
     def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
         """Bring what is in `.grad` into the slices; whether there was anything."""
@@ -196,18 +195,14 @@ class SlicedTransfer(OwnedTransfer):
         for piece, value in self._bucket.places[parameter]:
             if gradient is None:
                 value.zero_()
-            elif self._late is not None:
-                self._late.add(value, piece.of(gradient))
             else:
-                torch.mul(piece.of(gradient), 1.0 / self._bucket.workers, out=value)
+                self._landing.bring(piece.of(gradient), value)
         if parameter in self._bucket.ends:  # other transfers have taken their parts of it before
             set_local_gradient(parameter, None)
         return gradient is not None
 
     def pack(self, backward: Round) -> None:
         used = dict(zip(self.parameters, self._landing.close(backward), strict=True))
-        if self._late is not None:
-            self._late.bring()
         self._used = {p for p in used if used[p]} | (self._used & self._carried)
         for owned, part in zip(self.owned, self._bucket.slices, strict=True):
             mark(part.flags, [used[piece.parameter] for piece in owned])
@@ -226,8 +221,7 @@ class SlicedTransfer(OwnedTransfer):
         self.carrier.reduce(comm)
         self._turns.check([self._own.turn], Turn.SUM)
         if self.pieces:
-            parts = 1 if self._late is None else self._bucket.workers
-            divide([self._own.sums], self._own.shares, self._bucket.workers, parts)
+            self._landing.divide(self._own.sums, self._own.shares)
         if self._carried:
             self._add_up()
         else:
