@@ -109,15 +109,15 @@ class Stranger:
         thread.start()
 
     def _look(self) -> None:
-        """Find ports as they come."""
-        known: set[int] = set(self._own)
+        """Find ports as they come; a launcher's turns out to be a store once it has ranks."""
+        known: dict[int, bool] = dict.fromkeys(self._own, True)
         while not self._stop.wait(0.005):
             for port, is_store in listening().items():
-                if port in known:
-                    continue
-                known.add(port)
-                self._begin(self._connect, port)
-                self._begin(self._write if is_store else self._greet, port)
+                if port not in known:
+                    self._begin(self._connect, port)
+                if port not in known or is_store > known[port]:
+                    known[port] = is_store
+                    self._begin(self._write if is_store else self._greet, port)
 
     def _connect(self, port: int) -> None:
         """Connections that say nothing."""
