@@ -140,6 +140,17 @@ def test_a_rank_that_is_unlike_is_named_at_once_on_all(
     assert isinstance(unlike, RanksDiffer)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_who_comes_when_the_others_have_refused_a_rank_hears_which(restarts: bool) -> None:
+    ranks = Ranks(restarts=restarts)
+    outcomes(ranks.come(here(0, 3), here(2, 3, problem="no such interface")))
+    began = time.monotonic()
+    (error,) = outcomes(ranks.come(here(1, 3), timeout_s=1.0))
+    assert "rank 2 (host h2) cannot take part: no such interface" in str(error)
+    assert error.rank == 2  # type: ignore[union-attr]
+    assert restarts or time.monotonic() - began < 0.9  # an earlier start may be meant
+
+
 def test_how_torch_was_built_does_not_matter() -> None:
     ranks = [here(0, 2), here(1, 2)]
     versions = replace(ranks[1].versions, torch=ranks[1].versions.torch.partition("+")[0] + "+cu1")

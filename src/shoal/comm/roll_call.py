@@ -158,9 +158,7 @@ class RollCall:
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, _SLOW_S)
         start, everyone = found
-        for other in everyone:
-            if refusal := self._own.refuses(other):
-                raise refusal
+        self._check_unlike(everyone)
         if len(everyone) != self._own.size:  # it went on without some, since others differ
             what = "the ranks were started unlike one another"
             raise RanksDiffer(what, where=self._own.where, do="see the message of rank 0")
@@ -227,21 +225,32 @@ class RollCall:
         over = self._values.read("over", Over)
         if over is not None and (self._own.nonce in over.heard or not self._restarts):
             raise self._not_all(over.missing)
-        start = self._values.read(GO, str)
-        if start is not None and start != identity(self._called) and not self._restarts:
-            self._check_among(self._roll(start))
+        if not self._restarts:
+            self._check_start()
 
-    def _check_among(self, others: Sequence[Here]) -> None:
-        if not others or self._own.nonce in {here.nonce for here in others}:
-            return
-        if refusal := self._own.refuses(others[0]):
-            raise refusal
+    def _check_start(self) -> None:
+        """Raise where others have started, or have refused one another, without this process."""
+        others = self._others_start()
+        self._check_unlike(others)
         same_rank = next((here for here in others if here.rank == self._own.rank), None)
         if same_rank is not None:
             raise self._replaced(same_rank)
 
+    def _others_start(self) -> tuple[Here, ...]:
+        """The ranks of the newest start, unless this process is one of them."""
+        start = self._values.read(GO, str)
+        others = self._roll(start) if start is not None else ()
+        return () if self._own.nonce in {here.nonce for here in others} else others
+
+    def _check_unlike(self, others: Sequence[Here]) -> None:
+        for other in others:
+            if refusal := self._own.refuses(other):
+                raise refusal
+
     def _give_up(self) -> None:
-        """Raise MissingRank here, and on all that wait."""
+        """Raise MissingRank here, and on all that wait; or what kept the others from starting."""
+        if not self._called:  # rank 0 may have come and gone
+            self._check_unlike(self._others_start())
         ranks = range(self._own.size)
         here = [self._values.read(f"here/{rank}", Here) for rank in ranks]
         absent = [rank for rank in ranks if here[rank] is None]
