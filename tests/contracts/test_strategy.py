@@ -20,6 +20,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
+from shoal.core.role import Role
 from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.timeline import Predictor
@@ -35,9 +36,9 @@ COUNTS_BYTES = 40  # the first forward's row count, to every other rank
 class Net(nn.Module):
     """An embedding, tokens in middle layers, a pair of layers, and odd sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.table = nn.Embedding(19, 7)
+        self.table = nn.Embedding(19, 7, sparse=sparse)
         self.hidden = nn.Linear(7, 13, bias=False)
         self.widen, self.narrow = nn.Linear(13, 11, bias=False), nn.Linear(11, 13)
         self.head = nn.Linear(13, 5)
@@ -108,6 +109,26 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+class Bags(Net):
+    """Looks up bags, of a table whose gradient is sparse or dense."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(19, 7, sparse=sparse)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.hidden(self.table(ids)))
+        return self.head(hidden + self.narrow(torch.relu(self.widen(hidden))))
+
+
+@pytest.mark.parametrize("hosts", ["abc", "aabb"])
+@pytest.mark.parametrize(
+    ("pin", "sparse"), [("sparse", True), ("embedding", True), ("embedding", False)]
+)
+def test_bags_send_the_bytes_that_are_stated(pin: str, sparse: bool, hosts: str) -> None:
+    assert_stated(pin, hosts, model=Bags(sparse))
+
+
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_head_states_what_its_losses_send(loss: str, hosts: str) -> None:
@@ -139,13 +160,13 @@ def assert_stated(
     """
     torch.manual_seed(0)
     model, ranks, servers = (
-        model or Net(),
+        model or Net(sparse=kind_of(pin).role is Role.ROWS),
         len(hosts),
         "xyz"[: 2 * kind_of(pin).role.takes_servers],
     )
     kind = kind_of(pin)
     # serves some layers, which are then looked at otherwise
-    chosen = kind.role.is_cut or kind.role.has_tables
+    chosen = kind.role.is_cut or kind.role.has_tables or kind.role is Role.ROWS
     cluster = Cluster(Topology(tuple(hosts)), Link(1e-4, 1e8), servers=tuple(servers))
     # of a table of 19 rows, one of them twice
     every_id = torch.cat([torch.arange(19), torch.tensor([0])])

@@ -49,8 +49,12 @@ Loop = Callable[[Any, Any, Any, Iterable[Batch]], None]
 
 EXACT = [name for name, kind in of(Exchange).items() if kind.exact]
 BUCKETED = [name for name, kind in of(Strategy).items() if kind.role.takes_exchange]
-# without hosts of its own
-HERE = {name: kind for name, kind in of(Strategy).items() if not kind.role.is_at_tail}
+# without hosts of its own, for gradients that are dense: of others see test_sparse.py
+HERE = {
+    name: kind
+    for name, kind in of(Strategy).items()
+    if not kind.role.is_at_tail and kind.role is not Role.ROWS
+}
 ALL_CUTS = [name for name, kind in HERE.items() if kind.role.is_cut and name != "row_pair"]
 # those that serve linear layers anywhere
 CUTS = [name for name in ALL_CUTS if name in ("column", "row")]

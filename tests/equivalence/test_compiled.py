@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from one_process import (
@@ -9,10 +11,12 @@ from one_process import (
     Training,
     assert_same,
     built,
+    cluster_of,
     features,
     integers,
     mlp,
     numbers,
+    on_threads,
     sgd,
 )
 from torch import Tensor, nn
@@ -108,3 +112,21 @@ def test_compiled_before_is_refused(compiled):
 
     with pytest.raises(UsageError, match="parallelise first, then compile block by block"):
         run(2, work, timeout_s=20)
+
+
+def test_what_is_asked_of_a_model_that_was_compiled_since():
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(start)
+        optimizer = sgd(model.parameters())
+        with using(comm, cluster_of(2)):
+            shoal.parallelize(model, F.cross_entropy, optimizer, sample=features(7, 3)[comm.rank])
+            compiled = torch.compile(model, backend="eager")
+            assert shoal.plan_of(compiled) == shoal.plan_of(model) is not None
+            assert shoal.memory(compiled) == shoal.memory(model)
+            shoal.unparallelize(compiled)
+            assert shoal.plan_of(compiled) is None
+            with pytest.raises(UsageError, match="not parallelised"):
+                shoal.unparallelize(compiled)
+
+    start = built(mlp)
+    on_threads(2, work)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,16 +13,29 @@ from one_process import (
     AMONG_WORKERS,
     CUTS,
     UNEVEN,
+    Batch,
     Training,
     assert_same,
     built,
     call,
+    cluster_of,
+    difference,
     features,
     integers,
     numbers,
+    on_threads,
+    rows_of,
+    sgd,
+    state,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+import shoal
+from shoal.comm.threads import ThreadComm
+from shoal.core.errors import SampleError
+from shoal.front.joining import using
 
 
 class TwoInputs(nn.Module):
@@ -141,6 +155,10 @@ class OwnLoss(nn.Module):
             return loss
         if self.form == "dict":
             return {"logits": logits, "loss": loss}
+        if self.form == "tuple":
+            return logits, loss
+        if self.form == "loss first":
+            return [loss, logits, None, loss.detach()]
         output = AsObject(logits)
         output.loss = loss
         return output
@@ -149,6 +167,8 @@ class OwnLoss(nn.Module):
 def own_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
+    if isinstance(output, tuple | list):
+        return output[isinstance(output, tuple)]
     return output["loss"] if isinstance(output, dict) else output.loss
 
 
@@ -161,7 +181,7 @@ def train_on_own_loss(model, loss_fn, optimizer, batches):
 
 
 @UNEVEN
-@pytest.mark.parametrize("form", ["scalar", "dict", "object"])
+@pytest.mark.parametrize("form", ["scalar", "dict", "object", "tuple", "loss first"])
 @pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
 def test_a_model_that_returns_its_own_loss(way, form, uneven):
     batches = [({"features": x, "labels": y}, None) for x, y in features(7, 3)]
@@ -169,6 +189,128 @@ def test_a_model_that_returns_its_own_loss(way, form, uneven):
         model=built(lambda: OwnLoss(form)), batches=batches, loss_fn=None, loop=train_on_own_loss
     )
     assert_same(training, 3, way, uneven=uneven)
+
+
+@UNEVEN
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
+def test_a_loss_that_is_taken_out_of_the_output(way, uneven):
+    """As of a model that takes (x, y) and returns (logits, loss); the loop calls no loss."""
+
+    def loop(model, loss_fn, optimizer, batches):
+        for (x, y), _ in batches:
+            _, loss = model(x, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    batches = [((x, y), y) for x, y in features(7, 3)]
+    training = Training(
+        model=built(lambda: OwnLoss("tuple")),
+        batches=batches,
+        loss_fn=lambda out, y: out[1],
+        loop=loop,
+    )
+    assert_same(training, 3, way, uneven=uneven)
+
+
+def test_two_losses_in_a_tuple_are_refused_with_the_way_out():
+    class Two(OwnLoss):
+        def forward(self, features: Tensor, labels: Tensor) -> Any:
+            logits, loss = super().forward(features, labels)
+            return logits, loss, loss * 2
+
+    def loop(*_: Any) -> None:
+        raise AssertionError("it was not refused")
+
+    batches = [((x, y), None) for x, y in features(7, 3)]
+    training = Training(model=built(lambda: Two("tuple")), batches=batches, loss_fn=None, loop=loop)
+    with pytest.raises(SampleError, match=r"lambda out, y: out\[1\]"):
+        training.on_ranks(2)
+
+
+class Pair(NamedTuple):
+    """Two inputs in one."""
+
+    a: Tensor
+    b: Tensor
+
+
+class OfPair(TwoInputs):
+    def forward(self, pair: Pair) -> Tensor:
+        return super().forward(pair.a, pair.b)
+
+
+class OfBoth(TwoInputs):
+    """Takes the fields of a namedtuple."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().forward(a, b)
+
+
+@UNEVEN
+@pytest.mark.parametrize("kind", [OfPair, OfBoth])
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
+def test_a_namedtuple_is_one_input_unless_forward_takes_its_fields(way, kind, uneven):
+    def loop(model, loss_fn, optimizer, batches):
+        for x, y in batches:
+            loss = loss_fn(model(x) if kind is OfPair else model(*x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def x(step: int) -> Pair:
+        return Pair(numbers(12, 4, seed=step), numbers(12, 5, seed=step + 30))
+
+    batches = [(x(step), integers(3, 12, seed=step)) for step in range(5)]
+    training = Training(model=built(kind), batches=batches, loop=loop)
+    assert_same(training, 3, way, uneven=uneven)
+
+
+class OfPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(7, 5), nn.Linear(5, 3)
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        return self.head(self.rnn(packed)[1][-1])
+
+
+@pytest.mark.parametrize("way", ["replicate", "sliced"])
+def test_a_packed_sequence_is_one_input(way):
+    def work(comm: ThreadComm) -> dict[str, Tensor]:
+        model = copy.deepcopy(start)
+        with using(comm, cluster_of(2)):
+            own = [packed(rows_of(batch, comm.rank, 2, True)) for batch in batches]
+            optimizer = sgd(model.parameters())
+            _, loss_fn, _ = shoal.parallelize(
+                model,
+                F.cross_entropy,
+                optimizer,
+                sample=own[0],
+                pins={"*": way},
+                count=lambda output, y: len(y),
+            )
+            plain_packed(model, loss_fn, optimizer, own)
+            return state(model)
+
+    def packed(batch: Batch) -> Batch:
+        x, y = batch
+        return pack_sequence(
+            [row[: 1 + int(label)] for row, label in zip(x, y, strict=True)], False
+        ), y
+
+    def plain_packed(model: Any, loss_fn: Any, optimizer: Any, steps: list[Batch]) -> None:
+        for x, y in steps:
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    batches = [(numbers(12, 3, 7, seed=s), integers(3, 12, seed=s)) for s in range(5)]
+    start = built(OfPacked)
+    alone = copy.deepcopy(start)
+    plain_packed(alone, F.cross_entropy, sgd(alone.parameters()), list(map(packed, batches)))
+    states = on_threads(2, work)
+    assert difference(state(alone), states[0]) < 1e-10
 
 
 @pytest.mark.parametrize("form", ["scalar", "dict", "object"])

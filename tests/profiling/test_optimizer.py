@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.profiling.optimizer import OptimizerCost, _scratch
+from shoal.profiling.optimizer import OptimizerCost, _Scratch
 
 
 class Demanding(torch.optim.SGD):
@@ -48,8 +48,12 @@ def test_groups_keep_their_options_and_frozen_parameters_cost_nothing() -> None:
     a, b, frozen = (nn.Parameter(torch.ones(4, 5)) for _ in range(3))
     frozen.requires_grad_(False)
     optimizer = torch.optim.SGD([{"params": [a, frozen]}, {"params": [b], "momentum": 0.9}], lr=0.1)
-    groups, share = _scratch(optimizer)
-    assert share == 1 and [group["momentum"] for group in groups] == [0, 0.9]
+    scratch = _Scratch.of(optimizer, {})
+    groups = scratch.groups
+    assert scratch.share == scratch.held == 1 and [group["momentum"] for group in groups] == [
+        0,
+        0.9,
+    ]
     assert [len(group["params"]) for group in groups] == [1, 1] and groups[0]["params"][0] is not a
     assert OptimizerCost.of([torch.optim.SGD([frozen], lr=0.1)]) == OptimizerCost(0.0, 0.0)
 
@@ -57,6 +61,26 @@ def test_groups_keep_their_options_and_frozen_parameters_cost_nothing() -> None:
 def test_what_is_over_the_cap_is_scaled_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.profiling.optimizer._MOST_ELEMENTS", 150)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(10, 10)) for _ in range(4)], lr=0.1)
-    groups, share = _scratch(optimizer)
-    assert [parameter.shape for parameter in groups[0]["params"]] == [(10, 10), (5, 10)]
-    assert share == pytest.approx(150 / 400)
+    scratch = _Scratch.of(optimizer, {})
+    assert [p.shape for p in scratch.groups[0]["params"]] == [(10, 10), (5, 10)]
+    assert scratch.share == scratch.held == pytest.approx(150 / 400)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_of_sparse_gradients_the_rows_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.profiling.optimizer._MOST_ELEMENTS", 150)
+    tables = [nn.Parameter(torch.ones(10, 10)) for _ in range(4)]
+    optimizer = torch.optim.SparseAdam(tables, lr=0.1)
+    scratch = _Scratch.of(optimizer, dict.fromkeys(tables, 7))
+    first, half = scratch.groups[0]["params"]
+    assert (first.grad._nnz(), half.grad._nnz()) == (7, 5)
+    assert scratch.share == pytest.approx(120 / 280) and scratch.held == pytest.approx(150 / 400)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_a_sparse_update_costs_what_it_touches_and_its_state_is_whole() -> None:
+    table = nn.Parameter(torch.ones(100_000, 64))
+    optimizer = torch.optim.SparseAdam([table], lr=0.1)
+    few = OptimizerCost.of([optimizer], {table: 10})
+    assert few.state_bytes == pytest.approx(2 * table.nbytes, rel=0.01)
+    assert few.seconds < OptimizerCost.of([optimizer], {table: 50_000}).seconds / 10

@@ -214,9 +214,7 @@ def test_parametrized_weights_belong_to_their_parametrization() -> None:
     assert found.keys() == {"a", "b", "b.parametrizations.weight"}
 
 
-@pytest.mark.parametrize(
-    "option", [{"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}]
-)
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_options_of_embeddings(option: dict[str, bool]) -> None:
     model = nn.Embedding(11, 11, **option)  # type: ignore[arg-type]
     layer = profile_model(model, token_loss, [], (ids(), ids()), ThreadComm()).layers[0]

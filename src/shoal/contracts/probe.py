@@ -57,6 +57,7 @@ class Step:
     forward_s: float
     backward_s: float
     page_faults: float = 0.0  # in backward
+    sparse: frozenset[str] = frozenset()  # parameters whose gradients are sparse tensors
 
     @property
     def total_s(self) -> float:
@@ -79,6 +80,7 @@ class Step:
             forward_s=factor * self.forward_s,
             backward_s=factor * self.backward_s,
             page_faults=self.page_faults,
+            sparse=self.sparse,
         )
 
 

@@ -1,12 +1,14 @@
 """One training step's forward on the user's sample, in all the forms that a sample may take.
 
-`x` is a tensor, a tuple of positional or a mapping of keyword arguments of the model. The loss is
-`loss_fn(output, y)`, or, without a `loss_fn`, what the model returns itself: a scalar, or an output
-with `.loss` or `["loss"]`.
+`x` is a tensor, a tuple of positional or a mapping of keyword arguments of the model. A namedtuple,
+as a PackedSequence, is one argument, unless forward takes its fields. The loss is `loss_fn(output,
+y)`, or, without a `loss_fn`, what the model returns itself: a scalar, an output with `.loss` or
+`["loss"]`, or a tuple of which one member is a loss, as `(logits, loss)`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.rnn import PackedSequence
 
 from shoal.core.errors import SampleError, ShoalError, WorldError
 
@@ -141,10 +144,17 @@ class Sample:
             problem,
             got=f"{describe(loss if self.loss_fn else output)}, from {self._given()}",
             expected="a scalar tensor that requires grad"
-            + ("" if self.loss_fn else ", or an output that has one as .loss or ['loss']"),
+            + (
+                ""
+                if self.loss_fn
+                else ", or an output that has one as .loss or ['loss'], or as its one scalar"
+            ),
             do="reduce it, for example with .mean()"
             + (
-                "" if self.loss_fn else ", or give a loss_fn where the model has no loss of its own"
+                ""
+                if self.loss_fn
+                else ", or give a loss_fn: where the model returns (logits, loss) also "
+                "lambda out, y: out[1]"
             ),
         )
 
@@ -179,17 +189,40 @@ def describe(value: Any) -> str:
 
 def called(model: nn.Module, x: Any) -> Any:
     """The output for a batch: a tensor, a tuple of positional or a mapping of keyword arguments."""
-    if isinstance(x, tuple):
+    if isinstance(x, tuple) and not _is_one_argument(model, x):
         return model(*x)
     if isinstance(x, Mapping):
         return model(**x)
     return model(x)
 
 
+def _is_one_argument(model: nn.Module, x: tuple[Any, ...]) -> bool:
+    """Whether a tuple is one argument: a namedtuple, unless forward needs several."""
+    if not hasattr(x, "_fields"):
+        return False
+    if isinstance(x, PackedSequence):
+        return True
+    try:
+        inspect.signature(model.forward).bind(x)
+    except TypeError:
+        return False
+    return True
+
+
 def own_loss(output: Any) -> Any:
-    """The loss that a model returns: its output, or that output's "loss"; None if neither is."""
+    """The loss that a model returns: its output, that output's "loss", or the scalar in a tuple.
+
+    None where there is none, or where a tuple has several scalars.
+    """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
-    return getattr(output, "loss", None)
+    if (loss := getattr(output, "loss", None)) is not None or not isinstance(output, tuple | list):
+        return loss
+    scalars = [
+        part
+        for part in output
+        if isinstance(part, Tensor) and part.dim() == 0 and part.requires_grad
+    ]
+    return scalars[0] if len(scalars) == 1 else None

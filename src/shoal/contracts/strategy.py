@@ -53,6 +53,7 @@ class Strategy(Contract, ABC):
     role: ClassVar[Role]  # who holds the parameters, and who carries the gradients
     probes: ClassVar[tuple[type[Probe], ...]] = ()  # what it wants to know of every layer
     stays: ClassVar[str] = ""  # why it cannot be undone, where it cannot
+    takes_sparse: ClassVar[bool] = False  # gradients that are sparse tensors, as these
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""
@@ -63,8 +64,13 @@ class Strategy(Contract, ABC):
         """Why it cannot serve this layer, or None."""
 
     def refusal(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        """The same, also where a placement gives a parameter to a rank and it has no owners."""
+        """The same, also for gradients that it does not take, and owners that it does not have."""
         for parameter in layer.parameters:
+            if parameter.sparse and not self.takes_sparse:
+                return (
+                    f"the gradient of {parameter.name} is a sparse tensor, which only "
+                    '"sparse" sends as what it is'
+                )
             if parameter.owner is not None and parameter.owner.given and not self.role.has_owners:
                 return (
                     f"it has no owners, but the placement gives {parameter.name} "

@@ -155,6 +155,7 @@ class ParameterProfile:
     ready_s: float  # seconds from the start of backward until its gradient was there
     # who owns it whole, as a plan places it; None: owners have shares of it
     owner: Owner | None = None
+    sparse: bool = False  # its gradient is a sparse tensor
 
     @property
     def nbytes(self) -> int:

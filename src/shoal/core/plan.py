@@ -22,6 +22,7 @@ FORMAT = 1
 MICRO_BATCHES = 4
 _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
+_TABLES = 8  # layers whose rows go together
 _MOST = 1 << 50  # bytes, or anything else that is counted
 _BOUNDS: dict[str, tuple[float, float]] = {
     "ranks": (1, MOST_RANKS),
@@ -110,6 +111,7 @@ class Plan:
         * Layers whose strategy takes an exchange, and that have the same, join until their bucket
           is full. A layer that has owners and fills more than one bucket is cut into parts of about
           one each.
+        * Layers of which rows go join by eights.
         * All layers on tail hosts are one site, however these share them.
         * Any other layer is a site of its own.
 
@@ -139,10 +141,12 @@ class Plan:
                 if choice == at_tail[-1]:
                     yield Site(tuple(c.layer for c in at_tail), choice.strategy, "")
                 continue
-            if not roles[choice.strategy].takes_exchange:
+            if not roles[choice.strategy].joins_layers:
                 yield Site((choice.layer,), *key)
                 continue
-            size = nbytes[choice.layer]
+            size = self.bucket_bytes // _TABLES
+            if roles[choice.strategy].takes_exchange:
+                size = nbytes[choice.layer]
             if open_.get(key) and filled[key] + size > self.bucket_bytes:
                 yield Site(tuple(open_.pop(key)), *key)
             if key not in open_:

@@ -7,6 +7,7 @@ rewriting and runtime ask by a question's name.
     BUCKET    layers that share one     on every rank       in the bucket, by an exchange
     OWNED     the same                  on every rank       to their owners, who update them
     SERVED    the same                  on every rank       to owners, of which servers are some
+    ROWS      some layers               on every rank       as rows, which the strategy sends
     LAYER     one layer                 on every rank       as the strategy itself sends them
     CUT       one layer                 a part on each      nowhere: a part's gradient stays there
     TABLE     one layer                 on servers          to these
@@ -24,6 +25,7 @@ class Role(Enum):
     BUCKET = auto()
     OWNED = auto()
     SERVED = auto()
+    ROWS = auto()
     LAYER = auto()
     CUT = auto()
     TABLE = auto()
@@ -35,9 +37,14 @@ class Role(Enum):
         return self in (Role.BUCKET, Role.OWNED, Role.SERVED)
 
     @property
+    def joins_layers(self) -> bool:
+        """Whether layers share a site."""
+        return self.takes_exchange or self is Role.ROWS
+
+    @property
     def is_updated_everywhere(self) -> bool:
         """Whether every rank updates all of the parameters itself."""
-        return self in (Role.BUCKET, Role.LAYER)
+        return self in (Role.BUCKET, Role.ROWS, Role.LAYER)
 
     @property
     def has_owners(self) -> bool:

@@ -50,7 +50,7 @@ from shoal.report.text import summary
 from shoal.rewrite.apply import check_served
 from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
-from shoal.session.session import Attached, Session, current, ranks
+from shoal.session.session import Attached, Session, current, ranks, uncompiled
 
 T = TypeVar("T")
 _CHECKING = "parallelize: checking what was given"
@@ -72,6 +72,7 @@ def parallelize(
     memory_limit: float | None = None,
     micro_batches: int = MICRO_BATCHES,
     search_options: SearchOptions = DEFAULT,
+    left_alone: Iterable[nn.Parameter] = (),
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -81,10 +82,12 @@ def parallelize(
         model: any module. Names, state_dict keys and parameter objects stay as they are. Compile
             blocks afterwards.
         loss_fn: a module or function of (output, target) that gives a mean over local rows. None
-            where the model returns its own loss.
+            where the model returns its own loss: a scalar, `.loss`, `["loss"]` or the one scalar of
+            a tuple, as in (logits, loss).
         optimizer: one optimizer, or a list of them.
         sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or
-            a dict of keyword arguments of the model. y is the target, None without a loss_fn.
+            a dict of keyword arguments of the model. A namedtuple is one argument. y is the target,
+            None without a loss_fn.
         plan: "auto", a `Plan`, or the path of a saved one.
         pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange
             ("replicate:ring").
@@ -110,6 +113,9 @@ def parallelize(
         micro_batches: that a batch is cut into where the end of the model runs on hosts of its own
             ("stage").
         search_options: sizes of buckets and the like that the planner may try.
+        left_alone: parameters in the optimizer that are not the model's, and that your program
+            itself keeps right among ranks, such as a head cut by hand. Their gradients are not
+            exchanged, weighed or clipped.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.
@@ -157,6 +163,7 @@ def parallelize(
         memory_limit,
         micro_batches,
         search_options,
+        tuple(left_alone),
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -168,7 +175,7 @@ def parallelize(
         if sample is not None:
             Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
         for torch_optimizer in optimizers:
-            extend(torch_optimizer)
+            extend(torch_optimizer, asked.left_alone)
         return model, loss_fn, optimizer
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
@@ -200,6 +207,7 @@ def parallelize(
         memory=memory,
         stage=stage,
         inputs_alike=alike,
+        left_alone=asked.left_alone,
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
@@ -307,7 +315,8 @@ def plan_of(model: nn.Module) -> Plan | None:
 
     That is where there is one process only, and after `unparallelize`.
 
-    Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`.
+    Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`. The
+    model may be compiled since.
 
     Raises:
         UsageError: the model was not parallelised, or before `init`.
@@ -324,6 +333,7 @@ def plan_of(model: nn.Module) -> Plan | None:
         True
     """
     session = current()
+    model = uncompiled(model)
     if model in session.released:
         return None
     if model not in (session.attached if session.comm.size > 1 else session.optimizers):

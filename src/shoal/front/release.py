@@ -20,7 +20,7 @@ from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.running import Running
-from shoal.session.session import Session, current
+from shoal.session.session import Session, current, uncompiled
 
 
 def unparallelize(model: nn.Module) -> None:
@@ -51,7 +51,7 @@ def unparallelize(model: nn.Module) -> None:
         >>> hasattr(optimizer, "accumulate")
         False
     """
-    session = current()
+    session, model = current(), uncompiled(model)
     session.comm.reached("unparallelize: comparing what the ranks were given")
     running = agreed(
         session.comm, lambda: _checked(session, model), "unparallelize: checking the model"

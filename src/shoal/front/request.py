@@ -60,6 +60,7 @@ class Request:
     memory_limit: float | None = None
     micro_batches: int = MICRO_BATCHES
     search_options: SearchOptions = DEFAULT
+    left_alone: tuple[nn.Parameter, ...] = ()  # the program's own business
 
 
 def checked(
@@ -76,7 +77,8 @@ def checked(
             do=f"give an instance: {loss_fn.__name__}()",
         )
     parameters = _check_model(model, session)
-    _check_loss(loss_fn, parameters)
+    _check_left_alone(asked.left_alone, model)
+    _check_loss(loss_fn, parameters | set(map(id, asked.left_alone)))
     if is_counted(loss_fn):
         raise UsageError(
             "the loss is counted for another model already, and would weigh that one's gradients, "
@@ -217,12 +219,6 @@ def _check_model(model: Any, session: Session) -> set[int]:
                 where=f"module {name or '(model)'}",
                 do="give the bare model",
             )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(
-                "sparse gradients are not exchanged",
-                where=f"module {name}",
-                do="build it with sparse=False",
-            )
         if isinstance(module, torch.jit.ScriptModule):
             raise UsageError(
                 "TorchScript cannot be rewritten",
@@ -255,6 +251,24 @@ def _check_model(model: Any, session: Session) -> set[int]:
     return parameters
 
 
+def _check_left_alone(left_alone: tuple[Any, ...], model: nn.Module) -> None:
+    """Refuse what is to be left alone and cannot be."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in left_alone:
+        if not isinstance(parameter, nn.Parameter):
+            raise UsageError(
+                "left_alone is of parameters",
+                got=type(parameter).__name__,
+                do="give for instance left_alone=head.parameters()",
+            )
+        if id(parameter) in names:
+            raise UsageError(
+                "a parameter that is to be left alone is the model's",
+                where=f"parameter {names[id(parameter)]}",
+                do="give parallelize the part of the model without it, such as the backbone",
+            )
+
+
 def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
     if not isinstance(loss_fn, nn.Module):
         return
@@ -265,7 +279,8 @@ def _check_loss(loss_fn: Any, parameters: set[int]) -> None:
                 "exchanged",
                 where=f"parameter {name} of the loss",
                 do="have a module that holds the model and the loss return the loss, and "
-                "parallelise that with None",
+                "parallelise that with None; or say left_alone=loss_fn.parameters(), where your "
+                "program sees to it",
             )
 
 

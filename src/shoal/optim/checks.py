@@ -28,7 +28,8 @@ def check_known(optimizer: Optimizer, known: Iterable[set[Tensor]]) -> None:
                 where=f"param_groups[{number}], a parameter of shape {tuple(parameter.shape)}",
                 do="before parallelize make it one of the model's (self.scale = "
                 "nn.Parameter(…)), or parallelise "
-                "the model that has it, too",
+                "the model that has it, too; or give parallelize left_alone=[the parameter], where "
+                "your program itself keeps it right among ranks",
             )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.contracts.comm import Comm
-from shoal.core.pieces import local_gradient, set_local_gradient
+from shoal.core.pieces import set_local_gradient
 from shoal.optim.owners import norm, scale
 from shoal.optim.part import Part, States
 from shoal.profiling.updates import part_of as part_of_state
@@ -51,8 +51,10 @@ class CutPart(Part):
         """
         parameters = self.parameters()
         for parameter in parameters:
-            gradient, part = local_gradient(parameter), part_of(parameter)
-            if gradient is not None and gradient.stride() != part.stride():
+            gradient, part = cut_of(parameter).settled(parameter), part_of(parameter)
+            if gradient is None or gradient.layout is not torch.strided:
+                continue
+            if gradient.stride() != part.stride():
                 self._opened.callback(set_local_gradient, parameter, gradient)
                 set_local_gradient(parameter, torch.empty_like(part).copy_(gradient))
         self._opened.enter_context(opened(parameters))  # 7
@@ -64,13 +66,19 @@ class CutPart(Part):
         """The norm of every rank's parts, in rank order."""
         if not self.parameters():
             return []
+        self._settle()
         local = norm([gradient for gradient in self.local_gradients() if gradient.numel()], order)
         norms = [torch.empty_like(local) for _ in range(self._boundary.size)]
         self._boundary.begins("optimizer.clip_grad_norm_(): norms of parameters that are cut")
         self._boundary.all_gather(norms, local)
         return norms
 
+    def _settle(self) -> None:
+        for parameter in self.parameters():
+            cut_of(parameter).settled(parameter)
+
     def scale(self, factor: Tensor) -> None:
+        self._settle()
         scale(self.local_gradients(), factor)
 
     def whole_state(self) -> States:

@@ -43,13 +43,20 @@ from shoal.optim.whole import WholePart
 _EXTENSION = "_shoal_extension"
 
 
-def extend(optimizer: Optimizer) -> None:
-    """Give an optimizer `accumulate` and `clip_grad_norm_`, as one process has them."""
-    _extension(optimizer)
+def extend(optimizer: Optimizer, left_alone: Sequence[nn.Parameter] = ()) -> None:
+    """Give an optimizer `accumulate` and `clip_grad_norm_`, as one process has them.
+
+    The second leaves these parameters alone.
+    """
+    _extension(optimizer).leave_alone(left_alone)
 
 
 def add_parts(
-    optimizer: Optimizer, model: nn.Module, engine: Engine, parts: Sequence[Part]
+    optimizer: Optimizer,
+    model: nn.Module,
+    engine: Engine,
+    parts: Sequence[Part],
+    left_alone: Sequence[nn.Parameter] = (),
 ) -> None:
     """Let parts have what they are made for of a model's parameters, and of the optimizer's state.
 
@@ -58,7 +65,9 @@ def add_parts(
         model: has been parallelised.
         engine: runs the model's exchange.
         parts: in the order in which a step opens them, the same on every rank.
+        left_alone: parameters of the optimizer that are nobody's here.
     """
+    _extension(optimizer).leave_alone(left_alone)
     _extension(optimizer).add(_Trained(engine, set(model.parameters()), tuple(parts)))
 
 
@@ -98,7 +107,8 @@ class _Extension:
         self._optimizer = optimizer
         self.trained: list[_Trained] = []
         self._parts: list[Part] = []  # of all models
-        self._whole = WholePart(optimizer, self._parts)
+        self._left_alone: set[Tensor] = set()
+        self._whole = WholePart(optimizer, self._parts, self._left_alone)
         self._open = 0  # a step that calls its base class's runs the hooks of both
         self._check: RemovableHandle | None = None
         self._declared = signature(type(optimizer).step)
@@ -106,6 +116,10 @@ class _Extension:
         self._stepping = Methods(optimizer)
         self._added.put("accumulate", MethodType(self._accumulate, optimizer))
         self._added.put("clip_grad_norm_", MethodType(self._clip_grad_norm, optimizer))
+
+    def leave_alone(self, parameters: Sequence[nn.Parameter]) -> None:
+        """From here on these may be stepped, whatever their gradients are."""
+        self._left_alone.update(parameters)
 
     def add(self, trained: _Trained) -> None:
         """Let a model's parts take over what is theirs."""
@@ -151,7 +165,8 @@ class _Extension:
         """Before a step: all that it updates must have been exchanged."""
         # 2
         changed = checked_step(self._declared, args, kwargs, self._check_sent)
-        check_known(optimizer, [trained.parameters for trained in self.trained])
+        known = [self._left_alone, *(trained.parameters for trained in self.trained)]
+        check_known(optimizer, known)
         return changed
 
     def _check_sent(self) -> None:

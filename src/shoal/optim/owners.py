@@ -51,7 +51,10 @@ def tell_nobody(order: AnyModelOrder | OfRank, /) -> None:
 
 def norms_of(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
     """Each one's norm, in float64, on the CPU; for a GPU all wait at once."""
-    norms = [torch.linalg.vector_norm(t.detach(), order, dtype=torch.float64) for t in tensors]
+    numbers = [
+        t.detach() if t.layout is torch.strided else t.detach().coalesce().values() for t in tensors
+    ]
+    norms = [torch.linalg.vector_norm(t, order, dtype=torch.float64) for t in numbers]
     if not norms:
         return ()
     device = norms[0].device
@@ -72,7 +75,8 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
         where = gradient.device, gradient.dtype
         if where not in factors:
             factors[where] = factor.to(*where, non_blocking=True)
-        gradient.mul_(factors[where])
+        values = gradient if gradient.layout is torch.strided else gradient._values()
+        values.mul_(factors[where])
 
 
 def values_of(

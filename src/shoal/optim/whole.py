@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import final
 
 from torch import Tensor, nn
@@ -18,14 +18,19 @@ class WholePart(Part):
 
     Args:
         optimizer: the user's.
-        others: the other parts, a list that may grow.
+        other_parts: a list that may grow.
+        left_alone: parameters that no part has; a set that may grow.
     """
 
-    def __init__(self, optimizer: Optimizer, other_parts: Sequence[Part]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, other_parts: Sequence[Part], left_alone: Set[Tensor]
+    ) -> None:
         super().__init__(optimizer)
-        self._other_parts = other_parts
+        self._other_parts, self._left_alone = other_parts, left_alone
 
     def has(self, parameter: nn.Parameter) -> bool:
+        if parameter in self._left_alone:
+            return False
         return not any(part.has(parameter) for part in self._other_parts)
 
     def open(self) -> None: ...

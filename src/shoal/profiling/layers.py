@@ -37,6 +37,7 @@ from shoal.profiling.identity import model_digest, require_same_model, trainable
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
+from shoal.profiling.sparse import is_sparse, rows_of_gradients
 from shoal.profiling.timeline import Clock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
@@ -84,7 +85,8 @@ def profile_model(
     clock = Clock(_device(layers))
     asked = probes_of(of(Strategy).values()) if probes is None else probes
     probing = [kind() for kind in asked]
-    with untraced(checked):
+    held = [p for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
+    with untraced(checked, held):
         _meet(comm)  # every rank has noted the random state, which threads share
         readers, step = _measured_step(checked, layers, probing, clock, comm)  # 1, 2
         trial = Trial(
@@ -101,7 +103,7 @@ def profile_model(
         ]  # 3
         by_outputs = agreed(comm, lambda: trial.once(rowwise), _CHECKING, SampleError)
         outside = outside_use(model, layers, readers.borrowed, by_outputs)
-        update = OptimizerCost.of(optimizers)
+        update = OptimizerCost.of(optimizers, rows_of_gradients(trial))
         on_this_rank = ModelProfile(
             layers=tuple(
                 replace(
@@ -216,6 +218,7 @@ def _layer_profile(layer: Layer, step: Step, outside: str) -> LayerProfile:
                 itemsize=parameter.element_size(),
                 used=name in used,
                 ready_s=step.ready_s.get(name, step.backward_s),
+                sparse=is_sparse(layer, name, step),
             )
             for name, parameter in layer.parameters.items()
         ),
@@ -256,7 +259,12 @@ def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
     return replace(
         ranks[0],
         parameters=tuple(
-            replace(same[0], used=any(p.used for p in same), ready_s=max(p.ready_s for p in same))
+            replace(
+                same[0],
+                used=any(p.used for p in same),
+                ready_s=max(p.ready_s for p in same),
+                sparse=any(p.sparse for p in same),
+            )
             for same in zip(*(layer.parameters for layer in ranks), strict=True)
         ),
         rows=max(layer.rows for layer in ranks),

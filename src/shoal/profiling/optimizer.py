@@ -7,7 +7,7 @@ fit under the cap is scaled up from what does.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.core.rows import held_bytes, in_rows
 from shoal.profiling.timeline import Clock
 from shoal.profiling.updates import unhooked_step
 
@@ -33,57 +34,90 @@ class OptimizerCost:
     state_bytes: float
 
     @classmethod
-    def of(cls, optimizers: Iterable[Optimizer]) -> OptimizerCost:
-        """Of all of them together. All ranks call this at the same time."""
-        costs = [_cost(optimizer) for optimizer in optimizers]
+    def of(
+        cls, optimizers: Iterable[Optimizer], rows: Mapping[Tensor, int] | None = None
+    ) -> OptimizerCost:
+        """Of all of them together. All ranks call this at the same time.
+
+        `rows` says how many rows gradients have that are sparse, by parameter.
+        """
+        costs = [_cost(optimizer, rows or {}) for optimizer in optimizers]
         return cls(sum(cost.seconds for cost in costs), sum(cost.state_bytes for cost in costs))
 
 
-def _cost(optimizer: Optimizer) -> OptimizerCost:
-    groups, share = _scratch(optimizer)
-    tensors = [parameter for group in groups for parameter in group["params"]]
+@dataclass(frozen=True)
+class _Scratch:
+    """Copies of an optimizer's groups, up to the cap."""
+
+    groups: list[dict[str, Any]]
+    share: float  # of the elements that a step touches
+    held: float  # of all elements
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, rows: Mapping[Tensor, int]) -> _Scratch:
+        """Of the parameters that train."""
+        left = _MOST_ELEMENTS
+        touched, all_touched, copied, total = 0, 0, 0, 0
+        groups = []
+        for group in optimizer.param_groups:
+            copies = []
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
+                total += parameter.numel()
+                all_touched += _num_touched(parameter, rows)
+                if left > 0 and parameter.numel() > 0:
+                    copies.append(_copy(parameter, left, rows.get(parameter)))
+                    copied += copies[-1].numel()
+                    touched += _num_touched(parameter, rows, copies[-1])
+                    left -= copies[-1].numel()
+            if copies:
+                groups.append({**group, "params": copies})
+        return cls(groups, touched / max(all_touched, 1), copied / max(total, 1))
+
+
+def _num_touched(parameter: Tensor, rows: Mapping[Tensor, int], copy: Tensor | None = None) -> int:
+    """Elements that a step touches of a parameter, or of its copy."""
+    whole = parameter if copy is None else copy
+    if parameter not in rows:
+        return whole.numel()
+    return min(rows[parameter], len(whole)) * parameter.shape[1:].numel()
+
+
+def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
+    scratch = _Scratch.of(optimizer, rows)
+    tensors = [parameter for group in scratch.groups for parameter in group["params"]]
     if not tensors:
         return OptimizerCost(0.0, 0.0)
     clock = Clock(tensors[0].device)
     try:
-        copy = type(optimizer)(groups, **_options(optimizer))
+        copy = type(optimizer)(scratch.groups, **_options(optimizer))
         measured, kept = clock.usual(partial(unhooked_step, copy)), copy.state.values()
-    # it needs a closure, other arguments, sparse gradients … : whatever it is, its cost is memory
+    # it needs a closure, other arguments … : whatever it is, its cost is memory
     except Exception:
         measured, kept = _PASSES * _copy_seconds(tensors, clock), optimizer.state.values()
     state_bytes = sum(
-        value.nbytes for state in kept for value in state.values() if isinstance(value, Tensor)
+        held_bytes(value) for state in kept for value in state.values() if isinstance(value, Tensor)
     )
-    return OptimizerCost(measured / share, state_bytes / share)
+    seconds = measured / scratch.share if scratch.share else 0.0
+    return OptimizerCost(seconds, state_bytes / scratch.held)
 
 
-def _scratch(optimizer: Optimizer) -> tuple[list[dict[str, Any]], float]:
-    """Its groups with copies for parameters, up to the cap, and the share that is copied."""
-    left, copied, total = _MOST_ELEMENTS, 0, 0
-    groups = []
-    for group in optimizer.param_groups:
-        copies = []
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            total += parameter.numel()
-            if left > 0 and parameter.numel() > 0:
-                copies.append(_copy(parameter, left))
-                copied += copies[-1].numel()
-                left -= copies[-1].numel()
-        if copies:
-            groups.append({**group, "params": copies})
-    return groups, copied / max(total, 1)
-
-
-def _copy(parameter: Tensor, most: int) -> Tensor:
+def _copy(parameter: Tensor, most: int, rows: int | None = None) -> Tensor:
     """A leaf like the parameter, with a gradient, cut to about `most` elements."""
     part = parameter.detach()
     if part.numel() > most:
         part = part[: max(1, most * part.shape[0] // part.numel())]
     copy = part.clone().requires_grad_()
-    copy.grad = torch.rand_like(copy)
+    copy.grad = torch.rand_like(copy) if rows is None else _rows_of(copy.detach(), rows)
     return copy
+
+
+def _rows_of(table: Tensor, rows: int) -> Tensor:
+    """A sparse gradient of so many rows, anywhere in a table."""
+    places = torch.randperm(len(table), device=table.device)[:rows].sort().values
+    values = torch.rand_like(table[: len(places)])
+    return in_rows(places, values, table.shape, coalesced=True)
 
 
 def _options(optimizer: Optimizer) -> dict[str, Any]:

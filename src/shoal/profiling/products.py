@@ -22,6 +22,7 @@ from shoal.contracts.probe import Layer, Probe, Trial, Watched
 from shoal.core.facts import Excerpt, Facts, LayerProfile
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import page_faults
+from shoal.profiling.sparse import says_sparse
 from shoal.profiling.timeline import Clock
 
 _MOST_WORK = 2e9  # multiplications in one measurement: larger ones only take longer to say the same
@@ -85,7 +86,7 @@ def shape_of(module: nn.Module) -> tuple[int, int]:
     """M and N of the layer as a product, (0, 0) where it is none."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return module.num_embeddings, module.embedding_dim
     if isinstance(module, _ConvNd):
         return module.weight.numel() // module.out_channels, module.out_channels
@@ -114,7 +115,7 @@ class Product:
         """The product that a module's weight gradient is, or None if it is none or was not run."""
         if rows == 0 or not isinstance(module, nn.Linear | nn.Embedding):
             return None
-        if module.weight.numel() == 0:
+        if module.weight.numel() == 0 or says_sparse(module):  # that is no product
             return None
         if isinstance(module, nn.Linear):
             shape = module.in_features, module.out_features

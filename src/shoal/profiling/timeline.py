@@ -101,6 +101,7 @@ def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
         forward_s=clock.seconds(start, middle),
         backward_s=clock.seconds(middle, end),
         page_faults=faults,
+        sparse=frozenset(watch.sparse),
     )
 
 
@@ -125,6 +126,7 @@ def usual(steps: Sequence[Step]) -> Step:
         forward_s=median(step.forward_s for step in steps),
         backward_s=median(step.backward_s for step in steps),
         page_faults=median(step.page_faults for step in steps),
+        sparse=frozenset.union(*(step.sparse for step in steps)),
     )
 
 
@@ -146,6 +148,7 @@ class _Watch:
         self.input_elements: dict[str, int] = defaultdict(int)
         self.output_elements: dict[str, int] = defaultdict(int)
         self.input_grad: set[str] = set()
+        self.sparse: set[str] = set()
 
     def attach(self, layer: Layer, hooks: ExitStack) -> None:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -187,6 +190,8 @@ class _Watch:
             # the last one counts, where a gradient comes in several parts
             self.ready.pop(name, None)
             self.ready[name] = self.clock.mark()
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                self.sparse.add(name)
 
         return note
 

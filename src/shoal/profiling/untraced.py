@@ -28,8 +28,10 @@ RANDOM_STATE = threading.Lock()
 
 
 @contextmanager
-def untraced(sample: Sample) -> Iterator[None]:
+def untraced(sample: Sample, others: Iterable[Tensor] = ()) -> Iterator[None]:
     """Put the sample's model and loss into training, without gradients, and back at the end.
+
+    The gradients of `others` are put back too: parameters that a loss knows by itself.
 
     Threads that are ranks share the random state: let all of them enter before one draws, and all
     finish before one leaves.
@@ -42,7 +44,8 @@ def untraced(sample: Sample) -> Iterator[None]:
     members = [(table, dict(table)) for table in tables]
     tensors = {id(t): t for _, table in members for t in table.values() if t is not None}
     values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-    leaves = [tensor for tensor in [*tensors.values(), *sample.tensors()] if tensor.is_leaf]
+    found = [*tensors.values(), *sample.tensors(), *others]
+    leaves = [tensor for tensor in found if tensor.is_leaf]
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, final
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.facts import Facts, first
 from shoal.core.pieces import has_line
+from shoal.profiling.sparse import is_sparse
 from shoal.remote.optimizers import OptimizerForm, kind_of, name_of
 from shoal.remote.wire import Data
 
@@ -139,7 +140,13 @@ class UpdateProbe(Probe):
 
 
 def _together(trial: Trial) -> dict[Tensor, Together]:
-    return whole_updates(trial.sample.model.parameters(), trial.optimizers)
+    sparse = {
+        parameter
+        for layer in trial.layers
+        for name, parameter in layer.parameters.items()
+        if is_sparse(layer, name, trial.step)
+    }
+    return whole_updates(trial.sample.model.parameters(), trial.optimizers, sparse)
 
 
 @dataclass(frozen=True)
@@ -153,16 +160,26 @@ class Together:
 
 
 def whole_updates(
-    parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]
+    parameters: Iterable[Tensor],
+    optimizers: Iterable[Optimizer],
+    sparse: Set[Tensor] = frozenset(),
 ) -> dict[Tensor, Together]:
-    """The parameters of which no part can be updated by itself, and why."""
+    """The parameters of which no part can be updated by itself, and why.
+
+    Some have gradients that are sparse tensors.
+    """
     groups = [
         (optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         if group["params"]
     ]
-    found = [(_try(optimizer, group), group["params"]) for optimizer, group in groups]
+    found = [
+        (why, held)
+        for optimizer, group in groups
+        for held, is_sparse in _by_layout(group["params"], sparse)
+        for why in [_try(optimizer, group, is_sparse)]
+    ]
     reasons = {parameter: why for why, held in found if why.whole for parameter in held}
     listed = list(parameters)
     # what no optimizer has yet may join that one
@@ -183,6 +200,14 @@ def whole_updates(
     return reasons
 
 
+def _by_layout(
+    parameters: Sequence[Tensor], sparse: Set[Tensor]
+) -> list[tuple[list[Tensor], bool]]:
+    """The parameters with dense gradients, and those with sparse ones, where there are any."""
+    halves = [([p for p in parameters if (p in sparse) == kind], kind) for kind in (False, True)]
+    return [(held, kind) for held, kind in halves if held]
+
+
 def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
     """Those that have memory together with another of them, as after `a.data = b.data`."""
     found: set[Tensor] = set()
@@ -200,15 +225,15 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[Tensor]:
     return found
 
 
-def _try(optimizer: Optimizer, group: Mapping[str, Any]) -> Together:
-    """Why the group's parameters must be updated together."""
+def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -> Together:
+    """Why the group's parameters must be updated together, those with such gradients."""
     matrix, convolution = _SHAPES
     trials: list[tuple[Sequence[int], _Gradient]] = [
         (matrix, gradient) for gradient in (_drawn, _large, _across)
     ]
     if any(parameter.dim() > len(matrix) for parameter in group["params"]):
         trials.append((convolution, _drawn))
-    found = [_tried(optimizer, group, *trial) for trial in trials]
+    found = [_tried(optimizer, group, *trial, sparse) for trial in trials]
     whole, joint = (
         next(filter(None, reasons), "")
         for reasons in ([t.whole for t in found], [t.joint for t in found])
@@ -246,6 +271,7 @@ class _TrialTensor:
     begin: Tensor
     gradients: Sequence[Tensor]  # one a step
     state: Mapping[Any, Any] | None  # to begin with; None where it has not its parameter's shape
+    sparse: bool  # gradients
 
     @classmethod
     def of(
@@ -254,6 +280,7 @@ class _TrialTensor:
         group: Mapping[str, Any],
         shape: Sequence[int],
         gradient: _Gradient,
+        sparse: bool = False,
     ) -> _TrialTensor:
         """One of this shape, with such gradients, that begins in the state of a parameter."""
         model: Tensor = max(group["params"], key=lambda parameter: parameter.dim() > 0)
@@ -270,7 +297,7 @@ class _TrialTensor:
             if all(value.shape == model.shape for value in large)
             else None
         )
-        return cls(optimizer, group, begin.to(model.device), gradients, shaped)
+        return cls(optimizer, group, begin.to(model.device), gradients, shaped, sparse)
 
     def updated(self, *parts: _Part, beside: bool = False) -> Tensor:
         """Parts of the tensor, each a parameter, updated by one optimizer.
@@ -290,7 +317,8 @@ class _TrialTensor:
                 trial.state[parameter] = part_of(self.state, self.begin, part)
         for gradient in self.gradients:
             for parameter, part in zip(parameters, parts, strict=True):
-                parameter.grad = part(gradient).clone()
+                own = part(gradient).clone()
+                parameter.grad = own.to_sparse(1) if self.sparse else own
             if beside:
                 vars(trial).update(attributes(real))
                 unhooked_step(real)
@@ -319,11 +347,15 @@ def _unlike(one: Tensor, other: Tensor) -> bool:
 
 
 def _tried(
-    optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], gradient: _Gradient
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    shape: Sequence[int],
+    gradient: _Gradient,
+    sparse: bool,
 ) -> Together:
     """Why they must, as a tensor of this shape shows with such gradients."""
     name = type(optimizer).__name__
-    tensor = _TrialTensor.of(optimizer, group, shape, gradient)
+    tensor = _TrialTensor.of(optimizer, group, shape, gradient, sparse)
     whole = joint = ""
     try:
         together = tensor.updated(lambda t: t[:2], lambda t: t[2:])

@@ -25,7 +25,9 @@ from shoal.profiling.identity import ROOT
 _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Linear: F.linear,
     nn.Embedding: F.embedding,
+    nn.EmbeddingBag: F.embedding_bag,
 }
+_NAMES = frozenset(kind.__name__ for kind in _OWN_FUNCTION)
 
 
 class Readers(TorchFunctionMode):
@@ -115,20 +117,13 @@ def outside_use(
 def kind_of(module: nn.Module) -> str:
     """The name of its class; in full where it only imitates a torch class that is served."""
     kind = type(module)
-    imitates = (
-        _is_product(module)
-        and kind not in _OWN_FUNCTION
-        and kind.__name__ in ("Linear", "Embedding")
-    )
+    imitates = _is_product(module) and kind not in _OWN_FUNCTION and kind.__name__ in _NAMES
     return f"{kind.__module__}.{kind.__qualname__}" if imitates else kind.__name__
 
 
 def _is_product(module: nn.Module) -> bool:
     """Whether it looks like one of torch's own products: by its base class, or by its name."""
-    return isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ in (
-        "Linear",
-        "Embedding",
-    )
+    return isinstance(module, tuple(_OWN_FUNCTION)) or type(module).__name__ in _NAMES
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -155,12 +150,13 @@ def _hooked(layer: Layer) -> str:
 
 
 def _unlike_torch(module: nn.Module) -> str:
-    """How a Linear or Embedding differs from torch's own; '' for modules of other kinds."""
+    """How a linear layer or table differs from torch's own; '' for modules of other kinds."""
     if not _is_product(module):
         return ""
     if type(module) not in _OWN_FUNCTION:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        return f"it is a {kind}, not exactly a torch.nn.Linear or torch.nn.Embedding"
+        kinds = "torch.nn.Linear, torch.nn.Embedding or torch.nn.EmbeddingBag"
+        return f"it is a {kind}, not exactly a {kinds}"
     if "forward" in vars(module):
         return "its forward has been replaced"
     weight = module._parameters.get("weight")
@@ -168,9 +164,7 @@ def _unlike_torch(module: nn.Module) -> str:
         return "its weight is computed from other parameters"
     if not weight.requires_grad:
         return "its weight is frozen"
-    if isinstance(module, nn.Embedding):
-        if module.sparse:
-            return "sparse=True: its gradient is a sparse tensor"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         if module.max_norm is not None:
             return "max_norm: its forward changes its weight"
         if module.scale_grad_by_freq:

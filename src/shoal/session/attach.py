@@ -58,11 +58,12 @@ def attach(
     stage: FarTail | None = None,
     weighs: bool = True,
     inputs_alike: bool = False,
+    left_alone: Sequence[nn.Parameter] = (),
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
     `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
-    inputs on purpose.
+    inputs on purpose. Parameters of optimizers that are `left_alone` are nobody's here.
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
@@ -104,7 +105,7 @@ def attach(
     all_parts: list[Part] = []
     for number, optimizer in enumerate(optimizers):
         parts = _parts(optimizer, number, owners, boundary, stage, tables)
-        add_parts(optimizer, model, engine, parts)
+        add_parts(optimizer, model, engine, parts, left_alone)
         all_parts += parts
     loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners)
     return loss_fn, Running(

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from shoal.core.errors import UsageError
 from shoal.core.facts import ModelProfile
 from shoal.core.pieces import local_gradient
-from shoal.session.session import current
+from shoal.core.rows import strided_in
+from shoal.session.session import current, uncompiled
 from shoal.tensors.cut import cut_of, is_cut
 
 # the most of which glibc learns, less what it and torch put around
@@ -74,7 +75,7 @@ def memory(model: nn.Module) -> Memory:
         >>> shoal.memory(model).parameters
         1001000
     """
-    session = current()
+    session, model = current(), uncompiled(model)
     if model not in session.optimizers:
         raise UsageError(
             "the model is not parallelised",
@@ -140,7 +141,8 @@ def keep_freed() -> None:
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of what lies under some tensors, each storage once."""
     with torch._C.DisableTorchFunctionSubclass():  # of a parameter that is cut, the part's
-        storages = [tensor.detach().untyped_storage() for tensor in tensors]
+        strided = [part for tensor in tensors for part in strided_in(tensor.detach())]
+        storages = [tensor.untyped_storage() for tensor in strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -6,6 +6,9 @@
     backward    3  each row's gradients, added up, go to its rank: D·s; they become the dense
                    gradient of its part
 
+An nn.EmbeddingBag makes its bags of the rows that have come. Of a table with `sparse=True` the
+gradient of the part is a sparse tensor.
+
 With U different ids a rank sends about U·(8 + 2·D·s)·(P−1)/P, a function of the ids, instead of
 2·V·D·s·(P−1)/P; table, gradient, update and optimizer state are divided by P. The gradient is
 dense, as in one process: momentum moves rows that nobody looked up. It lies in a buffer of its own,
@@ -38,7 +41,9 @@ from shoal.core.cost import Cost, Phase, Update, Wait, total
 from shoal.core.facts import Cluster, Facts, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.role import Role
+from shoal.core.rows import in_rows
 from shoal.profiling.products import ProductFacts, ProductProbe
+from shoal.profiling.sparse import SparseFacts, SparseProbe
 from shoal.profiling.updates import UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import counts, move, uncut
@@ -65,8 +70,8 @@ class IdProbe(Probe):
         self._distinct: Counter[str] = Counter()
 
     def called(self, layer: Layer, args: Any, kwargs: Any, output: Any) -> None:
-        if type(layer.module) is nn.Embedding:
-            ids = next(tensors_in((args, kwargs)))
+        if type(layer.module) in _CUT_CLASSES:
+            ids = next(tensors_in((args, kwargs.get("input"))))
             self._distinct[layer.name] += len(ids.unique())
 
     def measure(self, layer: Layer, trial: Trial) -> IdFacts:
@@ -75,15 +80,16 @@ class IdProbe(Probe):
 
 @final
 class EmbeddingRows(Strategy):
-    """Cuts an nn.Embedding by its rows."""
+    """Cuts an nn.Embedding or nn.EmbeddingBag by its rows."""
 
     name = "embedding"
     role = Role.CUT
-    probes = (ProductProbe, IdProbe, UpdateProbe)
+    takes_sparse = True
+    probes = (ProductProbe, IdProbe, UpdateProbe, SparseProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
-        if layer.kind != "Embedding":
-            return f"it serves nn.Embedding, and this is a {layer.kind}"
+        if layer.kind not in ("Embedding", "EmbeddingBag"):
+            return f"it serves nn.Embedding and nn.EmbeddingBag, and this is a {layer.kind}"
         return uncut(layer, layer.inputs, "rows", cluster)
 
     def estimate(
@@ -100,10 +106,13 @@ class EmbeddingRows(Strategy):
         slopes = move(topology, lambda source, to: of_rank[to] * row_bytes)
         forward = total([counts(layer, topology), ids, rows])
         part, pace = sizes[0] / layer.inputs, cluster.move_pace
+        sparse = layer.measured(SparseFacts)  # rows that are added up: as many as a rank has
         return Cost(
             in_forward=Phase(forward, pace, Wait.AT_ONCE),
             in_backward=Phase(slopes, pace, Wait.AT_ONCE),
-            backward_s=-min(product.own_s, layer.backward_s) + product.s_per_row * layer.rows,
+            backward_s=product.s_per_row * layer.rows
+            - min(product.own_s, layer.backward_s)
+            + sparse.row_s * sparse.rows,
             memory_bytes=part * layer.nbytes,
             held=part,
             update=Update(main=part),
@@ -111,8 +120,9 @@ class EmbeddingRows(Strategy):
 
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         ((name, module),) = place.layers.items()
-        if type(module) is not nn.Embedding:
-            raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
+        if not (type(module) is nn.Embedding or type(module) is nn.EmbeddingBag):
+            kinds = "nn.Embedding or nn.EmbeddingBag"
+            raise TypeError(f"{label}: not a plain {kinds}, but {type(module)}")
         assert place.comm is not None and isinstance(module.weight, nn.Parameter)
         sizes = cut_sizes(module.num_embeddings, place.ranks)
         cut(module.weight, OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm))
@@ -128,8 +138,14 @@ class EmbeddingRows(Strategy):
 class _Table:
     """Runs an embedding of whose table this rank has a part."""
 
-    def __init__(self, name: str, module: nn.Embedding, sizes: Sequence[int], comm: Comm) -> None:
-        self._name = name
+    def __init__(
+        self,
+        name: str,
+        module: nn.Embedding | nn.EmbeddingBag,
+        sizes: Sequence[int],
+        comm: Comm,
+    ) -> None:
+        self._name, self._sparse = name, module.sparse
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self._comm, self._rows = module.weight, comm, sum(sizes)
         self._starts = list(accumulate(sizes, initial=0))
@@ -142,7 +158,11 @@ class _Table:
         self._version = 0  # if it is as it was left then
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """The rows of these ids."""
+        _, place, rows = self.found(ids)
+        return F.embedding(place, rows)
+
+    def found(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The different ids, the place of each id among them, and the rows of them."""
         comm, starts = self._comm, self._starts
         # ascending: each rank's together
         distinct, place = torch.unique(ids.long(), return_inverse=True)
@@ -154,10 +174,29 @@ class _Table:
         local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
         with torch._C.DisableTorchFunctionSubclass():  # the part itself
             found = _Found.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
-        return F.embedding(place, dealt(found, comm, theirs, wanted, scale=1 / comm.size))
+        return distinct, place, dealt(found, comm, theirs, wanted, scale=1 / comm.size)
 
     def add(self, ids: Tensor, grad: Tensor) -> None:
-        """Add gradients of some of this rank's rows to its dense one."""
+        """Add gradients of some of this rank's rows to its own."""
+        if self._sparse:
+            self._add_rows(ids, grad)
+        else:
+            self._add_to_dense(ids, grad)
+
+    def _add_rows(self, ids: Tensor, grad: Tensor) -> None:
+        if self._padding is not None:
+            others = ids != self._padding
+            ids, grad = ids[others], grad[others]
+        part = part_of(self.weight)
+        rows = in_rows(ids, grad.to(part.dtype), part.shape)
+        before = self._cut.settled(self.weight)
+        # a dense one comes of what reads the whole table
+        added = rows if before is None else before + rows
+        set_local_gradient(
+            self.weight, added if added.layout is torch.strided else added.coalesce()
+        )
+
+    def _add_to_dense(self, ids: Tensor, grad: Tensor) -> None:
         if self._padding is not None:
             grad = grad.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
         target = local_gradient(self.weight)
@@ -221,16 +260,16 @@ class Table(Protocol):
         """The rows of these ids, of any shape."""
 
 
-def run_by(module: nn.Embedding, table: Table) -> None:
+def run_by(module: nn.Embedding | nn.EmbeddingBag, table: Table) -> None:
     """From here on the table looks up what the module is called with."""
-    module.__class__ = CutEmbedding
+    module.__class__ = _CUT_CLASSES[type(module)]
     module.__dict__[_SLOT] = table
 
 
 def run_by_itself(module: nn.Module) -> nn.Parameter:
-    """From here on the module is an nn.Embedding again; the weight, which is cut still."""
+    """From here on the module is torch's own again; the weight, which is cut still."""
     table: Table = module.__dict__.pop(_SLOT)
-    module.__class__ = nn.Embedding
+    module.__class__ = next(kind for kind, cut in _CUT_CLASSES.items() if type(module) is cut)
     return table.weight
 
 
@@ -254,3 +293,51 @@ class CutEmbedding(nn.Embedding):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return plain(self, nn.Embedding, _SLOT)
+
+
+class CutEmbeddingBag(nn.EmbeddingBag):
+    """An nn.EmbeddingBag whose rows are elsewhere, with the same parameters, names and repr.
+
+    A copy of it is an ordinary one.
+    """
+
+    _cut_embedding: _Table | None = None
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        table = self._cut_embedding
+        if table is None or self.weight is not table.weight:  # functional_call gives it others
+            return super().forward(input, offsets, per_sample_weights)
+        ids, place, rows = table.found(input)
+        if not len(rows):  # bags, if there are any, are empty
+            rows = F.pad(rows, (0, 0, 0, 1))
+        padding = None
+        if self.padding_idx is not None:
+            found = (ids == self.padding_idx).nonzero()
+            padding = int(found[0]) if len(found) else None
+        return F.embedding_bag(
+            place,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+    def _get_name(self) -> str:
+        return "EmbeddingBag"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return plain(self, nn.EmbeddingBag, _SLOT)
+
+
+_CUT_CLASSES: dict[type[nn.Module], Any] = {
+    nn.Embedding: CutEmbedding,
+    nn.EmbeddingBag: CutEmbeddingBag,
+}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shoal.contracts.transfer import Round, Transfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
+from shoal.profiling.identity import ROOT
 
 # multiplied and divided by, a number keeps its bits (float16: becomes 0); added to 1 it is nothing
 _LEAST = 2.0**-60
@@ -44,6 +45,7 @@ class Landing:
             whether there was anything.
         flat: the bucket.
         ranks: how many add to its sums.
+        sparse: whether gradients may be sparse tensors.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Landing:
         take: Callable[[nn.Parameter, Round], bool],
         flat: Tensor,
         ranks: int,
+        sparse: bool = False,
     ) -> None:
-        self._transfer, self._take = transfer, take
+        self._transfer, self._take, self._sparse = transfer, take, sparse
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._ranks = ranks
         self._waits = flat.device.type != "cpu" and flat.itemsize > 2
@@ -77,6 +80,13 @@ class Landing:
             return
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see
             return
+        if gradient.layout is not torch.strided and not self._sparse:
+            layer = self._names[parameter].rpartition(".")[0] or ROOT
+            raise UsageError(
+                "a gradient is a sparse tensor, which the sample did not show",
+                where=f"parameter {self._names[parameter]}, {self._transfer.label}",
+                do=f'give parallelize a sample that uses it, or pins={{"{layer}": "sparse"}}',
+            )
         if self._closed or parameter in self._landed:
             raise UsageError(
                 f"parameter {self._names[parameter]} got a second gradient within one backward",

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.pieces import is_clearing, is_tracing, local_gradient, set_local_gradient
+from shoal.core.rows import in_rows
 
 _CUT = "_shoal_cut"
 
@@ -74,11 +75,27 @@ class Cut(ABC):
         if whole is None:
             self._seen = self._its_part = None
             set_local_gradient(parameter, None)
-        else:
+        elif whole.layout is torch.strided:
             self._show(parameter, whole)
+        else:  # whoever looks is shown another: that one may have any ids any number of times
+            self._seen = self._its_part = None
+            set_local_gradient(parameter, self.part(whole))
 
-    def _show(self, parameter: Tensor, whole: Tensor) -> None:
-        self._seen, self._its_part = whole, self.part(whole)
+    def settled(self, parameter: Tensor) -> Tensor | None:
+        """The local gradient.
+
+        A sparse tensor that is changed in place has other values than before, of which nobody has
+        a view: what was done to the whole one is then done to the part.
+        """
+        local, seen = local_gradient(parameter), self._seen
+        if seen is not None and seen.layout is not torch.strided and local is self._its_part:
+            if seen._version != self._version:
+                self._show(parameter, seen)
+            return self._its_part
+        return local
+
+    def _show(self, parameter: Tensor, whole: Tensor, part: Tensor | None = None) -> None:
+        self._seen, self._its_part = whole, self.part(whole) if part is None else part
         set_local_gradient(parameter, self._its_part)
         self._version = whole._version
 
@@ -94,8 +111,20 @@ class OverRanks(Cut):
         self._dim, self._sizes = dim, list(sizes)
 
     def part(self, whole: Tensor) -> Tensor:
+        if whole.layout is not torch.strided:
+            return self._part_of_rows(whole)
         part: Tensor = whole.split(self._sizes, self._dim)[self.comm.rank]
         return part
+
+    def _part_of_rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a gradient that is a sparse tensor; a view of these."""
+        start, size = sum(self._sizes[: self.comm.rank]), self._sizes[self.comm.rank]
+        whole = whole.coalesce()
+        ids = whole.indices()[0]
+        ends = torch.tensor([start, start + size], device=ids.device)
+        own = slice(*torch.searchsorted(ids, ends).tolist())
+        shape = size, *whole.shape[1:]
+        return in_rows(ids[own] - start, whole.values()[own], shape, coalesced=True)
 
     def whole(self, part: Tensor) -> Tensor:
         return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")
@@ -105,6 +134,8 @@ class OverRanks(Cut):
 
         Messages say that it is for `purpose`.
         """
+        if part.layout is not torch.strided:
+            return self._whole_of_rows(part, purpose)[0]
         self.comm.numbers([part.numel()] * self.comm.size, purpose)
         pieces = []
         for size in self._sizes:
@@ -139,6 +170,7 @@ class OverRanks(Cut):
             function(subject, *args, **kwargs)
 
     def gradient(self, parameter: Tensor, local: Tensor | None) -> Tensor | None:
+        local = self.settled(parameter)
         if local is None:
             return None
         if (
@@ -146,8 +178,30 @@ class OverRanks(Cut):
             or local is not self._its_part
             or self._seen._version != self._version
         ):
-            self._show(parameter, self.whole(local))
+            if local.layout is torch.strided:
+                self._show(parameter, self.whole(local))
+            else:
+                reading = f"reading of {self.name}.grad"
+                self._show(parameter, *self._whole_of_rows(local, reading))
         return self._seen
+
+    def _whole_of_rows(self, local: Tensor, purpose: str) -> tuple[Tensor, Tensor]:
+        """All of a sparse tensor of which every rank has its rows, and this rank's part of it.
+
+        The values of the part are a view of those of the whole (a collective).
+        """
+        comm, local = self.comm, local.coalesce()
+        own_ids, own_rows = local.indices()[0], local.values()
+        told = comm.numbers([len(own_ids)] * comm.size, purpose)
+        ids = own_ids.new_empty(sum(told))
+        rows = own_rows.new_empty(sum(told), *own_rows.shape[1:])
+        comm.all_to_all(ids.split(told), [own_ids] * comm.size)
+        comm.all_to_all(rows.split(told), [own_rows] * comm.size)
+        starts = torch.tensor([0, *self._sizes[:-1]], device=ids.device).cumsum(0)
+        anywhere = ids + starts.repeat_interleave(torch.tensor(told, device=ids.device))
+        whole = in_rows(anywhere, rows, self.like.shape, coalesced=True)
+        own = rows.split(told)[comm.rank]
+        return whole, in_rows(own_ids, own, local.shape, coalesced=True)
 
 
 class CutParameter(nn.Parameter):
@@ -219,8 +273,11 @@ def cut(parameter: nn.Parameter, its_cut: Cut) -> None:
     parameter.grad = None
     part = its_cut.part(parameter.data).clone(memory_format=torch.contiguous_format)
     _replace_memory(parameter, part)
-    if gradient is not None:
-        parameter.grad = its_cut.part(gradient).clone(memory_format=torch.contiguous_format)
+    if gradient is not None and gradient.layout is torch.strided:
+        gradient = its_cut.part(gradient).clone(memory_format=torch.contiguous_format)
+    elif gradient is not None:
+        gradient = its_cut.part(gradient)
+    parameter.grad = gradient
     parameter.__dict__[_CUT] = its_cut
     parameter.__class__ = CutParameter
 
@@ -239,7 +296,7 @@ def restore(parameter: nn.Parameter) -> None:
 
 def laid_as(layout: Tensor, whole: Tensor) -> Tensor:
     """A tensor as one of the same shape lies in memory: itself where it does already."""
-    if whole.stride() == layout.stride():
+    if whole.layout is not torch.strided or whole.stride() == layout.stride():
         return whole
     return torch.empty_like(layout, device=whole.device, dtype=whole.dtype).copy_(whole)
 
