@@ -5,6 +5,7 @@ object.
 from __future__ import annotations
 
 import random
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -68,9 +69,10 @@ def test_running_statistics_stay() -> None:
 
 
 def test_a_model_in_eval_mode_is_trained_and_given_back_in_eval_mode() -> None:
-    model, seen = Text().eval(), []
-    model.drop.register_forward_hook(lambda module, *_: seen.append(module.training))
+    model, told = Text().eval(), SimpleQueue[bool]()  # a list would be as before
+    model.drop.register_forward_hook(lambda module, *_: told.put(module.training))
     profile_model(model, token_loss, [], (ids(), ids()), ThreadComm())
+    seen = [told.get() for _ in range(told.qsize())]
     assert seen and all(seen) and not any(module.training for module in model.modules())
 
 

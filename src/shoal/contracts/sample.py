@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ _NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Sample:
     """A model, its loss and one batch, checked; `loss()` runs them."""
@@ -32,6 +36,7 @@ class Sample:
     loss_fn: LossFn | None
     x: Any
     y: Any
+    renew: Callable[[], None] = field(default=_nothing, repr=False, compare=False)  # x and y
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: LossFn | None, sample: Any) -> Sample:
@@ -107,7 +112,8 @@ class Sample:
         return tensors_in((self.x, self.y))
 
     def output(self) -> Any:
-        """Run the model."""
+        """Run the model, on the batch as it was."""
+        self.renew()
         return called(self.model, self.x)
 
     def _given(self) -> str:

@@ -74,6 +74,8 @@ class Transfer(ABC):
     native: bool = False  # its exchange is
     carrier: Carrier | None = None  # what a bucket crosses by, and what that remembers
     cadence: Cadence = Cadence()  # when it goes
+    # it needs no gradient: it goes as the round opens, if all before it do
+    at_once: bool = False
     rounds: Rounds  # given by `connect`
 
     def connect(self, rounds: Rounds) -> None:

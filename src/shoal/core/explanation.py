@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.core.facts import MovingState
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Choice
 
@@ -73,6 +74,7 @@ class Explanation:
     stage: Stage | None = None
     # ranks that are there to serve layers, or to run the last, and were given none
     idle: tuple[str, ...] = ()
+    moving: tuple[MovingState, ...] = ()  # state that agrees in each backward
 
     @property
     def step_s(self) -> float:

@@ -284,6 +284,25 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
+class MovingState:
+    """State that training changes on each rank otherwise, and that agrees after each backward.
+
+    `how`: "first" is rank 0's, "mean" the mean over ranks.
+    """
+
+    name: str  # dotted, of a buffer or a frozen parameter
+    numel: int
+    itemsize: int  # of an element as it is sent
+    how: str
+    in_backward: bool = False  # it changes there, too, so it goes when backward is over
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it, as they are sent."""
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """A model's step on one rank: layers in the order of their gradients, and its times."""
 
@@ -293,6 +312,7 @@ class ModelProfile:
     optimizer_s: float
     digest: str  # of names, shapes and types: two models with one digest take the same plan
     state_bytes: float = 0.0  # what the optimizers keep for all parameters
+    moving: tuple[MovingState, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
+from operator import attrgetter
 from threading import RLock
 from time import perf_counter
 from typing import final
@@ -121,6 +123,8 @@ class BackwardRound(Round):
                 # only the backward holds it: gone when that has ended, however it did
                 self.running = ref(at_end)
                 Variable._execution_engine.queue_callback(at_end)
+                for transfer in takewhile(attrgetter("at_once"), self._transfers):
+                    self.ready(transfer)
             elif self._task != task or self.running() is None:
                 raise WorldError(
                     "the backward before this one ended with an error after a part of its "

@@ -33,7 +33,14 @@ from shoal.engine.weights import inputs_alike, warn_of_rows
 from shoal.front import feed
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.joining import is_tail_host, serve_and_end
-from shoal.front.request import Request, checked, exchanges_of, listed, require_same
+from shoal.front.request import (
+    Request,
+    check_moving,
+    checked,
+    exchanges_of,
+    listed,
+    require_same,
+)
 from shoal.front.rounding import warn_of_rounding
 from shoal.optim.extend import extend
 from shoal.planner.search import repredicted
@@ -41,6 +48,7 @@ from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import as_planned
 from shoal.profiling.layers import profile_model
+from shoal.profiling.moving import check_ways
 from shoal.profiling.tails import tail_of
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tail_hosts import TailHosts
@@ -73,6 +81,7 @@ def parallelize(
     micro_batches: int = MICRO_BATCHES,
     search_options: SearchOptions = DEFAULT,
     left_alone: Iterable[nn.Parameter] = (),
+    buffers: str | Mapping[str, str] = "agree",
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -116,6 +125,10 @@ def parallelize(
         left_alone: parameters in the optimizer that are not the model's, and that your program
             itself keeps right among ranks, such as a head cut by hand. Their gradients are not
             exchanged, weighed or clipped.
+        buffers: of buffers that training changes on each rank otherwise. "agree": after each
+            backward all ranks have the same, rank 0's of what training reads, the mean of what it
+            only writes, as the sample shows. "local": each rank keeps its own. Or by dotted name or
+            glob "first", "mean" or "local": {"*.center": "first"}; the others agree.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.
@@ -164,6 +177,7 @@ def parallelize(
         micro_batches,
         search_options,
         tuple(left_alone),
+        buffers,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -182,7 +196,7 @@ def parallelize(
     comm.reached("parallelize: measuring the model")
     first = tail is not None and tail.calls == 1  # whose end may be elsewhere
     pieces = (given_plan.micro_batches if given_plan else micro_batches) if first else None
-    profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces)
+    profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces, buffers=buffers)
     alike = inputs_alike(comm, *sample)
     if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
         warn_of_rows(*sample)
@@ -196,6 +210,7 @@ def parallelize(
     stages.done("planning")
     if comm.rank == 0:
         warn_of_rounding(comm.topology, chosen)
+    check_moving(chosen, profile.moving)
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     loss_fn, running = attach(
         session,
@@ -208,12 +223,13 @@ def parallelize(
         stage=stage,
         inputs_alike=alike,
         left_alone=asked.left_alone,
+        moving=profile.moving,
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = replace(cluster, ahead=chosen.staleness != 0)
     session.attached[model] = Attached(running, chosen, placed, cluster)
-    stages.say(summary(chosen))
+    stages.say(summary(chosen, profile.moving))
     return model, loss_fn, optimizer
 
 
@@ -264,6 +280,7 @@ def plan(
     memory_limit: float | None = None,
     micro_batches: int = MICRO_BATCHES,
     search_options: SearchOptions = DEFAULT,
+    buffers: str | Mapping[str, str] = "agree",
 ) -> Plan:
     """Plan without changing anything.
 
@@ -290,8 +307,15 @@ def plan(
     """
     comm = ranks() if cluster else current().comm
     tail = cluster.tail if cluster else current().other(TailHosts)
+    check_ways(buffers, model, loss_fn)
     profile = profile_model(
-        model, loss_fn, listed(optimizer), sample, comm, micro_batches if tail else None
+        model,
+        loss_fn,
+        listed(optimizer),
+        sample,
+        comm,
+        micro_batches if tail else None,
+        buffers=buffers,
     )
     where = cluster or measured_cluster(current(), exchanges_of(None, pins), device_of(model))
     return from_first(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.facts import MovingState
 from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan
@@ -26,6 +27,7 @@ from shoal.core.registry import from_outside, named
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
+from shoal.profiling.moving import Ways, check_ways
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
 from shoal.session.session import Session
@@ -61,6 +63,7 @@ class Request:
     micro_batches: int = MICRO_BATCHES
     search_options: SearchOptions = DEFAULT
     left_alone: tuple[nn.Parameter, ...] = ()  # the program's own business
+    buffers: Ways = "agree"
 
 
 def checked(
@@ -88,6 +91,7 @@ def checked(
         )
     _check_optimizers(optimizers, parameters)
     _check_limits(asked)
+    check_ways(asked.buffers, model, loss_fn)
     check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
@@ -299,6 +303,17 @@ def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None
             )
 
 
+def check_moving(plan: Plan, moving: Sequence[MovingState]) -> None:
+    """Refuse state that is to agree where workers run ahead of one another, as they do not wait."""
+    if plan.staleness != 0 and moving:
+        raise PlanError(
+            "training changes buffers on each rank otherwise, and workers that run ahead of one "
+            "another cannot agree on them",
+            where=", ".join(state.name for state in moving[:3]),
+            do='give staleness=0, or buffers="local", with which each rank keeps its own',
+        )
+
+
 def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]:
     """The exchanges that a plan or pins ask for, as plans write them."""
     asked = [pin.partition(":")[::2] for pin in (pins or {}).values()]
@@ -346,6 +361,7 @@ def require_same(
         "memory_limit": asked.memory_limit,
         "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
+        "buffers": asked.buffers if isinstance(asked.buffers, str) else list(asked.buffers.items()),
         **{
             f"optimizer {number}": _settings(optimizer)
             for number, optimizer in enumerate(optimizers)

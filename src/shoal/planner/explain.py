@@ -65,6 +65,7 @@ def explain(
         placement=plan.placement,
         stage=_stage(plan, predictor, cluster),
         idle=_idle(plan, predictor, cluster),
+        moving=profile.moving,
     )
 
 

@@ -155,8 +155,20 @@ class _Flight:
 class Step:
     """Runs one step of sites on lanes."""
 
-    def __init__(self, compute: Compute, sites: Sequence[Priced], lanes: Lanes) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        sites: Sequence[Priced],
+        lanes: Lanes,
+        of_state: Phase | None = None,
+        state_is_late: bool = False,
+    ) -> None:
+        """Of state that agrees in backward, it is given what that costs, and whether it goes last.
+
+        Else it goes first.
+        """
         self._compute, self._sites, self._lanes = compute, sites, lanes
+        self._of_state, self._state_is_late = of_state, state_is_late
         self._cut = {p.site.layers[-1]: p for p in sites if p.cost.on_main_thread}
         self._on_lanes = [p for p in sites if any(map(_on_lane, p.cost.phases))]
 
@@ -166,6 +178,7 @@ class Step:
         flights = self._backward()
         backward_s = lanes.now_s
         needed = [flight.sent for flight in flights if _is_needed(flight.priced.cost.in_backward)]
+        needed += self._state_sent
         lanes.finish(needed)  # 3
         end_s = max([backward_s, *(job.end_s for job in needed)])
         at_servers = [flight for flight in flights if _returns(flight) is Direction.IN]
@@ -174,7 +187,8 @@ class Step:
         returned = self._returned(flights, at_servers[max(0, len(at_servers) - late) :], end_s)
         optimizer_s = self._optimizer_s()
         forward_s, waited_s = self._forward(end_s, end_s + optimizer_s, returned)
-        lanes.finish([*(flight.sent for flight in flights), *returned.values()])
+        sent = [*(flight.sent for flight in flights), *self._state_sent]
+        lanes.finish([*sent, *returned.values()])
         return Timeline(
             forward_s,
             waited_s,
@@ -182,7 +196,7 @@ class Step:
             end_s,
             optimizer_s,
             tuple(self._span(flight, returned.get(flight)) for flight in flights),
-            tuple(priced.cost.traffic for priced in self._sites),
+            (*(priced.cost.traffic for priced in self._sites), *self._state_traffic()),
             late,
             lanes.burst_s,
             (*lanes.used, (lanes.now_s, 0.0)),
@@ -196,6 +210,9 @@ class Step:
         flights: list[_Flight] = []
         come: set[str] = set()
         clock = 0.0
+        self._state_sent: list[Job] = []
+        if not self._state_is_late:
+            self._send_state(numbers, clock)
         for layer, seconds in self._last_rank():
             clock += seconds
             if layer in self._cut:
@@ -211,8 +228,22 @@ class Step:
                 parts = lanes.parts(phase) if phase else ()
                 job = lanes.add(number, clock, *parts, direction=direction)  # 1
                 flights.append(_Flight(priced, number, direction, job))
+        if self._state_is_late:
+            self._send_state(numbers, clock)
         lanes.pay(clock)
         return flights
+
+    def _send_state(self, numbers: Mapping[Direction, count[int]], clock: float) -> None:
+        """Send what agrees in backward beside gradients."""
+        phase = self._of_state
+        if phase is not None:
+            lanes, direction = self._lanes, phase.direction
+            number = next(numbers[direction])
+            parts = lanes.parts(phase)
+            self._state_sent.append(lanes.add(number, clock, *parts, direction=direction))
+
+    def _state_traffic(self) -> tuple[Traffic, ...]:
+        return () if self._of_state is None else (self._of_state.traffic,)
 
     def _last_rank(self) -> Iterator[tuple[str, float]]:
         """The slowest rank's backward: each layer, and seconds since the one before.

@@ -21,6 +21,7 @@ from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.planner.lanes import Lanes
 from shoal.planner.step import Compute, Priced, Step, Timeline
+from shoal.strategies.moving import phase_of
 
 _BURST = 0.01  # of the step: what is less does not change it
 
@@ -53,6 +54,8 @@ class Predictor:
         self._placed = any(
             p.owner is not None for layer in profile.layers for p in layer.parameters
         )
+        self._of_state = phase_of(profile.moving, cluster)
+        self._state_is_late = any(state.in_backward for state in profile.moving)
         self._exchanges: dict[str, Exchange] = {}
         self._costs: dict[Site, Cost] = {}
 
@@ -175,11 +178,12 @@ class Predictor:
 
     def _run(self, plan: Plan, late: int | None) -> Timeline:
         sites = [self._priced(site) for site in self._sites(plan)]
-        timeline = Step(self._compute, sites, Lanes(self.cluster, plan.lanes)).run(late)
+        moved = self._of_state, self._state_is_late
+        timeline = Step(self._compute, sites, Lanes(self.cluster, plan.lanes), *moved).run(late)
         # what a step leaves of a burst the next one has
         if self.cluster.link.burst_s > _BURST * timeline.step_s:
             anew = Lanes(self.cluster, plan.lanes, timeline.burst_s)
-            timeline = Step(self._compute, sites, anew).run(late)
+            timeline = Step(self._compute, sites, anew, *moved).run(late)
         return timeline
 
     def _priced(self, site: Site) -> Priced:
@@ -195,6 +199,8 @@ class Predictor:
         bytes.
         """
         costs = [self.cost(site) for site in self._sites(plan)]
+        if self._of_state is not None:
+            costs.append(Cost(in_backward=self._of_state))
         lanes = Lanes(self.cluster, plan.lanes)
         lanes_s = sum(cost.processor_s / lanes.turn + cost.lane_s for cost in costs)
         spared = owned = 0.0  # parts of the main thread's own updates

@@ -5,6 +5,7 @@ come, and what strategies ask for.
     2  measure   some training steps: each rank's times are medians
     3  probe     each probe measures each layer
     4  agree     the profile is the maximum over ranks, the same on every rank
+    5  state     what forward changes beside the gradients, and has to agree          (moving.py)
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training
 will find them. Costs some training steps (of a slow model two, of a quick one half a second's), and
@@ -34,6 +35,7 @@ from shoal.core.errors import SampleError
 from shoal.core.facts import Facts, LayerProfile, ModelProfile, ParameterProfile, first
 from shoal.core.registry import of
 from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
+from shoal.profiling.moving import Changes, Ways, moving
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
@@ -56,6 +58,7 @@ def profile_model(
     comm: Comm,
     micro_batches: int | None = None,
     probes: Iterable[type[Probe]] | None = None,
+    buffers: Ways = "agree",
 ) -> ModelProfile:
     """Measure a training step of the model on one batch, on all ranks at once.
 
@@ -70,6 +73,7 @@ def profile_model(
             own.
         probes: what measures for strategies, the same on every rank. By default all that any known
             strategy asks for.
+        buffers: how what forward changes comes to agree, as `parallelize` is given it.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -85,10 +89,10 @@ def profile_model(
     clock = Clock(_device(layers))
     asked = probes_of(of(Strategy).values()) if probes is None else probes
     probing = [kind() for kind in asked]
-    held = [p for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]]
-    with untraced(checked, held):
+    with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
-        readers, step = _measured_step(checked, layers, probing, clock, comm)  # 1, 2
+        changes = Changes(model, loss_fn)
+        readers, step = _measured_step(checked, layers, probing, clock, comm, changes)  # 1, 2
         trial = Trial(
             checked,
             layers,
@@ -119,8 +123,9 @@ def profile_model(
             digest=model_digest(model),
         )
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
+        moves = moving(checked, changes, comm, step.total_s, buffers)  # 5
     _meet(comm)  # every rank has put the random state back
-    return _complete(_in_backward_order(_maximum(profiles)))  # 4
+    return replace(_complete(_in_backward_order(_maximum(profiles))), moving=moves)  # 4
 
 
 def _meet(comm: Comm) -> None:
@@ -154,7 +159,12 @@ def _measuring(probe: Probe, trial: Trial) -> Callable[[], dict[str, Facts]]:
 
 
 def _measured_step(
-    sample: Sample, layers: Sequence[Layer], probes: Sequence[Probe], clock: Clock, comm: Comm
+    sample: Sample,
+    layers: Sequence[Layer],
+    probes: Sequence[Probe],
+    clock: Clock,
+    comm: Comm,
+    changes: Changes,
 ) -> tuple[Readers, Step]:
     """Warm up while probes look on, then measure some steps in a row, as in training.
 
@@ -171,7 +181,9 @@ def _measured_step(
     def warm_up() -> tuple[Readers, Step]:
         with Readers(sample.model, layers).watching() as readers, _seen_by(probes, layers):
             sample.loss()
-        return readers, watch_step(sample, layers, clock)
+        step = watch_step(sample, layers, clock, changes.forward_ended)
+        changes.backward_ended()
+        return readers, step
 
     def measure() -> Step:
         drop_gradients(parameters)

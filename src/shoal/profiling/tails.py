@@ -123,10 +123,13 @@ class Tails:
         sample, layers, micro_batches = trial.sample, trial.layers, trial.micro_batches
         if micro_batches is None:
             return cls({}, {})
+        own = [buffer.clone() for buffer in _buffers_of(sample.loss_fn)]
         with _noted_calls(sample.model) as calls:
             loss = sample.loss().detach()
         output = calls[""][-1][2]
         reason = _unfit_loss(sample, output)
+        if not all(map(torch.equal, _buffers_of(sample.loss_fn), own)):
+            reason = "the loss changes its buffers, which tail hosts would not bring to agree"
         if reason:
             return cls({}, {layer.name: reason for layer in layers})
         found: dict[str, Tail] = {}
@@ -150,6 +153,10 @@ class Tails:
         return cls(
             found, {name: "" if name in found else reason for name, reason in reasons.items()}
         )
+
+
+def _buffers_of(loss_fn: Any) -> list[Tensor]:
+    return list(loss_fn.buffers()) if isinstance(loss_fn, nn.Module) else []
 
 
 @contextmanager

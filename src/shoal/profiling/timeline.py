@@ -67,14 +67,24 @@ class Clock:
         return self.seconds(start, self.mark())
 
 
-def watch_step(sample: Sample, layers: Sequence[Layer], clock: Clock) -> Step:
-    """Watch one forward and backward; gradients are left in `.grad`, hooks are removed."""
+def watch_step(
+    sample: Sample,
+    layers: Sequence[Layer],
+    clock: Clock,
+    forward_ended: Callable[[], None] | None = None,
+) -> Step:
+    """Watch one forward and backward; gradients are left in `.grad`, hooks are removed.
+
+    `forward_ended` is called between the two.
+    """
     watch = _Watch(clock)
     with ExitStack() as hooks:
         for layer in layers:
             watch.attach(layer, hooks)
         start = clock.mark()
         loss = sample.loss()
+        if forward_ended is not None:
+            forward_ended()
         watch.in_backward = True
         middle, faults = clock.mark(), page_faults()
         sample.backward(loss)

@@ -1,25 +1,26 @@
 """Runs training steps on a model and leaves no trace: its state is the same, bit for bit.
 
-Held: parameters and buffers (values and objects), `.grad` (the same objects), modules' plain
-attributes and training mode, and the random state of torch, `random` and numpy. Not held: what a
-module changes inside its own lists and dicts. Costs one copy of the parameters and buffers for as
-long as it lasts.
+Held: all that the model, the loss, the sample and the optimizers' settings refer to (traces.py),
+and the random state of torch, `random` and numpy. Costs one copy of it for as long as it lasts.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.contracts.sample import Sample
-from shoal.profiling.identity import content
+from shoal.core.pieces import local_gradient
+from shoal.profiling.traces import Traces
 
 # The process has one random state, and ranks may be its threads. Two threads that read torch's at
 # once can lock each other out for good, since torch takes the generator's lock while it holds
@@ -28,55 +29,46 @@ RANDOM_STATE = threading.Lock()
 
 
 @contextmanager
-def untraced(sample: Sample, others: Iterable[Tensor] = ()) -> Iterator[None]:
+def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[Sample]:
     """Put the sample's model and loss into training, without gradients, and back at the end.
 
-    The gradients of `others` are put back too: parameters that a loss knows by itself.
+    The gradients of all that the optimizers have are put back too, as a loss may know it by itself.
 
     Threads that are ranks share the random state: let all of them enter before one draws, and all
     finish before one leaves.
+
+    Returns:
+        The sample to run: each time it is run, its x and y are as they were.
     """
-    modules = list(sample.model.modules())
-    if isinstance(sample.loss_fn, nn.Module):
-        modules += sample.loss_fn.modules()
-    attributes = [(module, dict(vars(module))) for module in modules]
-    tables: list[dict[str, Any]] = [table for m in modules for table in (m._parameters, m._buffers)]
-    members = [(table, dict(table)) for table in tables]
-    tensors = {id(t): t for _, table in members for t in table.values() if t is not None}
-    values = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
-    found = [*tensors.values(), *sample.tensors(), *others]
-    leaves = [tensor for tensor in found if tensor.is_leaf]
-    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    settings = [
+        value
+        for optimizer in optimizers
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state")
+    ]
+    before = Traces(sample.model, sample.loss_fn, settings, [*map(type, optimizers)])
+    batch = Traces(sample.x, sample.y)
+    held = {p for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
+    gradients = [
+        (p, local_gradient(p)) for p in held.difference(before.leaves()) if type(p) is nn.Parameter
+    ]
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with _forked(devices), torch.enable_grad():
-            drop_gradients(leaves)
+            others = [parameter for parameter, _ in gradients]
+            drop_gradients([*before.leaves(), *batch.leaves(), *others])
             # a model in training may have single modules in eval on purpose
             if not sample.model.training:
                 sample.model.train()
-            yield
+            yield replace(sample, renew=partial(batch.put_back, only_seen=True))
     finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        for table, entries in members:
-            table.clear()
-            table.update(entries)
-        with torch.no_grad():
-            for tensor, value in values:
-                if not _equal(tensor, value):  # an expanded buffer cannot be written, and never was
-                    tensor.copy_(value)
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
+        batch.put_back()
+        before.put_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.layout is torch.strided:
-        return torch.equal(a, b)
-    return a.shape == b.shape and bool(content(a) == content(b))  # torch compares no sparse ones
 
 
 @contextmanager

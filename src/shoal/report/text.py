@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Stage
-from shoal.core.facts import Cluster
+from shoal.core.facts import Cluster, MovingState
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Choice, Plan
 
@@ -161,9 +161,32 @@ def _step(explanation: Explanation) -> Text:
         + f"\nthe busiest rank sends {_mb(explanation.sent_bytes)} a step over {_rate(rate)} "
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
+        + _moving(explanation.moving)
         + _placed(explanation.placement)
         + _idle(explanation.idle)
     )
+
+
+def _moving(moving: Sequence[MovingState]) -> str:
+    return f"\n{moved(moving)}, in each backward" if moving else ""
+
+
+def moved(moving: Sequence[MovingState]) -> str:
+    """Which buffers agree, and how, in one line.
+
+    Examples:
+        >>> from shoal.core.facts import MovingState
+        >>> from shoal.report.text import moved
+        >>> moved((MovingState("codes", 1000, 4, "first"), MovingState("norm.mean", 8, 4, "mean")))
+        "buffers: 1 as rank 0's (4,000 bytes), 1 as the ranks' mean (32 bytes)"
+    """
+    names = {"first": "as rank 0's", "mean": "as the ranks' mean"}
+    told = []
+    for how, words in names.items():
+        sizes = [state.nbytes for state in moving if state.how == how]
+        if sizes:
+            told.append(f"{len(sizes)} {words} ({sum(sizes):,} bytes)")
+    return f"buffers: {', '.join(told)}"
 
 
 def _placed(placement: Placement) -> str:
@@ -248,8 +271,10 @@ def differences(rows: Sequence[tuple[str, float]]) -> Table:
     return table
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: Plan, moving: Sequence[MovingState] = ()) -> str:
     """A plan in one line: how many layers each way serves, and the predicted step.
+
+    With `moving` also what buffers agree.
 
     Examples:
         >>> from shoal.core.plan import Choice, Plan
@@ -261,7 +286,8 @@ def summary(plan: Plan) -> str:
     ways = Counter(map(_way, plan.choices)).most_common()
     served = ", ".join(f"{count} {way}" for way, count in ways)
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
-    return f"{plan.ranks} ranks, {len(plan.choices)} layers: {served}{predicted}"
+    state = f"; {moved(moving)}" if moving else ""
+    return f"{plan.ranks} ranks, {len(plan.choices)} layers: {served}{predicted}{state}"
 
 
 def _served(way: Alternative) -> str:

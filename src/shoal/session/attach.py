@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 from shoal.comm.agreement import agreed
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
-from shoal.contracts.transfer import OwnedTransfer
+from shoal.contracts.state import OF_LOSS, states
+from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
+from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
@@ -43,6 +45,7 @@ from shoal.servers.servers import Servers, check_sendable
 from shoal.session.running import Running
 from shoal.session.session import Session, Threads
 from shoal.session.watch import watch
+from shoal.strategies.moving import transfers_of
 from shoal.strategies.stage import loss_at_tail
 
 
@@ -59,11 +62,13 @@ def attach(
     weighs: bool = True,
     inputs_alike: bool = False,
     left_alone: Sequence[nn.Parameter] = (),
+    moving: Sequence[MovingState] = (),
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
     `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
-    inputs on purpose. Parameters of optimizers that are `left_alone` are nobody's here.
+    inputs on purpose, `moving` what state agrees after each backward. Parameters of optimizers that
+    are `left_alone` are nobody's here.
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
@@ -87,8 +92,9 @@ def attach(
     weigher = Weigher(counts, inputs_alike)
     waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     main = [comm for comm in waited_for if comm is not None]
+    of_state = _of_state(session, model, loss_fn, moving)
     engine, owners, at_servers = _started(
-        session, model, plan, rewritten, optimizers, buckets, main
+        session, model, plan, rewritten, of_state, optimizers, buckets, main
     )
     model_number = session.models
     session.threads[model_number] = Threads(
@@ -139,12 +145,16 @@ def _started(
     model: nn.Module,
     plan: Plan,
     rewritten: Rewritten,
+    of_state: Sequence[Transfer],
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
     main: Sequence[Comm],
 ) -> tuple[Engine, Owners | None, int | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
-    comm, prefix, transfers = session.comm, f"model{session.models}", rewritten.transfers
+    comm, prefix = session.comm, f"model{session.models}"
+    first = [transfer for transfer in of_state if transfer.at_once]
+    last = [transfer for transfer in of_state if not transfer.at_once]
+    transfers = [*first, *rewritten.transfers, *last]
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
     served = [transfer for transfer in owned if transfer.served]
     lanes = [
@@ -161,6 +171,24 @@ def _started(
     engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
     owners = Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
     return engine, owners, number
+
+
+def _of_state(
+    session: Session,
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    moving: Sequence[MovingState],
+) -> list[Transfer]:
+    """What brings state to agree; here all ranks take rank 0's of the loss, as of the model."""
+    known = states(model, loss_fn)
+    for name in (state.name for state in moving if state.name.startswith(OF_LOSS)):
+        tensor = known[name].tensor
+        assert tensor is not None
+        value = tensor.detach().contiguous()
+        session.comm.broadcast(value, root=0)
+        if session.comm.rank:
+            tensor.data.copy_(value)
+    return transfers_of(moving, known, session.comm.size)
 
 
 def _open_servers(

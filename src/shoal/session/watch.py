@@ -32,6 +32,7 @@ from shoal.engine.border import Border
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weigher, Weight, rows
 from shoal.optim.owners import Owners
+from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.guarded import ComingParameter
 
 _COUNTED = "_shoal_counted"  # where a function has what weighs it
@@ -63,6 +64,7 @@ def watch(
 ) -> tuple[Callable[..., Any] | None, Watched]:
     """Hang the hooks on the model, or with `count` on the loss; the loss to use from now on."""
     border = Border(model, engine)
+    leaves_behind(type(model))
     hooks = []
     if owners is not None:
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(owners)))
@@ -77,6 +79,7 @@ def watch(
     if loss_fn is None:
         hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
     elif isinstance(loss_fn, nn.Module):
+        leaves_behind(type(loss_fn))
         hooks.append(loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True))
     else:
         loss_fn = _wrapped(loss_fn, counted)
@@ -102,23 +105,8 @@ def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
     return counted is not None and counted.weighs
 
 
-class _StaysBehind:
-    """A hook that a copy or a pickle of its module leaves out."""
-
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        return _no_hook, ()
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 @final
-class _BeforeCompiled(_StaysBehind):
+class _BeforeCompiled(StaysBehind):
     """Waits for the parameters of compiled blocks, which need parameters that are there."""
 
     def __init__(self, owners: Owners) -> None:
@@ -133,7 +121,7 @@ class _BeforeCompiled(_StaysBehind):
 
 
 @final
-class _Entered(_StaysBehind):
+class _Entered(StaysBehind):
     """Tells the engine of each call of a model whose loss is weighed in its place."""
 
     def __init__(self, engine: Engine) -> None:
@@ -145,7 +133,7 @@ class _Entered(_StaysBehind):
 
 
 @final
-class _Before(_StaysBehind):
+class _Before(StaysBehind):
     """Makes the weights, and keeps each running call's own.
 
     A model that calls itself is weighed outside only.
@@ -194,7 +182,7 @@ def _is_under(frame: FrameType | None, other: FrameType) -> bool:
 
 
 @final
-class _After(_StaysBehind):
+class _After(StaysBehind):
     def __init__(self, border: Border, before: _Before) -> None:
         self._border, self._before = border, before
 
@@ -271,7 +259,7 @@ def _argument_names(function: Callable[..., Any] | None) -> list[str]:
 
 
 @final
-class _CountedLoss(_StaysBehind):
+class _CountedLoss(StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 
@@ -282,7 +270,7 @@ class _CountedLoss(_StaysBehind):
 
 
 @final
-class _CountedModel(_StaysBehind):
+class _CountedModel(StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 

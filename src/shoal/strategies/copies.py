@@ -1,14 +1,77 @@
-"""Copies of layers whose class a strategy has changed: whoever loads one needs no shoal."""
+"""Copies and pickles of modules that Shoal has changed: ordinary ones, which need no shoal.
+
+    plain            of a layer whose class a strategy has changed
+    StaysBehind      what hangs on a module as a hook or an attribute, and no copy has
+    leaves_behind    has copies of modules of a class leave that out
+
+A hook that is left out goes with its number, or it would say of somebody's later hook of the same
+number how that is called. Guarded by tests/session/test_copies.py.
+"""
 
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, final
 
 from torch import nn
+
+# a module's hooks, and what else it knows of each by its number
+_HOOKS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
 
 
 def plain(module: nn.Module, kind: type[nn.Module], slot: str) -> tuple[Any, ...]:
     """How to copy or pickle a served layer: as torch's own, without what is kept in `slot`."""
     state = {name: value for name, value in vars(module).items() if name != slot}
     return copyreg._reconstructor, (kind, object, None), state  # type: ignore[attr-defined]
+
+
+class StaysBehind:
+    """A hook or an attribute of a module that copies and pickles of the module leave out."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # where a class copies its modules in a way of its own: a function that does nothing
+        return getattr, (nullcontext(), "__exit__")
+
+
+def leaves_behind(kind: type[nn.Module]) -> None:
+    """Have copies and pickles of all modules of that class leave out what stays behind."""
+    earlier = copyreg.dispatch_table.get(kind)
+    if not isinstance(earlier, _Reduced):
+        copyreg.pickle(kind, _Reduced(earlier))
+
+
+@final
+@dataclass(frozen=True)
+class _Reduced:
+    """How to copy modules of a class: as before, without what stays behind."""
+
+    earlier: Callable[[Any], Any] | None
+
+    def __call__(self, module: nn.Module) -> Any:
+        reduced = module.__reduce_ex__(2) if self.earlier is None else self.earlier(module)
+        if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+            return reduced
+        return (*reduced[:2], _without(reduced[2]), *reduced[3:])
+
+
+def _without(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A module's attributes without those, and without hooks, that stay behind."""
+    kept = {name: value for name, value in state.items() if not isinstance(value, StaysBehind)}
+    for table, marks in _HOOKS.items():
+        hooks = kept.get(table, {})
+        left = OrderedDict(
+            (number, hook) for number, hook in hooks.items() if not isinstance(hook, StaysBehind)
+        )
+        if len(left) < len(hooks):
+            kept[table] = left
+            for mark in marks:
+                marked = kept.get(mark, {})
+                kept[mark] = OrderedDict((n, marked[n]) for n in marked if n in left)
+    return kept

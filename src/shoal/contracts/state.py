@@ -1,0 +1,64 @@
+"""State that a forward may change and that is not trained: buffers, and frozen parameters.
+
+A state has the dotted name of its tensor in the model; one of a module that is the loss, or in it,
+has "(loss)." before its name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+OF_LOSS = "(loss)."
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Where a tensor is. Its module may put another one there; it is not kept alive."""
+
+    name: str
+    module: ref[nn.Module]
+    leaf: str
+    is_buffer: bool
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor that is there now; None where there is none, or no module any more."""
+        module = self.module()
+        return None if module is None else self._table(module).get(self.leaf)
+
+    def put(self, tensor: Tensor) -> None:
+        """Put another tensor there."""
+        module = self.module()
+        if module is not None:
+            self._table(module)[self.leaf] = (
+                tensor if self.is_buffer else nn.Parameter(tensor, requires_grad=False)
+            )
+
+    def _table(self, module: nn.Module) -> dict[str, Any]:
+        return module._buffers if self.is_buffer else module._parameters
+
+
+def states(model: nn.Module, loss_fn: object) -> dict[str, State]:
+    """All of a model and its loss by name, each once, in the same order on every rank."""
+    found: dict[str, State] = {}
+    seen: set[int] = set()
+    loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+    for prefix, root in (("", model), (OF_LOSS, loss)):
+        for path, module in root.named_modules():
+            members = [(leaf, tensor, True) for leaf, tensor in module._buffers.items()]
+            members += [
+                (leaf, parameter, False)
+                for leaf, parameter in module._parameters.items()
+                if parameter is not None and not parameter.requires_grad
+            ]
+            for leaf, tensor, is_buffer in members:
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                name = prefix + (f"{path}.{leaf}" if path else leaf)
+                found[name] = State(name, ref(module), leaf, is_buffer)
+    return found

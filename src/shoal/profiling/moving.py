@@ -1,0 +1,389 @@
+"""Finds the state that training changes on each rank otherwise: what has to agree, and how.
+
+    1  changed    the steps of the profile have left it otherwise than it was
+    2  differs    its bits differ between ranks, or would with other rows. What all ranks come to
+                  alike stays: SyncBatchNorm's statistics, a counter, weights that follow others
+    3  is read    two steps with other values in its place have another loss or other gradients:
+                  then all ranks take rank 0's. What is only written, as running statistics, is
+                  averaged
+
+Where two equal steps give unlike results, 3 cannot be seen: then it is rank 0's. Costs nothing
+where nothing changes or only torch's own running statistics do, else some steps. Guarded by
+tests/equivalence/test_moving.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.sample import Sample
+from shoal.contracts.state import State, states
+from shoal.core.errors import SampleError, UsageError
+from shoal.core.facts import MovingState
+from shoal.profiling.identity import content
+from shoal.profiling.traces import Traces
+from shoal.profiling.untraced import RANDOM_STATE, drop_gradients
+
+Ways = str | Mapping[str, str]  # what the user says of buffers
+_WAYS = ("first", "mean", "local")
+_AGREE, _LOCAL = "agree", "local"
+_CHECKING = "parallelize: looking for state that training changes"
+_FAILED = "failed: "
+_DISTURBANCES = 3
+_BUDGET_S = 20.0  # for all tries, each of two steps
+_NORMS = ("running_mean", "running_var")
+
+
+@final
+class Changes:
+    """What state there was before a model was run."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        self.states = states(model, loss_fn)
+        self._before = {
+            name: (tensor, tensor.detach().clone())
+            for name, state in self.states.items()
+            if (tensor := state.tensor) is not None
+        }
+        self._between: dict[str, Tensor] = {}
+        self.in_backward = False
+        # of weights that are trained the version tells, as they may be large
+        self._weights = {
+            name: (parameter, parameter._version)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and not parameter.is_inference()
+        }
+
+    def forward_ended(self) -> None:
+        """Note what is changed before backward of the same step."""
+        self._between = {
+            name: tensor.detach().clone()
+            for name in self.changed()
+            if (tensor := self.states[name].tensor) is not None
+        }
+
+    def backward_ended(self) -> None:
+        """Note whether backward has changed any of it again."""
+        self.in_backward = any(
+            (now := self.states[name].tensor) is None or not _same(now, before)
+            for name, before in self._between.items()
+        )
+        self._between.clear()
+
+    def changed(self) -> list[str]:
+        """The state that is not what it was, by name."""
+        return [name for name, before in self._before.items() if self._is_changed(name, *before)]
+
+    def _is_changed(self, name: str, tensor: Tensor, value: Tensor) -> bool:
+        now = self.states[name].tensor
+        return now is not None and (now is not tensor or not _same(now, value))
+
+    def before(self, name: str) -> Tensor:
+        """What it was."""
+        return self._before[name][1]
+
+    def keeps_form(self, name: str) -> bool:
+        """Whether it has the shape and type that it had: else it is a cache, which stays."""
+        (_, before), now = self._before[name], self.states[name].tensor
+        forms = [
+            (tensor.shape, tensor.dtype, tensor.layout is torch.strided)
+            for tensor in (before, now)
+            if tensor is not None
+        ]
+        return len(set(forms)) == 1 == forms[0][2] and len(forms) == 2
+
+    def weights(self) -> dict[str, str]:
+        """Digests of the trained weights that forward or backward has changed, by name."""
+        return {
+            name: _digest([parameter])
+            for name, (parameter, version) in self._weights.items()
+            if parameter._version != version
+        }
+
+
+def moving(
+    sample: Sample, changes: Changes, comm: Comm, step_s: float, ways: Ways = _AGREE
+) -> tuple[MovingState, ...]:
+    """What has to agree, the same on every rank (a collective, behind some steps of the sample).
+
+    Args:
+        sample: that was run.
+        changes: from before it was.
+        comm: the ranks.
+        step_s: seconds of a step.
+        ways: what the user says of buffers; that holds.
+
+    Raises:
+        SampleError: forward changes trained weights, on each rank otherwise.
+    """
+    told = comm.gather_objects((changes.changed(), changes.weights(), step_s), _CHECKING)
+    slowest_s = max(seconds for *_, seconds in told)
+    _check_weights([weights for _, weights, _ in told], sample.model)
+    asked = _asked(ways, list(changes.states))
+    changed = {name for names, *_ in told for name in names} - asked.keys()
+    names = [name for name in changes.states if name in changed]
+    found: dict[str, str] = {}
+    if names and ways != _LOCAL:
+        unlike = _unlike(names, sample, changes, comm)
+        tries = int(_BUDGET_S / (2 * max(slowest_s, 1e-9)))
+        found = _found(sample, changes.states, unlike, comm, tries)
+    found |= {name: way for name, way in asked.items() if way != _LOCAL}
+    return _described(changes, found, comm) if found else ()
+
+
+def check_ways(ways: Any, model: nn.Module, loss_fn: Any) -> None:
+    """Refuse what the user says of buffers where it says nothing (UsageError)."""
+    if ways in (_AGREE, _LOCAL):
+        return
+    if not isinstance(ways, Mapping) or not all(way in _WAYS for way in ways.values()):
+        raise UsageError(
+            "buffers is not known",
+            got=repr(ways)[:200],
+            expected=f'"{_AGREE}", "{_LOCAL}", or by name or glob one of {", ".join(_WAYS)}',
+            do='give for instance buffers={"*.center": "first"}',
+        )
+    known = states(model, loss_fn)
+    for name, way in _asked(ways, list(known)).items():
+        tensor = known[name].tensor
+        if way == "mean" and tensor is not None and not tensor.is_floating_point():
+            raise UsageError(
+                f"buffer {name} has no floating-point numbers, so there is no mean of it",
+                got=str(tensor.dtype),
+                do=f'give buffers={{"{name}": "first"}}',
+            )
+    for pattern in ways:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise UsageError(
+                "buffers names one that neither the model nor the loss has",
+                got=repr(pattern)[:200],
+                expected=", ".join(list(known)[:5]) or "there are none",
+                do="give a dotted name of model.named_buffers(), or a glob",
+            )
+
+
+def _asked(ways: Ways, names: Iterable[str]) -> dict[str, str]:
+    """What the user says, by name; of two patterns that match, an exact name, else the later."""
+    if isinstance(ways, str):
+        return {}
+    by_glob = {n: way for pattern, way in ways.items() for n in names if fnmatchcase(n, pattern)}
+    return by_glob | {name: way for name, way in ways.items() if name in by_glob}
+
+
+def _check_weights(ranks: Sequence[Mapping[str, str]], model: nn.Module) -> None:
+    if len(ranks) == 1:
+        return
+    bounded = {
+        f"{path}.weight".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and module.max_norm is not None
+        and module.weight.requires_grad
+    }
+    for name in sorted(bounded.union(*ranks)):
+        if name in bounded or len({weights.get(name) for weights in ranks}) > 1:
+            raise SampleError(
+                f"forward changes the trained weight {name}, on each rank otherwise, and nobody "
+                "sends that",
+                where=name,
+                expected="weights that the optimizer changes alone, or forward alike on all ranks",
+                do="change it behind optimizer.step(), on every rank alike, for instance in place "
+                "of nn.Embedding(max_norm=m) by weight.renorm_(2, 0, m) under torch.no_grad()",
+            )
+
+
+def _unlike(names: Sequence[str], sample: Sample, changes: Changes, comm: Comm) -> list[str]:
+    """Those of the changed that differ between ranks, or would with other rows."""
+    known = changes.states
+    names = [name for name in names if not _known_alike(known[name])]
+    own = [_digest_of(known[name]) if changes.keeps_form(name) else "" for name in names]
+    ranks = comm.gather_objects(own, _CHECKING)
+    kept = {name: set(d) for name, *d in zip(names, *ranks, strict=True) if "" not in d}
+    unlike = {name for name, d in kept.items() if len(d) > 1 or _is_torchs_own(known[name])}
+    if len(unlike) < len(kept):
+        told = comm.gather_objects(_follows_rows(sample, changes, list(kept)), _CHECKING)
+        unlike.update(*told)
+    return [name for name in kept if name in unlike]
+
+
+def _follows_rows(sample: Sample, changes: Changes, names: Sequence[str]) -> list[str]:
+    """The state that a step leaves otherwise where every row is the first one."""
+    start = Traces(sample.model, sample.loss_fn)
+    values = {name: (changes.states[name], changes.before(name)) for name in names}
+    alike = replace(sample, x=_rows_alike(sample.x), y=_rows_alike(sample.y))
+    found = []
+    for each in (sample, alike):
+        outcome = _outcome(each, start, values, steps=1)
+        found.append({name: _digest_of(changes.states[name]) for name in names})
+    start.put_back()
+    failed = outcome.startswith(_FAILED)
+    return [] if failed else [name for name in names if found[0][name] != found[1][name]]
+
+
+def _rows_alike(batch: Any) -> Any:
+    return pytree.tree_map_only(
+        Tensor, lambda t: t[:1].expand_as(t).clone() if t.dim() and len(t) else t, batch
+    )
+
+
+def _known_alike(state: State) -> bool:
+    """Whether all ranks have the same by what it is."""
+    module = state.module()
+    return isinstance(module, nn.SyncBatchNorm) or (
+        isinstance(module, _NormBase) and state.leaf == "num_batches_tracked"
+    )
+
+
+def _found(
+    sample: Sample, known: Mapping[str, State], names: Sequence[str], comm: Comm, tries: int
+) -> dict[str, str]:
+    """How each of these is to agree."""
+    ways = {name: "mean" if _is_torchs_own(known[name]) else "first" for name in names}
+    to_try = [name for name in names if ways[name] == "first" and _is_float(known[name])]
+    if to_try:
+        written = _only_written(sample, known, to_try, comm, tries)
+        read = {known[name].module() for name in to_try if name not in written}
+        for name in written:
+            module = known[name].module()
+            # a module's state goes one way: a scale that follows from extremes goes with those
+            if module is not None and not read.intersection(module.modules()):
+                ways[name] = "mean"
+    return ways
+
+
+def _is_torchs_own(state: State) -> bool:
+    """Whether it is a running statistic of a norm of torch's, which training does not read."""
+    module = state.module()
+    forward = getattr(type(module), "forward", None)
+    return (
+        isinstance(module, _NormBase)
+        and state.leaf in _NORMS
+        and str(getattr(forward, "__module__", "")).startswith("torch.nn.modules.")
+    )
+
+
+def _is_float(state: State) -> bool:
+    tensor = state.tensor
+    return tensor is not None and tensor.is_floating_point()
+
+
+def _only_written(
+    sample: Sample, known: Mapping[str, State], names: Sequence[str], comm: Comm, tries: int
+) -> set[str]:
+    """Those whose values no rank's training depends on, found by so many tries."""
+    if tries < 2 + _DISTURBANCES:
+        return set()
+    start = Traces(sample.model, sample.loss_fn)
+    usual = [_outcome(sample, start, {}) for _ in range(2)]
+
+    def is_read(tried: Sequence[str]) -> bool:
+        own = any(
+            _outcome(sample, start, _disturbed(known, tried, number)) != usual[0]
+            for number in range(_DISTURBANCES)
+        )
+        return any(comm.gather_objects(own, _CHECKING))
+
+    repeats = all(comm.gather_objects(usual[0] == usual[1], _CHECKING))
+    try:
+        if not repeats:
+            return set()
+        if not is_read(names):
+            return set(names)
+        if len(names) == 1 or 2 + _DISTURBANCES * (1 + len(names)) > tries:
+            return set()
+        return {name for name in names if not is_read([name])}
+    finally:
+        start.put_back()
+
+
+def _outcome(
+    sample: Sample, start: Traces, values: Mapping[str, tuple[State, Tensor]], steps: int = 2
+) -> str:
+    """A digest of what some steps give, with these values, or how they fail."""
+    digest = hashlib.blake2b(digest_size=16)
+    trained = [p for p in sample.model.parameters() if p.requires_grad]
+    with RANDOM_STATE:  # threads that are ranks draw from one state
+        start.put_back()
+        with torch.no_grad():
+            for state, value in values.values():
+                if (tensor := state.tensor) is not None:
+                    tensor.data.copy_(value)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            for _ in range(steps):
+                drop_gradients(trained)
+                loss = sample.loss()
+                sample.backward(loss)
+                gradients = [p.grad for p in trained if p.grad is not None]
+                digest.update(_digest([loss, *gradients]).encode())
+        except Exception as error:
+            return f"{_FAILED}{type(error).__name__}: {error}"
+        finally:
+            drop_gradients(trained)
+    return digest.hexdigest()
+
+
+def _disturbed(
+    known: Mapping[str, State], names: Sequence[str], number: int
+) -> dict[str, tuple[State, Tensor]]:
+    """Other values: far above, far below, and at random."""
+    values = {}
+    generator = torch.Generator().manual_seed(number)
+    for name in names:
+        tensor = known[name].tensor
+        if tensor is None or not tensor.numel():
+            continue
+        finite = torch.nan_to_num(tensor.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
+        scale = 1 + 2 * finite.abs().max()
+        noise = torch.randn(finite.shape, generator=generator, dtype=torch.float64)
+        shift = (1.0, -1.0, noise.to(finite.device))[number]
+        values[name] = (known[name], finite + scale * shift)
+    return values
+
+
+def _described(changes: Changes, found: Mapping[str, str], comm: Comm) -> tuple[MovingState, ...]:
+    """What moves, in the order of the model."""
+    in_backward = any(comm.gather_objects(changes.in_backward, _CHECKING))
+    described = []
+    for name, state in changes.states.items():
+        tensor = state.tensor
+        if name in found and tensor is not None:
+            size = tensor.element_size()
+            if found[name] == "mean":
+                size = 8 if tensor.dtype is torch.float64 else 4
+            described.append(MovingState(name, tensor.numel(), size, found[name], in_backward))
+    return tuple(described)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return False
+    if a.layout is not torch.strided:
+        return bool(content(a) == content(b))
+    return torch.equal(a, b) or bool(content(a) == content(b))
+
+
+def _digest_of(state: State) -> str:
+    tensor = state.tensor
+    return "" if tensor is None else _digest([tensor])
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        digest.update(content(tensor))
+    return digest.hexdigest()

@@ -1,0 +1,238 @@
+"""State that training changes on each rank otherwise: it agrees as backward ends.
+
+    pack      rank 0's bytes; or what each rank has changed since it agreed last, by its share
+    run       bytes from rank 0 to all; or the changes are summed
+    publish   all ranks have rank 0's; or what they agreed on last, and the mean change
+
+It goes first in every backward that sends, while gradients come, or last where backward itself
+changes it. So nothing is left to do at `eval()` or in `state_dict()`, which one rank may call
+alone.
+
+Bytes: of a mean what `direct` takes for 4 bytes a number (8 where it has more). Rank 0 sends its
+own state whole to each rank; where it is large, a slice to each, who sends it on. Guarded by
+tests/equivalence/test_moving.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Bucket, LiveBucket
+from shoal.contracts.state import State
+from shoal.contracts.transfer import Round, Transfer
+from shoal.core.cost import Phase, Traffic, total
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, MovingState, Topology
+from shoal.core.pieces import cut, cut_sizes
+from shoal.exchange.direct import Direct
+from shoal.strategies.landing import divide, num_shares, weigh
+
+_WHOLE_BYTES = 1 << 18  # up to these rank 0 sends all of it to each rank: one message in a row
+_DIRECT = Direct()
+
+
+def transfers_of(
+    moving: Sequence[MovingState], known: Mapping[str, State], ranks: int
+) -> list[Transfer]:
+    """What brings it to agree, a transfer for each kind."""
+    groups: dict[tuple[str, int, torch.device], list[MovingState]] = {}
+    for state in moving:
+        tensor = known[state.name].tensor
+        assert tensor is not None
+        size = state.itemsize if state.how == "mean" else 0
+        groups.setdefault((state.how, size, tensor.device), []).append(state)
+    at_once = not any(state.in_backward for state in moving)
+    return [
+        (MeanOfRanks if how == "mean" else FirstRanks)(
+            [known[state.name] for state in group], ranks, at_once
+        )
+        for (how, _, _), group in groups.items()
+    ]
+
+
+def phase_of(moving: Sequence[MovingState], cluster: Cluster) -> Phase | None:
+    """What that costs in a step."""
+    traffics = []
+    for itemsize in (4, 8):
+        numel = sum(s.numel for s in moving if s.how == "mean" and s.itemsize == itemsize)
+        if numel:
+            num_control = num_shares(itemsize)
+            bucket = Bucket(numel + num_control, itemsize, control=(num_control,))
+            traffics.append(_DIRECT.traffic(bucket, cluster.topology))
+    nbytes = sum(state.nbytes for state in moving if state.how == "first")
+    if nbytes:
+        traffics.append(_from_first(nbytes, cluster.topology))
+    return Phase(total(traffics), cluster.pace(str(_DIRECT))) if traffics else None
+
+
+def _from_first(nbytes: int, topology: Topology) -> Traffic:
+    ranks = topology.size
+    if nbytes <= _WHOLE_BYTES or ranks == 2:
+        others = range(1, ranks)
+        apart = sum(topology.apart(0, rank) for rank in others)
+        return Traffic(
+            (nbytes * (ranks - 1), *(0 for _ in others)),
+            (0, *(nbytes for _ in others)),
+            rounds=1,
+            leaving=(nbytes * apart, *(0 for _ in others)),
+        )
+    sizes = cut_sizes(nbytes, ranks)
+    behind = [sum(topology.apart(r, to) for to in range(ranks)) for r in range(ranks)]
+    passed_on = [size * (ranks - 1) for size in sizes]
+    leaving = [size * apart for size, apart in zip(sizes, behind, strict=True)]
+    leaving[0] += sum(size for r, size in enumerate(sizes) if topology.apart(0, r))
+    return Traffic(
+        (passed_on[0] + nbytes - sizes[0], *passed_on[1:]),
+        (nbytes - sizes[0], *(nbytes for _ in sizes[1:])),
+        rounds=2,
+        leaving=tuple(leaving),
+    )
+
+
+class _OfState(Transfer):
+    """What one transfer of state has to do with modules."""
+
+    def __init__(self, held: Sequence[State], at_once: bool) -> None:
+        self.held, self.at_once = tuple(held), at_once
+        more = f" and {len(held) - 2} more" if len(held) > 2 else ""
+        names = ", ".join(state.name for state in held[:2])
+        self.label = f"buffers that training changes ({names}{more})"
+        # what a module replaces it is not changed in place, since somebody may need it
+        self._tensors = [self.tensor(state) for state in held]
+        self._has_it = False  # on this rank it is what all are to have
+        self._forms = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
+
+    def tensor(self, state: State) -> Tensor:
+        """A state as it is now."""
+        tensor = state.tensor
+        if tensor is None:
+            raise UsageError(
+                f"buffer {state.name}, which agrees between ranks, is gone",
+                where=self.label,
+                do=f'leave it where it was, or give parallelize(buffers={{"{state.name}": '
+                '"local"})',
+            )
+        return tensor
+
+    def now(self) -> list[Tensor]:
+        """All of them as they are now."""
+        tensors = [self.tensor(state) for state in self.held]
+        for state, tensor, form in zip(self.held, tensors, self._forms, strict=True):
+            if (tensor.shape, tensor.dtype) != form:
+                raise UsageError(
+                    f"buffer {state.name}, which agrees between ranks, has another form now",
+                    where=self.label,
+                    got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                    expected=f"{form[1]} {tuple(form[0])}, as when the model was parallelised",
+                    do=f'give parallelize(buffers={{"{state.name}": "local"}})',
+                )
+        return tensors
+
+    def put(self, values: Iterable[Tensor]) -> None:
+        """Give each state its value: in its place, or where its module replaces it, anew.
+
+        Versions of parameters rise alike on every rank, as ranks compare them.
+        """
+        for index, (state, value) in enumerate(zip(self.held, values, strict=True)):
+            tensor = self.tensor(state)
+            if tensor is not self._tensors[index] and not self._has_it:
+                tensor = value.to(tensor.dtype, copy=True).view(tensor.shape)
+                state.put(tensor)
+                self._tensors[index] = tensor
+            elif not state.is_buffer or not (self._has_it or torch.equal(tensor, value)):
+                tensor.copy_(value)
+
+    def release(self) -> None:
+        return
+
+
+@final
+class FirstRanks(_OfState):
+    """Every rank gets rank 0's, byte for byte."""
+
+    def __init__(self, held: Sequence[State], ranks: int, at_once: bool) -> None:
+        held = sorted(held, key=lambda state: -self.tensor(state).element_size())  # aligned
+        super().__init__(held, at_once)
+        self._sizes = [tensor.nbytes for tensor in self._tensors]
+        device = self._tensors[0].device
+        self._flat = torch.empty(sum(self._sizes), dtype=torch.uint8, device=device)
+        self._parts = self._flat.split(self._sizes)
+
+    def pack(self, backward: Round) -> None:
+        for part, tensor in zip(self._parts, self.now(), strict=True):
+            part.copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+    def run(self, comm: Comm) -> None:
+        self._has_it = comm.rank == 0
+        if self._flat.numel() <= _WHOLE_BYTES or comm.size == 2:
+            comm.broadcast(self._flat, root=0)
+            return
+        slices = cut(self._flat, comm.size)
+        if self._has_it:
+            comm.finish([comm.send(slices[rank], rank) for rank in comm.others])
+        else:
+            comm.receive(slices[comm.rank], 0).wait()
+        _DIRECT.gather(self._flat, comm)
+
+    def publish(self) -> None:
+        self.put(
+            part.view(dtype).view(shape)
+            for part, (shape, dtype) in zip(self._parts, self._forms, strict=True)
+        )
+        self._tensors = self.now()
+
+    def kept(self) -> Sequence[Tensor]:
+        return [self._flat]
+
+
+@final
+class MeanOfRanks(_OfState):
+    """Every rank gets the mean of what ranks have changed since they agreed.
+
+    What nobody has changed keeps its bits.
+    """
+
+    def __init__(self, held: Sequence[State], ranks: int, at_once: bool) -> None:
+        super().__init__(held, at_once)
+        self._ranks = ranks
+        self._dtype = torch.float32
+        if any(tensor.dtype is torch.float64 for tensor in self._tensors):
+            self._dtype = torch.float64
+        self._known = self._together(self._tensors)  # what all ranks have agreed on
+        sizes = [len(self._known), num_shares(self._dtype.itemsize)]
+        self._flat = self._known.new_zeros(sum(sizes))
+        self._changes, self._shares = self._flat.split(sizes)
+        self._numels = [tensor.numel() for tensor in self._tensors]
+        numels = {state.name: numel for state, numel in zip(held, self._numels, strict=True)}
+        self._carrier = _DIRECT.carrier(LiveBucket.even(self._flat, numels, ranks))
+
+    def pack(self, backward: Round) -> None:
+        tensors = self.now()
+        self._known = torch.where(self._known.isfinite(), self._known, 0)
+        torch.sub(self._together(tensors), self._known, out=self._changes)
+        self._changes.mul_(1 / self._ranks)
+        weigh([self._changes], self._shares, backward.share, self._ranks)
+
+    def run(self, comm: Comm) -> None:
+        self._carrier.reduce(comm)
+        self._carrier.gather(comm)
+        divide([self._changes], self._shares, self._ranks)
+
+    def publish(self) -> None:
+        tensors = self.now()
+        values = (self._known + self._changes).split(self._numels)
+        # nothing that is still to go backward depends on them: no version tells of it
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data.copy_(value.view(tensor.shape))
+        self._known = self._together(tensors)
+
+    def kept(self) -> Sequence[Tensor]:
+        return [self._flat, self._known]
+
+    def _together(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().reshape(-1).to(self._dtype) for tensor in tensors])
