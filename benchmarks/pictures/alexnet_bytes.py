@@ -14,6 +14,7 @@ from pathlib import Path
 
 import shoal
 from shoal.comm.threads import ThreadComm
+from shoal.planner.explain import explain
 from shoal.profiling.layers import profile_model
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def layers() -> list[tuple[str, str, float, float]]:
     link = shoal.Link(latency_s=1e-4, bytes_per_s=125e6)
     cluster = shoal.Cluster(shoal.Topology(tuple(f"h{r}" for r in range(RANKS))), link, 2.0)
     plan = shoal.plan(model, loss_fn, optimizers, sample=sample, cluster=cluster)
-    rows = shoal.explain(plan, profile, cluster).layers
+    rows = explain(plan, profile, cluster).layers
     return [
         (
             row.layer,

@@ -12,10 +12,10 @@ from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
+from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
 from shoal.front.parallel import parallelize, plan, plan_of, shard
 from shoal.front.release import unparallelize
-from shoal.planner.explain import explain
 from shoal.planner.search_options import SearchOptions
 from shoal.session.memory import Memory, memory
 from shoal.session.session import World, world

@@ -47,7 +47,7 @@ def test_printed_it_says_what_serves_each_layer() -> None:
         "plan for 2 ranks, buckets of 1.5 MiB, 2 in flight, a predicted step of 500.0 ms, "
         "placement hash, staleness 3"
     )
-    assert rows == ["  head       factor", "  body.conv  sliced direct"]
+    assert rows == ["  head       factor", "  body.conv  sliced:direct"]
     assert "placement" not in str(made) and "staleness" not in str(made)
 
 

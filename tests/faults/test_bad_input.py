@@ -214,7 +214,7 @@ RANKS_THAT_DIFFER = {
     ),
     "a plan's layer": Case(
         RanksDiffer,
-        ("rank 2", "layer hidden", "replicate tree", "replicate ring"),
+        ("rank 2", "layer hidden", "replicate:tree", "replicate:ring"),
         options=lambda rank: {
             "plan": only(2, PLAN.with_choice(shoal.Choice("hidden", "replicate", "tree")), PLAN)(
                 rank

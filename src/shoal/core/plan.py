@@ -49,6 +49,11 @@ class Choice:
     strategy: str
     exchange: str = ""
 
+    @property
+    def way(self) -> str:
+        """How it is served, as a pin says it: "factor", or "replicate:ring"."""
+        return f"{self.strategy}:{self.exchange}" if self.exchange else self.strategy
+
 
 @dataclass(frozen=True)
 class Site:
@@ -188,10 +193,7 @@ class Plan:
         head += [f"placement {self.placement}"] if self.placement != BALANCED else []
         head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
         width = max((len(choice.layer) for choice in self.choices), default=0)
-        rows = [
-            f"  {choice.layer:{width}}  {choice.strategy} {choice.exchange}".rstrip()
-            for choice in self.choices
-        ]
+        rows = [f"  {choice.layer:{width}}  {choice.way}" for choice in self.choices]
         return "\n".join([", ".join(head), *rows])
 
     def to_json(self) -> str:

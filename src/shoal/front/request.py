@@ -22,7 +22,7 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import MovingState
 from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.placement import BALANCED, Placement, check_placement
-from shoal.core.plan import MICRO_BATCHES, Choice, Plan
+from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import from_outside, named
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
@@ -337,7 +337,7 @@ def require_same(
     comm: Comm, asked: Request, plan: Plan | None, model: nn.Module, optimizers: list[Optimizer]
 ) -> None:
     """Raise RanksDiffer where ranks ask for different things; models are compared later."""
-    chosen = {} if plan is None else {f"plan for layer {c.layer}": _served(c) for c in plan.choices}
+    chosen = {} if plan is None else {f"plan for layer {c.layer}": c.way for c in plan.choices}
     other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
     if plan is not None:
         other["plan's placement"] = _in_order(plan.placement)
@@ -400,10 +400,6 @@ def _state(optimizer: Optimizer, model: nn.Module) -> str:
 def _in_order(placement: Placement) -> str | list[tuple[str, int]]:
     """A placement as it is compared: of two patterns that match, the later one wins."""
     return placement if isinstance(placement, str) else list(placement.items())
-
-
-def _served(choice: Choice) -> str:
-    return f"{choice.strategy} {choice.exchange}".rstrip()
 
 
 def _settings(optimizer: Optimizer) -> str:

@@ -40,7 +40,7 @@ def explain(
         >>> cluster = shoal.Cluster(hosts, shoal.Link(latency_s=1e-4, bytes_per_s=125e6))
         >>> plan = shoal.plan(model, loss_fn, optimizers, sample=sample, cluster=cluster)
         >>> profile = profile_model(model, loss_fn, optimizers, sample, ThreadComm())
-        >>> [row.layer for row in shoal.explain(plan, profile, cluster).layers]
+        >>> [row.layer for row in explain(plan, profile, cluster).layers]
         ['(model)']
     """
     predictor = Predictor(as_planned(profile, plan), cluster)

@@ -97,8 +97,7 @@ def with_sharing(
             )
     inner = search(end, hosts, pins=pinned, strategies=usable, options=options)
     for choice in inner.choices:
-        way = f"{choice.strategy}:{choice.exchange}" if choice.exchange else choice.strategy
-        plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=way))
+        plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=choice.way))
     return plan
 
 

@@ -14,10 +14,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Stage
+from shoal.core.explanation import Explanation, LayerExplanation, Stage
 from shoal.core.facts import Cluster, MovingState
 from shoal.core.placement import BALANCED, Placement
-from shoal.core.plan import Choice, Plan
+from shoal.core.plan import Plan
 
 _MOST_ROWS = 15  # of a table that is to fit one screen
 _NAME = 26  # characters of a layer's name in a table of 80 columns
@@ -26,6 +26,14 @@ _NAME = 26  # characters of a layer's name in a table of 80 columns
 def console() -> Console:
     """Where reports go: as wide as the terminal, or as COLUMNS says, or 80 columns."""
     return Console(soft_wrap=False)
+
+
+def plain(shown: RenderableType) -> str:
+    """A report as text of at most 100 columns, without colours."""
+    page = Console(width=100, color_system=None, force_terminal=False, soft_wrap=False)
+    with page.capture() as written:
+        page.print(shown)
+    return "\n".join(line.rstrip() for line in written.get().splitlines())
 
 
 def explained(explanation: Explanation, *, reasons: bool = False) -> RenderableType:
@@ -71,9 +79,9 @@ def _layers(explanation: Explanation) -> RenderableType:
     for row in shown:
         sent = _mb(row.chosen.sent_bytes)
         size = f"{row.parameters:,}"
-        table.add_row(_short(row.layer), size, f"{row.rows:,}", _served(row.chosen), sent)
+        table.add_row(_short(row.layer), size, f"{row.rows:,}", row.chosen.choice.way, sent)
     if rest:
-        served = {_served(row.chosen) for row in rest}
+        served = {row.chosen.choice.way for row in rest}
         table.add_row(
             f"{len(rest)} smaller layers",
             f"{sum(row.parameters for row in rest):,}",
@@ -107,7 +115,7 @@ def _reasons(row: LayerExplanation) -> RenderableType:
     able = [other for other in row.others if not other.refusal]
     for mark, way in [("*", row.chosen), *((" ", other) for other in able)]:
         cells = _mb(way.sent_bytes), _ms(way.link_s), _ms(way.step_s)
-        table.add_row(f"{mark} {_served(way)}", *cells)
+        table.add_row(f"{mark} {way.choice.way}", *cells)
     parts: list[RenderableType] = [Text(about), Padding(table, (0, 0, 0, 2))]
     if unable := dict.fromkeys(o.choice.strategy for o in row.others if o.refusal):
         parts.append(Text("  " + shorten(f"cannot: {', '.join(unable)}", 76, placeholder=" …")))
@@ -283,20 +291,11 @@ def summary(plan: Plan, moving: Sequence[MovingState] = ()) -> str:
         >>> summary(Plan(4, "digest", choices, 1 << 20, 3, predicted_s=1.05))
         '4 ranks, 3 layers: 2 factor, 1 replicate:ring; predicted step 1050.0 ms'
     """
-    ways = Counter(map(_way, plan.choices)).most_common()
+    ways = Counter(choice.way for choice in plan.choices).most_common()
     served = ", ".join(f"{count} {way}" for way, count in ways)
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
     state = f"; {moved(moving)}" if moving else ""
     return f"{plan.ranks} ranks, {len(plan.choices)} layers: {served}{predicted}{state}"
-
-
-def _served(way: Alternative) -> str:
-    return _way(way.choice)
-
-
-def _way(choice: Choice) -> str:
-    """As pins are written."""
-    return choice.strategy + (f":{choice.exchange}" if choice.exchange else "")
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,41 @@
+"""`explain`: why a parallelised model is served as it is, from what `parallelize` has measured."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shoal.front.parallel import plan_of
+from shoal.planner.explain import explain as explain_plan
+from shoal.report import text
+from shoal.session.session import current
+
+
+def explain(model: nn.Module) -> str:
+    """Why each layer of a parallelised model is served as it is, as text to print.
+
+    A table of the layers, with what each sends in a step. Then, for each layer, what else could
+    serve it: the bytes, and the step that would be predicted. It is what `shoal plan --explain`
+    prints for a recipe. Each rank can ask for itself.
+
+    Returns:
+        The text. '' where a process trains the model by itself.
+
+    Raises:
+        UsageError: the model was not parallelised, or before `init`.
+
+    Examples:
+        >>> import shoal, torch
+        >>> alone = shoal.init().size == 1
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> _ = shoal.parallelize(
+        ...     model, loss_fn, optimizer, sample=(torch.ones(8, 4), torch.zeros(8, 2))
+        ... )
+        >>> (shoal.explain(model) == "") == alone
+        True
+    """
+    if plan_of(model) is None:
+        return ""
+    attached = current().attached[model]
+    explanation = explain_plan(attached.plan, attached.profile, attached.cluster)
+    return text.plain(text.explained(explanation, reasons=True))
