@@ -7,7 +7,7 @@ from torch import nn
 from shoal.front.parallel import plan_of
 from shoal.planner.explain import explain as explain_plan
 from shoal.report import text
-from shoal.session.session import current
+from shoal.session.session import current, uncompiled
 
 
 def explain(model: nn.Module) -> str:
@@ -36,6 +36,6 @@ def explain(model: nn.Module) -> str:
     """
     if plan_of(model) is None:
         return ""
-    attached = current().attached[model]
+    attached = current().attached[uncompiled(model)]
     explanation = explain_plan(attached.plan, attached.profile, attached.cluster)
     return text.plain(text.explained(explanation, reasons=True))
