@@ -184,13 +184,15 @@ def penalised(model, loss_fn, optimizer, batches):
 
 
 @UNEVEN
-def test_gradient_penalty(uneven):
-    assert_same(Training(model=built(mlp), batches=features(7, 3), loop=penalised), uneven=uneven)
+@pytest.mark.parametrize("way", ["replicate", "sliced", "factor"])
+def test_gradient_penalty(uneven, way):
+    training = Training(model=built(mlp), batches=features(7, 3), loop=penalised)
+    assert_same(training, way=way, uneven=uneven)
 
 
-@pytest.mark.parametrize("way", ["factor", *CUTS])
+@pytest.mark.parametrize("way", CUTS)
 def test_gradient_penalty_is_refused_where_layers_are_not_whole(way):
-    with pytest.raises(UsageError, match='pin the layer to "replicate"'):
+    with pytest.raises(UsageError, match=r'pins=\{"2": "replicate"\}'):
         Training(model=built(mlp), batches=features(7, 3), loop=penalised).on_ranks(2, way)
 
 
@@ -237,16 +239,11 @@ def decayed(model, loss_fn, optimizer, batches):
         optimizer.step()
 
 
-@pytest.mark.parametrize("way", ["replicate", *CUTS])
+@pytest.mark.parametrize("way", ["replicate", "factor", *CUTS])
 def test_penalty_on_parameters(way):
     assert_same(
         Training(model=built(mlp), batches=features(7, 3), loop=decayed), 3, way, uneven=True
     )
-
-
-def test_penalty_on_parameters_is_refused_under_factor():
-    with pytest.raises(UsageError, match='pin the layer to "replicate"'):
-        Training(model=built(mlp), batches=features(7, 3), loop=decayed).on_ranks(2, "factor")
 
 
 @WAY

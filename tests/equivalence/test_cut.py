@@ -103,7 +103,7 @@ def test_what_would_reach_one_part_only_is_refused(way, change):
             2, way
         )
     assert change in str(refused.value)
-    assert "pin the layer to replicate" in str(refused.value)
+    assert 'pins={"' in str(refused.value)
 
 
 @CUT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from one_process import (
     assert_same,
     assert_same_bits,
     built,
-    cluster_of,
     features,
     integers,
     mlp,
@@ -27,10 +25,8 @@ from one_process import (
 from torch import Tensor, nn
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
-from shoal.engine.weights import Weigher
-from shoal.front.joining import using
+from shoal.engine.counts import Counts
 from shoal.strategies.landing import divide, num_shares, weigh
 
 
@@ -162,11 +158,11 @@ def test_rows_in_an_earlier_call_alone_are_refused():
 def test_only_the_first_forward_exchanges_counts(way, monkeypatch):
     asked = []
 
-    def noted(self, mine, ask=Weigher._ask):
-        asked.append(mine)
-        return ask(self, mine)
+    def noted(self, call, told, ask=Counts.ask):
+        asked.append(call)
+        return ask(self, call, told)
 
-    monkeypatch.setattr(Weigher, "_ask", noted)
+    monkeypatch.setattr(Counts, "ask", noted)
     Training(model=built(mlp), batches=features(7, 3)).on_ranks(2, way, uneven=True)
     assert len(asked) == 2, "one a rank"
 
@@ -301,36 +297,3 @@ def test_rows_are_weighed_after_a_forward_that_was_broken_off(way):
     assert_same(
         Training(model=built(Stopping), batches=features(7, 3), loop=loop), 2, way, uneven=True
     )
-
-
-@pytest.mark.parametrize(
-    ("x", "y", "warns"),
-    [
-        ((5, 8, 3), (8,), True),  # time first
-        ((8, 5, 3), (8,), False),
-        ((8, 16), (128,), False),  # tokens of rows, flat
-        ((5, 3), (), False),
-    ],
-)
-def test_rows_that_are_not_those_of_the_target_are_warned_of(x, y, warns):
-    class Pooled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(x[-1], 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x).sum()
-
-    def work(comm: ThreadComm) -> None:
-        with using(comm, cluster_of(2)):
-            model = Pooled().double()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            sample = numbers(*x, seed=comm.rank), torch.zeros(y)
-            shoal.parallelize(model, lambda output, y: output - y.sum(), optimizer, sample=sample)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run(2, work, timeout_s=20)
-    told = [str(each.message) for each in caught if "first dimension of x" in str(each.message)]
-    assert len(told) == warns  # by one rank
-    assert all("of x is 5 and of y 8" in each and "count=lambda" in each for each in told)

@@ -14,6 +14,7 @@ tests/comm/test_places.py.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import final
 
 from shoal.contracts.comm import is_usual
 from shoal.core.errors import RanksDiffer
+from shoal.core.names import pins
 
 _MOST_RANKS = 4  # that a message names one by one
 
@@ -133,7 +135,9 @@ class Apart:
 
     def error(self, where: str) -> RanksDiffer:
         """The error that a rank raises, which is at `where`."""
-        return RanksDiffer(self.what, where=where, do=ALIKE, rank=self.rank)
+        layers = dict.fromkeys(re.findall(r"call of layer ([^,;\s]+)", self.what))
+        do = f"{ALIKE}, or {pins(layers)}" if layers else ALIKE
+        return RanksDiffer(self.what, where=where, do=do, rank=self.rank)
 
 
 ALIKE = (

@@ -195,11 +195,15 @@ def describe(value: Any) -> str:
 
 def called(model: nn.Module, x: Any) -> Any:
     """The output for a batch: a tensor, a tuple of positional or a mapping of keyword arguments."""
+    args, kwargs = arguments(model, x)
+    return model(*args, **kwargs)
+
+
+def arguments(model: nn.Module, x: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """What a model is called with for a batch: positional and keyword arguments."""
     if isinstance(x, tuple) and not _is_one_argument(model, x):
-        return model(*x)
-    if isinstance(x, Mapping):
-        return model(**x)
-    return model(x)
+        return x, {}
+    return ((), x) if isinstance(x, Mapping) else ((x,), {})
 
 
 def _is_one_argument(model: nn.Module, x: tuple[Any, ...]) -> bool:

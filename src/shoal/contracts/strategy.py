@@ -14,6 +14,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Probe
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.ways import TableWay, TailWay
+from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import Buckets
 from shoal.core.cost import Cost
 from shoal.core.facts import Cluster, LayerProfile
@@ -43,6 +44,8 @@ class Place:
     chunks: int = 1  # whose rows come in so many
     tables: TableWay | None = None  # where servers have tables
     tail: TailWay | None = None  # where hosts of its own run the end of the model
+    # this rank's rows, for what leaves it in backward
+    weighs: Weighing = field(default_factory=Weighing)
 
 
 class Strategy(Contract, ABC):

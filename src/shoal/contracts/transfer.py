@@ -56,6 +56,13 @@ class Rounds(ABC):
                 what was sent.
         """
 
+    def weighs(self) -> float | None:
+        """What a gradient of the running backward is multiplied by, as it comes; None: nothing.
+
+        Also None where a share goes with all that is sent (`Round.share`).
+        """
+        return None
+
 
 class Transfer(ABC):
     """Something that crosses the network, by its `cadence`: mostly a bucket's gradients, or one

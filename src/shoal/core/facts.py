@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.placement import Owner
+from shoal.core.terms import OF_ROWS, Terms
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,7 @@ class ModelProfile:
     digest: str  # of names, shapes and types: two models with one digest take the same plan
     state_bytes: float = 0.0  # what the optimizers keep for all parameters
     moving: tuple[MovingState, ...] = ()
+    terms: Terms = OF_ROWS  # what the loss is a mean over
 
     @property
     def nbytes(self) -> int:

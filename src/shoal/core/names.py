@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from shoal.core.errors import PlanError
@@ -32,3 +32,8 @@ def matched(pattern: str, names: Sequence[str], use: str, kind: str) -> list[str
             do=f"use a dotted name or a glob, such as {near[0]!r}",
         )
     return matches
+
+
+def pins(layers: Iterable[str], way: str = "replicate") -> str:
+    """What to write to have layers served so, for messages: `pins={"fc": "replicate"}`."""
+    return "pins={" + ", ".join(f'"{name}": "{way}"' for name in layers) + "}"

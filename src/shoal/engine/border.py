@@ -2,16 +2,23 @@
 
     forward     x ──▶ [inward] ──▶ model ──▶ [outward] ──▶ output
     backward   dx ◀──  ÷ w    ◀── model ◀──    × w    ◀── d output    here the engine's round opens
+                                    │
+                               parameters      × base, however their gradient came
 
-w is this rank's weight in the global mean (weights.py). Divided out again, it weighs every
-parameter once where one model feeds another (a GAN) or itself, and a gradient with respect to
-inputs is what it is without shoal. A gradient penalty makes a graph of backward itself, whose
-border the same identities form with their places changed.
+The base is this rank's weight in the global mean (weights.py), of the call by whose output backward
+comes in first. Mostly it goes with what the engine sends (Engine.called), and nobody waits for the
+others' rows. Else a hook on each parameter multiplies what autograd brings; layers whose gradients
+leave the rank on the way do it there (contracts/transfer.py, `Rounds.weighs`). So a term of the
+loss is weighed by whatever way it reaches a parameter: an attribute, a hook, a penalty.
 
-Where the model is called once until backward, as nearly always, w is 1 here, and the rank's share
-goes with what the engine sends (Engine.called): nobody waits for the others' rows. What comes of an
-earlier call besides is weighed over that. Costs nothing but two calls a tensor. Guarded by
-tests/equivalence/test_rows.py and test_backward.py.
+w is 1 but for another call in the same backward whose rows are shared out otherwise, and for a loss
+that weighs itself: it is that weight over the base. Divided out again, it weighs every parameter
+once where one model feeds another (a GAN) or itself, and a gradient with respect to inputs is what
+it is without shoal. A gradient penalty makes a graph of backward itself, whose border the same
+identities form with their places changed.
+
+Costs two calls a tensor; and where a call is not the only one until backward, one call a parameter
+more. Guarded by tests/equivalence/test_rows.py, test_backward.py and test_terms.py.
 """
 
 from __future__ import annotations
@@ -24,10 +31,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
 from shoal.engine.engine import Engine
-from shoal.engine.weights import DEPTH, OPAQUE, Weight
+from shoal.engine.weights import Weight
+from shoal.profiling.terms import DEPTH, OPAQUE, kept_by
 from shoal.remote.stage_output import StageOutput
 from shoal.tensors.cut import is_cut
 from shoal.tensors.cut_output import CutOutput
@@ -55,6 +65,7 @@ class Border:
         # every crossing hangs on it: see `_trains`
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = _accumulator(self.anchor)
+        self._hooks: list[RemovableHandle] = []  # on each parameter, once gradients are weighed
 
     def check(self) -> None:
         """Raise UsageError if a parameter trains that was frozen, or has another type now."""
@@ -75,6 +86,27 @@ class Border:
             output, lambda tensor: _cross(tensor, Crossing(self, weight, outward=True)), DEPTH
         )
 
+    def outward_kept(self, weight: Weight) -> None:
+        """The same of what modules have kept in a call, in place."""
+        if (model := self._model()) is None:
+            return
+
+        def change(tensor: Tensor) -> Tensor:
+            new = tensor.grad_fn is not None and type(tensor.grad_fn).__name__ != _CROSSED
+            return _cross(tensor, Crossing(self, weight, outward=True)) if new else tensor
+
+        for module in model.modules():
+            for name, value in kept_by(module).items():
+                new = _mapped(value, change, 0)
+                if new is value:
+                    continue
+                if isinstance(value, list):  # which somebody else may have, too
+                    value[:] = new
+                elif isinstance(value, dict):
+                    value.update(new)
+                else:
+                    vars(module)[name] = new
+
     def inward(self, inputs: Any, weight: Weight) -> Any:
         """The same inputs, through the border."""
         return _mapped(
@@ -89,10 +121,50 @@ class Border:
         if task != self._checked:
             self._check_whole()
             self._checked = task
-        shared = self.engine.begin().weight
-        if shared is None:
-            return weight.value()
-        return None if shared is weight else weight.over(shared)
+        backward = self.engine.begin()
+        if backward.weight is None:
+            self.weigh_parameters()
+        if weight.base is not weight:  # a loss that weighs itself
+            backward.base(weight)
+            return weight.over(weight.base)
+        relative = weight.over(backward.base(weight))
+        if relative is not None:
+            self._refuse_hooks()
+        return relative
+
+    def _refuse_hooks(self) -> None:
+        """Two calls meet that weigh otherwise: what a hook has kept is of one, nobody knows of
+        which.
+        """
+        model = self._model()
+        for name, module in model.named_modules() if model is not None else ():
+            if module is not model and module._forward_hooks:
+                raise UsageError(
+                    "one backward has gradients of two calls of the model, in which ranks have "
+                    "unlike shares of the rows, and a forward hook may keep of either",
+                    where=f"module {name or type(model).__name__}",
+                    do="call backward once for each call of the model, or take the hook away",
+                )
+
+    def weighs(self, call: Weight | None = None) -> float | None:
+        """What this rank's rows weigh where gradients leave it in the running backward, or None.
+
+        `call` is that which the backward is of, where that is known.
+        """
+        return self.engine.weighs(call) if self._trains() else None
+
+    def weigh_parameters(self) -> None:
+        """Multiply each parameter's gradient as it comes, from here on, where it is to be."""
+        if not self._hooks:
+            for parameter, accumulator in zip(self._trainable, self._accumulators, strict=True):
+                if not is_cut(parameter):  # which are weighed on the way
+                    self._hooks.append(parameter.register_hook(_Weighs(self.engine, accumulator)))
+
+    def release(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _check_whole(self) -> None:
         """Raise UsageError if the model trains others than it was given with.
@@ -146,6 +218,21 @@ class Border:
 
 @final
 @dataclass(frozen=True)
+class _Weighs(OwnHook):
+    """A hook on a parameter: weighs its gradient."""
+
+    engine: Engine
+    accumulator: Any
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None or not accumulates([self.accumulator]):
+            return None
+        weight = self.engine.weighs()
+        return None if weight is None else grad * weight
+
+
+@final
+@dataclass(frozen=True)
 class _Given:
     """A trainable parameter as it was when the model was parallelised."""
 
@@ -193,6 +280,9 @@ class Crossing:
             if grad.requires_grad
             else grad
         )
+
+
+_CROSSED = "_IdentityBackward"  # the class of what has made a tensor that has crossed
 
 
 class _Identity(torch.autograd.Function):

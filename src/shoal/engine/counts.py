@@ -1,6 +1,6 @@
 """Counts of rows, as ranks tell them to one another: of each call of the model that asks.
 
-    call   (round, number in it, count, digest)   beside forward; whoever asks waits for the same
+    call   (round, number, terms, digest, rows)   beside forward; whoever asks waits for the same
                                                   call of every other rank
     end    (round, −1)                            the backward of the round has begun: no more calls
 

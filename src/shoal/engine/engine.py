@@ -41,6 +41,10 @@ from shoal.engine.timetable import Timetable
 from shoal.engine.weights import Weight
 
 
+def _nothing() -> None:
+    return None
+
+
 @final
 class Engine(Rounds):
     """Runs the transfers of one parallelised model, each by its cadence."""
@@ -75,13 +79,19 @@ class Engine(Rounds):
             transfer for transfer in transfers if transfer.cadence.on is Event.GRADIENTS_LANDED
         )
         self._accumulating = 0  # contexts inside one another
+        self._before_accumulating: Callable[[], None] = _nothing
         self._round = self._next_round()
         for transfer in self.transfers:
             transfer.connect(self)
 
-    def _next_round(self) -> BackwardRound:
+    def _next_round(self, latest: Weight | None = None) -> BackwardRound:
         return BackwardRound(
-            self._landing, self.routes, self.buckets, self._main, bool(self._accumulating)
+            self._landing,
+            self.routes,
+            self.buckets,
+            self._main,
+            bool(self._accumulating),
+            latest,
         )
 
     def current(self) -> BackwardRound:
@@ -116,13 +126,30 @@ class Engine(Rounds):
         ended = self._round
         ended.finish()
         self.routes.step += 1
-        self._round = self._next_round()
+        self._round = self._next_round(ended.latest)
         self._timetable.happened(Event.BACKWARD_ENDED, ended)
         self.routes.reached(f"after backward {self.routes.step - 1}")
 
     def called(self, weight: Weight, asks: bool) -> None:
         """The model is called, and what comes of it is to be weighed (BackwardRound.called)."""
         self._round.called(weight, asks)
+
+    def weighs(self, call: Weight | None = None) -> float | None:
+        return self.current().weighs(call)
+
+    @property
+    def goes_along(self) -> bool:
+        """Whether, as far as it is known, a share goes with what the next backward sends."""
+        return self._round.goes_along
+
+    @property
+    def latest(self) -> Weight | None:
+        """The weight of the last call of the model."""
+        return self._round.latest
+
+    @latest.setter
+    def latest(self, weight: Weight) -> None:
+        self._round.latest = weight
 
     def listen(self, event: Event, listener: Callable[[], None]) -> None:
         """Have a function called whenever that event happens, before transfers go on it."""
@@ -164,7 +191,12 @@ class Engine(Rounds):
         finally:
             self._accumulate(-1)
 
+    def before_accumulating(self, call: Callable[[], None]) -> None:
+        """Have a function called before gradients are kept on this rank."""
+        self._before_accumulating = call
+
     def _accumulate(self, deeper: int) -> None:
+        self._before_accumulating()
         self._accumulating += deeper
         self._round.accumulating = bool(self._accumulating)
 
@@ -175,6 +207,14 @@ class Engine(Rounds):
                 "gradients that were accumulated on this rank have not been sent",
                 do="do the last backward before optimizer.step() outside optimizer.accumulate()",
             )
+
+    def begin_step(self) -> None:
+        """A step begins: what comes after it is of no call before it.
+
+        UsageError as `check_sent`.
+        """
+        self.check_sent()
+        self._round.latest = None
 
     @property
     def is_accumulating(self) -> bool:

@@ -50,6 +50,7 @@ class BackwardRound(Round):
         buckets: the memory that their buckets have.
         main: the channels that the main thread itself waits for.
         accumulating: whether it begins within `accumulate`.
+        latest: the weight of the last call of the model before it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class BackwardRound(Round):
         buckets: Buckets,
         main: Sequence[Comm],
         accumulating: bool,
+        latest: Weight | None = None,
     ) -> None:
         self.accumulating = accumulating
         self.unsent = False  # gradients were accumulated that no backward has sent yet
@@ -66,6 +68,8 @@ class BackwardRound(Round):
         self._transfers, self._routes, self._buckets, self._main = transfers, routes, buckets, main
         self._called = False  # the model, in this round
         self._lone: Weight | None = None  # of that call, as long as there is no other
+        self.latest = latest  # weight of the last call, also of one before this round
+        self._base: dict[int, Weight | None] = {}  # of each backward, by autograd's number of it
         self._task: int | None = None  # autograd's number of the backward, once it is open
         # gives what that one calls at its end, as long as gradients may land; then None
         self.running: Callable[[], object | None] = _nothing
@@ -93,12 +97,44 @@ class BackwardRound(Round):
         """
         if self._called or asks or not self._sends_all:
             if self._lone is not None:
-                self._lone.ask()
+                self._lone.asked()
             self._lone = None
-            weight.ask()
+            weight.asked()
+            if weight.base is not None:
+                weight.base.asked()
         else:
             self._lone = weight
         self._called = True
+        self.latest = weight.base
+        self._base.clear()
+
+    def base(self, entered: Weight | None = None) -> Weight | None:
+        """What all gradients of the running backward are weighed by.
+
+        That is the weight of the call by whose output it has `entered` the model first. If it has
+        come to a parameter before, it is that of the last call.
+        """
+        if self.weight is not None:
+            return self.weight
+        task = torch._C._current_graph_task_id()
+        if task not in self._base:
+            self._base[task] = self.latest if entered is None else entered.base
+        return self._base[task]
+
+    def weighs(self, call: Weight | None = None) -> float | None:
+        """What a gradient of the running backward is to be multiplied by, or None.
+
+        None, too, where the share goes with what is sent.
+        """
+        if self.weight is not None:
+            return None
+        base = self.base(call)
+        return None if base is None else base.value()
+
+    @property
+    def goes_along(self) -> bool:
+        """Whether, as far as it is known, the share goes with what is sent."""
+        return self._lone is not None or self.weight is not None
 
     @property
     def _sends_all(self) -> bool:
@@ -116,7 +152,9 @@ class BackwardRound(Round):
             task = torch._C._current_graph_task_id()  # walk 2
             if self._task is None:
                 self._task, self._began_s = task, perf_counter()
-                self.weight = self._lone if self._sends_all else None
+                # without a call it is of an earlier one: of its graph again, or of what it kept
+                of_calls = self._lone if self._called else self.latest
+                self.weight = of_calls if self._sends_all else None
                 self._routes.reached(f"backward {self._routes.step}")
                 opened()
                 at_end = partial(finish)

@@ -7,10 +7,13 @@ The loss is a mean over local rows and gradients are averaged over ranks, so a r
              by K ÷ (what was usual in the first forward) and divided by the mean of the ranks'
              shares, which goes with it (strategies/landing.py). Nobody waits, and where all have
              the usual number nothing is multiplied
-    weight   where several calls meet in what is sent, layers are cut, or `count=` weighs the loss
-             but nothing that is added to it, counts cross the network beside forward (40 bytes to
-             each peer), and the gradient is multiplied where backward enters the model (border.py).
-             Where not every rank makes a call it is not weighed (counts.py)
+    weight   where several calls meet in what is sent, or layers are cut, counts cross the network
+             beside forward (40 bytes to each peer). Each parameter's gradient is multiplied as it
+             comes (border.py), so a term of the loss may come of the model by any way. Where not
+             every rank makes a call it is not weighed (counts.py)
+
+A loss that counts its own terms (`count=`), or is a sum, is multiplied besides, over the weight of
+the rows: what is added to it is weighed by rows alone.
 
 The first forward always asks, with a digest of the batch: ranks that all feed the same rows are a
 mistake that nothing else would show.
@@ -19,22 +22,19 @@ mistake that nothing else would show.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, final
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.engine.counts import Call, Counts
+from shoal.engine.counts import Counts
 from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content
+from shoal.profiling.terms import tensors_of
 
-OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
-DEPTH = 3  # objects within objects
+_TERMS, _DIGEST, _ROWS = range(3)  # of what a rank tells of a call
 # waits for what the ranks say, by rank; None where not every rank makes the call
 _Asked = Callable[[str], list[Tensor] | None]
 
@@ -51,29 +51,50 @@ class Weigher:
         self._lane = None if comm is None else Lane(comm, "row counts")
         self._counts = None if comm is None or self._lane is None else Counts(comm, self._lane)
         self._asked = 0
+        self._first = True  # no call has counted yet
         self._usual = 1.0  # rows of the rank that has most of them in the first forward
 
-    def weight(self, count: float, batch: Any = None) -> Weight:
-        """The weight of this rank's count. The first also looks whether batches differ.
+    def begin(self) -> Weight:
+        """The weight of a call that begins, whose rows are counted later."""
+        if self._comm is None:
+            return Weight(None, 1.0, "")
+        where = f"forward {self._asked}"
+        self._comm.reached(where)
+        self._asked += 1
+        return Weight(self._comm, self._usual, f"{where}, row counts")
+
+    def counted(self, weight: Weight, count: float, batch: Any = None) -> None:
+        """Say the rows of a call. The first that has a batch also looks whether batches differ.
 
         Raises:
             RanksDiffer: every rank was fed the same batch.
         """
+        self._count(weight, count, count, batch)
+
+    def of_loss(self, count: float, rows: Weight | None, batch: Any = None) -> Weight:
+        """The weight of a loss over so many terms, beside what else comes of rows of that weight.
+
+        RanksDiffer as `counted`.
+        """
+        weight = self.begin()
+        weight.base = rows
+        if rows is not None and not rows.is_asked:
+            weight.carry(rows)
+        self._count(weight, count, count if rows is None else rows.count, batch)
+        return weight
+
+    def of_sum(self, rows: Weight | None) -> Weight:
+        """The weight of a loss that is a sum over rows, beside what else comes of rows."""
+        return Weight(self._comm, 1.0, "", base=rows, summed=True)
+
+    def _count(self, weight: Weight, count: float, rows: float, batch: Any) -> None:
         if self._comm is None or self._counts is None:
-            return Weight(1.0, 1.0, _nobody, 0, "")
-        where = f"forward {self._asked}"
-        self._comm.reached(where)
-        first = self._asked == 0
-        digest = _digest(batch) if first and _tensors(batch) else (0, 0)
-        told = self._counts.called(), (count, *digest)
-        self._asked += 1
-        weight = Weight(
-            count,
-            self._usual,
-            lambda: self._ask(told),
-            self._comm.rank,
-            f"{where}, row counts",
-        )
+            return
+        counts, call = self._counts, self._counts.called()
+        first = self._first and batch is not None
+        self._first = self._first and not first
+        digest = float(_digest(batch)) if first and tensors_of(batch) else 0.0
+        weight.counted(count, lambda: counts.ask(call, (count, digest, rows)))
         if first:
             self._usual = weight.usual = max(weight.counts() or ()) or 1.0
             if not self._alike and weight.same_batch():
@@ -86,11 +107,6 @@ class Weigher:
                     "inputs are the same on "
                     "purpose, give parallelize samples whose targets differ",
                 )
-        return weight
-
-    def _ask(self, told: tuple[Call, tuple[float, ...]]) -> _Asked:
-        assert self._counts is not None
-        return self._counts.ask(*told)
 
     def opened(self) -> None:
         """A backward that sends has begun: calls from here on belong to the next."""
@@ -120,41 +136,82 @@ class Weight:
     Its share is known at once, the rest once every rank's count has come.
 
     Args:
-        count: its rows, or terms of its loss.
-        usual: what that is mostly; the same on every rank.
-        ask: starts the exchange of counts; nothing is exchanged where it is not called.
-        rank: this one.
+        comm: the ranks; None where all weigh the same.
+        usual: what the count is mostly; the same on every rank.
         where: what the messages call it.
+        base: of a loss that weighs itself, the weight of what else comes of the model.
+        summed: whether the loss is a sum over rows.
     """
 
     def __init__(
-        self, count: float, usual: float, ask: Callable[[], _Asked], rank: int, where: str
+        self,
+        comm: Comm | None,
+        usual: float,
+        where: str,
+        base: Weight | None = None,
+        summed: bool = False,
     ) -> None:
-        self.usual = usual
-        self._count, self._ask, self._rank, self._where = count, ask, rank, where
+        self.count, self.usual = 1.0, usual
+        # what all gradients of a backward are weighed by that comes by way of it first
+        self.base: Weight | None = base if summed else self
+        self._comm, self._where, self._summed = comm, where, summed
+        self._column = _TERMS  # of what is told
+        self._ask: Callable[[], _Asked] = _nobody
         self._asked: _Asked | None = None
+        self._value: float | None = None
+        self._is_known = False
+
+    def counted(self, count: float, ask: Callable[[], _Asked]) -> None:
+        """So many rows, or terms of its loss, this rank has.
+
+        `ask` starts the exchange of counts; nothing is exchanged where it is not called.
+        """
+        self.count, self._ask = count, ask
+
+    def carry(self, rows: Weight) -> None:
+        """Ask for the counts of rows, too, by the message of this one's."""
+        rows._ask, rows._column = self.asked, _ROWS
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the exchange of counts has begun."""
+        return self._asked is not None
 
     @property
     def share(self) -> float:
         """The count over the usual one."""
-        return self._count / self.usual
+        return self.count / self.usual
 
-    def ask(self) -> None:
-        """Start the exchange of counts, unless it was: on every rank in the same order."""
+    def asked(self) -> _Asked:
+        """Start the exchange of counts, unless it was: on every rank in the same order.
+
+        Returns:
+            What waits for them.
+        """
         if self._asked is None:
             self._asked = self._ask()
+        return self._asked
 
     def value(self) -> float | None:
-        """K·P/ΣK, or None where every rank counts the same. Waits for the counts.
+        """K·P/ΣK, or None where every rank counts the same; P of a sum. Waits for the counts.
 
         Also None where not every rank makes the call.
         """
+        if not self._is_known:
+            self._value, self._is_known = self._found(), True
+        return self._value
+
+    def _found(self) -> float | None:
+        if self._comm is None:
+            return None
+        if self._summed:
+            return float(self._comm.size)
         counts = self.counts()
         if counts is None or len(set(counts)) <= 1:
             return None
-        return counts[self._rank] * len(counts) / sum(counts)
+        return counts[self._comm.rank] * len(counts) / sum(counts)
 
-    def over(self, other: Weight) -> float | None:
+    def over(self, other: Weight | None) -> float | None:
         """This weight, where that of `other` comes on top, or None. Waits for both.
 
         None says that there is nothing to multiply.
@@ -162,8 +219,14 @@ class Weight:
         Raises:
             UsageError: the other is 0.
         """
-        other.ask()
+        if other is None:
+            return self.value()
+        if other is self:
+            return None
+        other.asked()
         own_weight, other_weight = self.value(), other.value()
+        if other_weight == 0 and self.base is other:
+            return None  # no rows, so there is nothing to weigh
         if other_weight == 0:
             raise UsageError(
                 "one backward has gradients of two calls of the model, and this rank had no rows "
@@ -178,26 +241,19 @@ class Weight:
     def counts(self) -> list[float] | None:
         """Every rank's count, if every rank makes the call. Waits for them."""
         told = self._arrived()
-        return None if told is None else [float(values[0]) for values in told]
+        return None if told is None else [float(values[self._column]) for values in told]
 
     def same_batch(self) -> bool:
         """Whether every rank's digest is the same. Waits for the counts."""
-        digests = {(float(high), float(low)) for _, high, low in self._arrived() or ()}
-        return len(digests) == 1 and digests != {(0.0, 0.0)}
+        digests = {float(values[_DIGEST]) for values in self._arrived() or ()}
+        return len(digests) == 1 and digests != {0.0}
 
     def _arrived(self) -> list[Tensor] | None:
-        self.ask()
-        assert self._asked is not None
-        return self._asked(self._where)
+        return self.asked()(self._where)
 
 
 def _nobody() -> _Asked:
     return lambda where: []
-
-
-def rows(batch: Any) -> int:
-    """Rows of a batch: the first dimension of its first tensor that has one, else 1."""
-    return next((len(leaf) for leaf in _tensors(batch) if leaf.dim()), 1)
 
 
 def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
@@ -209,43 +265,9 @@ def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:
     return len(set(inputs)) == 1 < len(set(targets))
 
 
-def warn_of_rows(x: Any, y: Any) -> None:
-    """Warn where the rows of x seem to be none of the target's.
-
-    The mean is over the target's, and the weight by those of x.
-    """
-    of_input, of_target = rows(x), rows(y)
-    if any(leaf.dim() for leaf in _tensors(y)) and of_input and of_target % of_input:
-        warnings.warn(
-            f"the first dimension of x is {of_input} and of y {of_target}: a rank's loss is "
-            "weighed by x's; where "
-            "ranks' batches may be of unlike size, say what the loss is a mean over: count=lambda "
-            "output, y: len(y)",
-            stacklevel=3,
-        )
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    """The tensors in containers; where there are none, those in the attributes of objects."""
-    seen: set[int] = set()
-    level = [batch]
-    for _ in range(1 + DEPTH):
-        leaves = [leaf for value in level for leaf in pytree.tree_leaves(value)]
-        if found := [leaf for leaf in leaves if isinstance(leaf, Tensor)]:
-            return found
-        objects = {
-            id(leaf): leaf
-            for leaf in leaves
-            if hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE)
-        }
-        level = [vars(leaf) for number, leaf in objects.items() if number not in seen]
-        seen |= objects.keys()
-    return []
-
-
-def _digest(batch: Any) -> tuple[int, int]:
-    digest = hashlib.blake2b(digest_size=8)
-    for tensor in _tensors(batch):
+def _digest(batch: Any) -> int:
+    """Of so many bits that a float64 has it exactly."""
+    digest = hashlib.blake2b(digest_size=6)
+    for tensor in tensors_of(batch):
         digest.update(content(tensor))
-    high, low = digest.digest()[:4], digest.digest()[4:]
-    return int.from_bytes(high, "big"), int.from_bytes(low, "big")
+    return int.from_bytes(digest.digest(), "big")

@@ -29,7 +29,7 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
-from shoal.engine.weights import inputs_alike, warn_of_rows
+from shoal.engine.weights import inputs_alike
 from shoal.front import feed
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.joining import is_tail_host, serve_and_end
@@ -198,8 +198,6 @@ def parallelize(
     pieces = (given_plan.micro_batches if given_plan else micro_batches) if first else None
     profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces, buffers=buffers)
     alike = inputs_alike(comm, *sample)
-    if comm.rank == 0 and loss_fn is not None and count is None and staleness == 0:
-        warn_of_rows(*sample)
     stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(session, exchanges_of(given_plan, pins), device_of(model))
@@ -224,6 +222,7 @@ def parallelize(
         inputs_alike=alike,
         left_alone=asked.left_alone,
         moving=profile.moving,
+        terms=profile.terms,
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))

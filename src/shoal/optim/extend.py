@@ -171,7 +171,7 @@ class _Extension:
 
     def _check_sent(self) -> None:
         for trained in self.trained:
-            trained.engine.check_sent()
+            trained.engine.begin_step()
 
     def _step(self, original: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         loss = None

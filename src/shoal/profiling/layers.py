@@ -34,12 +34,14 @@ from shoal.contracts.strategy import Strategy, probes_of
 from shoal.core.errors import SampleError
 from shoal.core.facts import Facts, LayerProfile, ModelProfile, ParameterProfile, first
 from shoal.core.registry import of
+from shoal.core.terms import Terms
 from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
 from shoal.profiling.moving import Changes, Ways, moving
 from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sparse import is_sparse, rows_of_gradients
+from shoal.profiling.terms import Seen, agreed_terms, seen
 from shoal.profiling.timeline import Clock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
@@ -124,8 +126,11 @@ def profile_model(
         )
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, buffers)  # 5
+        here = agreed(comm, lambda: seen(checked), _CHECKING, SampleError)
+        of_ranks = comm.gather_objects(here, "measuring the model: rows", Seen, Terms)
     _meet(comm)  # every rank has put the random state back
-    return replace(_complete(_in_backward_order(_maximum(profiles))), moving=moves)  # 4
+    profile = replace(_maximum(profiles), terms=agreed_terms(of_ranks))
+    return replace(_complete(_in_backward_order(profile)), moving=moves)  # 4
 
 
 def _meet(comm: Comm) -> None:

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.weighing import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
+from shoal.core.names import pins
 from shoal.core.pieces import local_gradient, set_local_gradient
 from shoal.remote.tail_hosts import (
     TailHosts,
@@ -78,6 +80,7 @@ class FarTail:
             micro_batches,
         )
         self.alike = alike
+        self.weighs: Weighing = UNWEIGHED  # this rank's rows, once an engine says it
         self.parameters = parameters_of(modules)
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self._modules = modules_of(modules.values(), loss_fn)
@@ -98,7 +101,7 @@ class FarTail:
                 raise UsageError(
                     f"a {hooked} has a hook, which would not be called, as it runs on tail hosts",
                     where=f"module {name}",
-                    do='take it away, or pin the module\'s layers to something else than "stage"',
+                    do=f"take it away, or give parallelize {pins(self.layers)}",
                 )
         before, self._settings = (
             self._settings,
@@ -111,6 +114,11 @@ class FarTail:
         self.running = run
         self._alive[run] = self._runs
         return self._runs, modes(self._modules, self.parameters.values(), changed)
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers whose parameters are at the tail."""
+        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.parameters))
 
     @property
     def oldest(self) -> int:

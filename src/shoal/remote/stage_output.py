@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from shoal.comm.threads import DONE
 from shoal.contracts.comm import Pending
 from shoal.core.errors import UsageError
+from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
 from shoal.core.trace import MAIN
 from shoal.remote.far_tail import FarTail
@@ -100,7 +101,7 @@ class Run:
             raise UsageError(
                 "the loss is given something beside the output that takes a gradient, which would "
                 "get none",
-                do='detach it, or pin the end of the model to something else than "stage"',
+                do=f"detach it, or give parallelize {pins(self.tail.layers)}",
             )
         number, self._losses = self._losses, self._losses + 1
         message = loss_message(args, kwargs, run=self.number, index=number)
@@ -196,7 +197,7 @@ class StageOutput(Tensor):
         output = self._run.output()
         if not torch.is_grad_enabled() or not output.is_floating_point():
             return output
-        seen: Tensor = _Seen.apply(output, *self._tickets)  # type: ignore[no-untyped-call]
+        seen: Tensor = _Seen.apply(self._run, output, *self._tickets)  # type: ignore[no-untyped-call]
         return seen
 
     @classmethod
@@ -213,8 +214,8 @@ class StageOutput(Tensor):
         ):
             raise UsageError(
                 f"{name} on an output of tail hosts would change a copy of it",
-                do="do it in the loss, or in the model before, or pin the model's end to "
-                'something else than "stage"',
+                do="do it in the loss, or in the model before, or give parallelize "
+                + pins(args[0]._run.tail.layers),
             )
 
         def whole(leaf: Any) -> Any:
@@ -238,11 +239,15 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative(ctx.run.tail.layers[-1] if ctx.run else "of the tail")
         run, ctx.run = ctx.run, None  # a loss that is kept keeps no more
         if run is None:
             raise twice()
-        return None, run.backward(ctx.index, weight), *[None] * ctx.others
+        rows = run.tail.weighs()
+        gradient = run.backward(ctx.index, weight if rows is None else weight * rows)
+        if gradient is not None and rows:  # before the tail it is this rank's own
+            gradient = gradient.div_(rows)
+        return None, gradient, *[None] * ctx.others
 
 
 class _Loss(torch.autograd.Function):
@@ -255,7 +260,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative(ctx.run.tail.layers[-1] if ctx.run else "of the tail")
         run, ctx.run = ctx.run, None
         if run is None:
             raise twice()
@@ -267,8 +272,8 @@ class _Seen(torch.autograd.Function):
     """An output that was brought from the tail."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, *tickets: Tensor) -> Tensor:
-        ctx.tickets = len(tickets)
+    def forward(ctx: Any, run: Run, output: Tensor, *tickets: Tensor) -> Tensor:
+        ctx.tickets, ctx.layers = len(tickets), run.tail.layers
         return output.clone()
 
     @staticmethod
@@ -276,8 +281,7 @@ class _Seen(torch.autograd.Function):
         raise UsageError(
             "the output of a tail on hosts of its own goes into something else than the loss",
             do="train by the loss_fn that parallelize returned, called with the model's output as "
-            "it is, or pin the "
-            'tail\'s layers to something else than "stage"',
+            "it is, or give parallelize " + pins(ctx.layers),
         )
 
 

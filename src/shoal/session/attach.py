@@ -23,10 +23,12 @@ from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.state import OF_LOSS, states
 from shoal.contracts.transfer import OwnedTransfer, Transfer
+from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
+from shoal.core.terms import OF_ROWS, Terms
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
 from shoal.engine.weights import Weigher
@@ -63,12 +65,13 @@ def attach(
     inputs_alike: bool = False,
     left_alone: Sequence[nn.Parameter] = (),
     moving: Sequence[MovingState] = (),
+    terms: Terms = OF_ROWS,
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
     `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
     inputs on purpose, `moving` what state agrees after each backward. Parameters of optimizers that
-    are `left_alone` are nobody's here.
+    are `left_alone` are nobody's here. `terms` say what a loss without a `count` is a mean over.
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
@@ -77,11 +80,16 @@ def attach(
     check(plan, model, comm.size, num_servers)
     boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
     sites = placed(model, plan, comm.rank, num_servers, buckets)
-    tables = _open_tables(session, sites, plan, optimizers)
+    tables, weighing = _open_tables(session, sites, plan, optimizers), Weighing()
     rewritten = apply(
         model,
         [
-            replace(site, place=replace(site.place, comm=boundary, tables=tables, tail=stage))
+            replace(
+                site,
+                place=replace(
+                    site.place, comm=boundary, tables=tables, tail=stage, weighs=weighing
+                ),
+            )
             for site in sites
         ],
         comm,
@@ -106,6 +114,7 @@ def attach(
         engine.listen(Event.BACKWARD_ENTERED, table.begin)
     if stage is not None:
         engine.listen(Event.BACKWARD_ENTERED, stage.entered)
+        stage.weighs = weighing
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
     all_parts: list[Part] = []
@@ -113,7 +122,9 @@ def attach(
         parts = _parts(optimizer, number, owners, boundary, stage, tables)
         add_parts(optimizer, model, engine, parts, left_alone)
         all_parts += parts
-    loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners)
+    loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners, terms)
+    if (border := watched.border()) is not None:
+        weighing.of_backward, weighing.call = border.weighs, lambda: engine.latest
     return loss_fn, Running(
         model_number, rewritten, engine, owners, tuple(all_parts), watched, tables, at_servers
     )

@@ -1,10 +1,10 @@
 """Hooks on a parallelised model: they see forward, count its rows, and put the border round it.
 
     before forward   this rank's rows are counted, unless gradients are off: evaluation on one rank
-                     is free
-    after forward    the output goes over the border, where backward opens the engine's round and is
-                     weighed
-    with count=      the loss goes over it instead, since only there output and target meet
+                     is free; where only the output tells them, after it
+    after forward    the output goes over the border, where backward opens the engine's round
+    loss             where it has a weight of its own (it counts its terms by `count=`, is a sum, or
+                     only its target tells the rows), it goes over the border, too
 
 A deep copy or a pickle of the model takes none of this along: it is an ordinary model.
 """
@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, final
 from weakref import ref
@@ -28,10 +29,12 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
 from shoal.core.errors import UsageError
+from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, TARGET, Terms
 from shoal.engine.border import Border
 from shoal.engine.engine import Engine
-from shoal.engine.weights import Weigher, Weight, rows
+from shoal.engine.weights import Weigher, Weight
 from shoal.optim.owners import Owners
+from shoal.profiling.terms import count_of
 from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.guarded import ComingParameter
 
@@ -41,15 +44,18 @@ Count = Callable[[Any, Any], float | Tensor]
 
 @dataclass(frozen=True)
 class Watched:
-    """The hooks on a model, or on its loss; keeps neither of them alive."""
+    """The hooks on a model, its parameters and its loss; keeps none of them alive."""
 
     hooks: Sequence[RemovableHandle]
+    border: ref[Border]
     counted: ref[_Counted] | None = None  # where the loss weighs itself
 
     def release(self) -> None:
         """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
         for hook in self.hooks:
             hook.remove()
+        if (border := self.border()) is not None:
+            border.release()
         if self.counted is not None and (counted := self.counted()) is not None:
             counted.release()
 
@@ -61,20 +67,28 @@ def watch(
     engine: Engine,
     weigher: Weigher,
     owners: Owners | None,
+    terms: Terms = OF_ROWS,
 ) -> tuple[Callable[..., Any] | None, Watched]:
-    """Hang the hooks on the model, or with `count` on the loss; the loss to use from now on."""
+    """Hang the hooks on the model, and on a loss that weighs itself; the loss to use from now on.
+
+    `terms` says what a loss without a `count` is a mean over, or that it is a sum.
+    """
     border = Border(model, engine)
     leaves_behind(type(model))
+    engine.before_accumulating(border.weigh_parameters)
     hooks = []
     if owners is not None:
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(owners)))
-    if count is None:
-        before = _Before(border, weigher)
-        after = _After(border, before)
-        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
-        return loss_fn, Watched(hooks)
-    hooks.append(model.register_forward_pre_hook(_Entered(engine)))
+    if count is None and terms.source == TARGET and not terms.summed:
+        count = partial(_rows_of_target, terms)
+    rows = OF_ROWS if terms.source == TARGET else terms
+    counting = _Counting(border, weigher, rows, by_loss=count is not None or terms.summed)
+    before = _Before(counting)
+    hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
+    after = _After(counting, before)
+    hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+    if not counting.by_loss:
+        return loss_fn, Watched(hooks, ref(border))
     counted = _Counted(border, weigher, count, loss_fn)
     if loss_fn is None:
         hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
@@ -83,7 +97,11 @@ def watch(
         hooks.append(loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True))
     else:
         loss_fn = _wrapped(loss_fn, counted)
-    return loss_fn, Watched(hooks, ref(counted))
+    return loss_fn, Watched(hooks, ref(border), ref(counted))
+
+
+def _rows_of_target(terms: Terms, output: Any, target: Any) -> float:
+    return count_of(terms, target)
 
 
 def _wrapped(loss_fn: Callable[..., Any], counted: _Counted) -> Callable[..., Any]:
@@ -121,15 +139,50 @@ class _BeforeCompiled(StaysBehind):
 
 
 @final
-class _Entered(StaysBehind):
-    """Tells the engine of each call of a model whose loss is weighed in its place."""
+class _Counting:
+    """Counts the rows of calls of a model.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    Args:
+        border: the model's.
+        weigher: tells the other ranks, where they are to know.
+        terms: where the rows are seen.
+        by_loss: whether the loss weighs itself, and goes over the border, too.
+    """
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
-            self._engine.happened(Event.FORWARD_ENTERED)
+    def __init__(self, border: Border, weigher: Weigher, terms: Terms, *, by_loss: bool) -> None:
+        self._border, self._weigher, self._terms = border, weigher, terms
+        self.by_loss = by_loss
+
+    def begun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Weight, Any]:
+        """A call begins: its weight, and what the model is to be called with."""
+        border = self._border
+        border.check()
+        border.engine.happened(Event.FORWARD_ENTERED)
+        weight = self._weigher.begin()
+        if self._terms.source == INPUT:
+            self._counted(weight, count_of(self._terms, (args, kwargs)), (args, kwargs))
+        return weight, border.inward((args, kwargs), weight)
+
+    def ended(self, weight: Weight, args: Any, kwargs: Any, output: Any) -> Any:
+        """It ends: the output to return, or None for the same."""
+        if output is None:  # it has failed, or gives nothing
+            return None
+        if self._terms.source == OUTPUT:
+            self._counted(weight, count_of(self._terms, output), (args, kwargs))
+        if self._terms.kept:
+            self._border.outward_kept(weight)
+        return self._border.outward(output, weight)
+
+    def _counted(self, weight: Weight, count: float, batch: Any) -> None:
+        border = self._border
+        if self.by_loss:
+            self._weigher.counted(weight, count)
+            border.engine.latest = weight
+            return
+        self._weigher.counted(weight, count, batch)
+        border.engine.called(weight, asks=False)
+        if not border.engine.goes_along:
+            border.weigh_parameters()
 
 
 @final
@@ -139,8 +192,8 @@ class _Before(StaysBehind):
     A model that calls itself is weighed outside only.
     """
 
-    def __init__(self, border: Border, weigher: Weigher) -> None:
-        self._border, self._weigher = border, weigher
+    def __init__(self, counting: _Counting) -> None:
+        self._counting = counting
         self._of_thread = threading.local()
 
     @property
@@ -162,12 +215,9 @@ class _Before(StaysBehind):
             or torch._C._are_functorch_transforms_active()
         ):
             return None
-        self._border.check()
-        self._border.engine.happened(Event.FORWARD_ENTERED)
-        weight = self._weigher.weight(rows((args, kwargs)), (args, kwargs))
+        weight, called_with = self._counting.begun(args, kwargs)
         self._running[-1] = (caller, weight)
-        self._border.engine.called(weight, asks=False)
-        return self._border.inward((args, kwargs), weight)
+        return called_with
 
     def ended(self) -> Weight | None:
         """The weight of the call that ends; None for one that is not weighed."""
@@ -183,22 +233,26 @@ def _is_under(frame: FrameType | None, other: FrameType) -> bool:
 
 @final
 class _After(StaysBehind):
-    def __init__(self, border: Border, before: _Before) -> None:
-        self._border, self._before = border, before
+    def __init__(self, counting: _Counting, before: _Before) -> None:
+        self._counting, self._before = counting, before
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         weight = self._before.ended()
-        return None if weight is None else self._border.outward(output, weight)
+        return None if weight is None else self._counting.ended(weight, args, kwargs, output)
 
 
 @final
 class _Counted:
-    """Weighs a loss by its own count of terms."""
+    """Weighs a loss by its own count of terms; one that is a sum where there is no count."""
 
     def __init__(
-        self, border: Border, weigher: Weigher, count: Count, loss_fn: Callable[..., Any] | None
+        self,
+        border: Border,
+        weigher: Weigher,
+        count: Count | None,
+        loss_fn: Callable[..., Any] | None,
     ) -> None:
         self._border: Border | None = border
         self._weigher, self._count = weigher, count
@@ -227,12 +281,18 @@ class _Counted:
 
     def weigh(self, output: Any, target: Any, loss: Any) -> Any:
         assert self._border is not None
-        self._border.check()
-        with torch.no_grad():
-            count = _number(self._count(output, target))
-        weight = self._weigher.weight(count, (output, target))
-        self._border.engine.called(weight, asks=True)  # what is added to the loss is not weighed
-        return self._border.outward(loss, weight)
+        border, weigher = self._border, self._weigher
+        border.check()
+        rows = border.engine.latest
+        if self._count is None:
+            weight = weigher.of_sum(rows)
+        else:
+            with torch.no_grad():
+                count = _number(self._count(output, target))
+            weight = weigher.of_loss(count, rows, (output, target))
+        border.engine.called(weight, asks=True)
+        border.weigh_parameters()
+        return border.outward(loss, weight)
 
 
 def _number(count: Any) -> float:

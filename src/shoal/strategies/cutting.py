@@ -172,11 +172,19 @@ class CutStrategy(Strategy):
         assert weight is not None
         outputs = len(weight)
         widths = cut_sizes(weight.shape[self.dim], place.ranks)
-        cut(weight, OverRanks(f"{name}.weight", weight, self.dim, widths, place.comm))
+        over = OverRanks(f"{name}.weight", weight, self.dim, widths, place.comm, place.weighs)
+        cut(weight, over)
         if bias is not None:
             cut(
                 bias,
-                OverRanks(f"{name}.bias", bias, 0, cut_sizes(outputs, place.ranks), place.comm),
+                OverRanks(
+                    f"{name}.bias",
+                    bias,
+                    0,
+                    cut_sizes(outputs, place.ranks),
+                    place.comm,
+                    place.weighs,
+                ),
             )
         parts = _Parts(name, self, module, outputs, widths, place)
         module.__class__ = _cut_class(type(module))
@@ -269,6 +277,7 @@ class _Parts:
     ) -> None:
         assert place.comm is not None
         self._name, self._comm, self._chunks = name, place.comm, place.chunks
+        self._weighs = place.weighs
         self._is_linear = type(module) is nn.Linear
         self.weight, self.bias = module.weight, module.bias
         self._strategy, self._widths = strategy, widths
@@ -289,7 +298,11 @@ class _Parts:
         else:
             flat = x.reshape(-1, row.numel())
             form = "" if len(row) == 1 else f", rows of {tuple(row)}"
-            rows, inside = rows_of_all(self._comm, len(flat), call_of(self._name) + form), None
+            purpose = call_of(self._name) + form
+            rows, inside = (
+                rows_of_all(self._comm, len(flat), purpose, self._name, self._weighs),
+                None,
+            )
         with torch._C.DisableTorchFunctionSubclass():  # the parts themselves
             if inside is not None:
                 product = F.linear(inside, self.weight, self._added_bias())

@@ -37,6 +37,7 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.sample import tensors_in
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
+from shoal.contracts.weighing import Weighing
 from shoal.core.cost import Cost, Phase, Update, Wait, total
 from shoal.core.facts import Cluster, Facts, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
@@ -125,8 +126,9 @@ class EmbeddingRows(Strategy):
             raise TypeError(f"{label}: not a plain {kinds}, but {type(module)}")
         assert place.comm is not None and isinstance(module.weight, nn.Parameter)
         sizes = cut_sizes(module.num_embeddings, place.ranks)
-        cut(module.weight, OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm))
-        run_by(module, _Table(name, module, sizes, place.comm))
+        over = OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm, place.weighs)
+        cut(module.weight, over)
+        run_by(module, _Table(name, module, sizes, place.comm, place.weighs))
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -144,8 +146,9 @@ class _Table:
         module: nn.Embedding | nn.EmbeddingBag,
         sizes: Sequence[int],
         comm: Comm,
+        weighs: Weighing,
     ) -> None:
-        self._name, self._sparse = name, module.sparse
+        self.name, self._weighs, self._sparse = name, weighs, module.sparse
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self._comm, self._rows = module.weight, comm, sum(sizes)
         self._starts = list(accumulate(sizes, initial=0))
@@ -170,11 +173,12 @@ class _Table:
             raise IndexError(f"an id is not one of the table's {self._rows} rows")
         ends = torch.searchsorted(distinct, torch.tensor(starts, device=ids.device))
         wanted = ends.diff().tolist()
-        theirs = comm.numbers(wanted, call_of(self._name))
+        theirs = comm.numbers(wanted, call_of(self.name))
         local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
         with torch._C.DisableTorchFunctionSubclass():  # the part itself
             found = _Found.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
-        return distinct, place, dealt(found, comm, theirs, wanted, scale=1 / comm.size)
+        rows = dealt(found, comm, theirs, wanted, 1 / comm.size, self._weighs, self.name)
+        return distinct, place, rows
 
     def add(self, ids: Tensor, grad: Tensor) -> None:
         """Add gradients of some of this rank's rows to its own."""
@@ -246,7 +250,7 @@ class _Found(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        refuse_second_derivative()
+        refuse_second_derivative(ctx.table.name)
         ctx.table.add(*ctx.saved_tensors, grad)
         return None, None, None
 

@@ -7,11 +7,14 @@ all P·K rows. An embedding is the same with row ids in place of x: K·(D·s+8)�
     1  forward      the layer keeps x                         (FactorLinear, FactorEmbedding: the
                                                               layer's new class)
     2  backward     dx as always; (x, dy) is kept for the lane instead of multiplied
-    3  on a lane    16 bytes tell each peer rows and share; x and dy of all ranks are gathered, in
+    3  on a lane    24 bytes tell each peer what comes; x and dy of all ranks are gathered, in
                     rank order
     4  on a lane    one product over all rows gives the global mean gradient, the same bits wherever
                     the libraries agree
     5  backward ends  `.grad` is that buffer, or has it added
+
+What the weight is used for besides, as in a penalty, is summed like a bucket (elsewhere.py), in the
+steps in which it comes on any rank.
 
 Reference: Xie et al., "Distributed Machine Learning via Sufficient Factor Broadcasting", 2015,
 section 3; Zhang et al., "Poseidon", USENIX ATC 2017, section 3.2 (choosing it by layer).
@@ -37,7 +40,7 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.factors import EmbeddingProduct, FactorTransfer, LinearProduct, Product
 
-_HEADER_BYTES = 16  # the number of rows, and the share, to every peer
+_HEADER_BYTES = 24  # to every peer: rows, share, and whether there is more than factors
 _ID_BYTES = 8
 _SLOT = "_factors"  # where a served layer keeps its transfer
 
@@ -130,7 +133,7 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.transfer.add(ctx, x, grad)
+        ctx.transfer.add(x, grad)
         dx = (grad @ weight.to(grad.dtype).conj()).to(x.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, None, None
 
@@ -147,7 +150,7 @@ class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (ids,) = ctx.saved_tensors
-        ctx.transfer.add(ctx, ids, grad)
+        ctx.transfer.add(ids, grad)
         return None, None, None
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,11 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import Round, Transfer
+from shoal.contracts.weighing import OwnHook
 from shoal.core.by_host import staged
 from shoal.core.errors import UsageError
+from shoal.core.names import pins
+from shoal.strategies.elsewhere import Elsewhere, summed
 from shoal.strategies.landing import at_least, history
 
 
@@ -73,22 +76,20 @@ class FactorTransfer(Transfer):
         self.label = label
         self._product = product
         self._ranks = place.ranks
+        self._pin = pins(place.layers)
         self._targets = [
             p for p in (product.weight, product.bias) if p is not None and p.requires_grad
         ]
         self._training = self._targets  # those that were not frozen since
         self._buffers: dict[nn.Parameter, Tensor] = {}
-        # autograd's nodes of the layer's calls, as long as there is a graph
-        self._calls: WeakSet[Any] = WeakSet()
-        self._expected: int | None = None  # pairs that the running backward will bring
+        self._begun = False  # a backward has come here that is to be sent
+        self._landed: set[nn.Parameter] = set()  # those that it has brought all of
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._marks: dict[nn.Parameter, _Mark] = {}
-        self._packed: tuple[Tensor, Tensor, float] | None = None  # factors, and this rank's share
+        self._packed: _Packed | None = None
         self._accumulate: dict[nn.Parameter, bool] = {}
-        self._rows = 0  # of all ranks together
-        self._hooks = [
-            target.register_hook(self._refuse_gradient_from_elsewhere) for target in self._targets
-        ]
+        self._found = False  # something on any rank
+        self._elsewhere = Elsewhere(self._targets, self._land, lambda: self._accumulators)
         # autograd's, of the last call: a conversion there and back makes others
         self._accumulators: list[Any] = []
 
@@ -103,17 +104,13 @@ class FactorTransfer(Transfer):
 
     def called(self, output: Tensor) -> Tensor:
         """Note a call of the layer."""
-        self._calls.add(output.grad_fn)
         self._accumulators = [
             _accumulator(target) for target in self._targets if target.requires_grad
         ]
         return output
 
-    def add(self, call: Any, left: Tensor, right: Tensor) -> None:
-        """Keep one pair of factors, of the call whose node runs.
-
-        With the last of this backward, be ready.
-        """
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Keep one pair of factors, of the call whose backward runs."""
         runs = torch._C._will_engine_execute_node
         # a gradient with respect to inputs only
         if not any(runs(node) for node in self._accumulators):
@@ -124,16 +121,14 @@ class FactorTransfer(Transfer):
             raise UsageError(
                 "the layer's backward ran again after its factors were sent",
                 where=self.label,
-                do="use torch.utils.checkpoint with use_reentrant=False, or pin the layer to "
-                '"replicate"',
+                do="use torch.utils.checkpoint with use_reentrant=False, or give parallelize "
+                + self._pin,
             )
-        backward = self.rounds.current()
-        if self._expected is None or backward.accumulating:
-            self._forget_if_cleared()
-            self._expected = len(self._pairs) + sum(
-                node is call or runs(node) for node in self._calls
-            )
+        backward = self._begin()
         left, right = left.detach(), right.detach()
+        weight = self.rounds.weighs()
+        if weight is not None:
+            right = right * weight
         # until they are sent somebody may fill the same input with the next batch
         if backward.accumulating:
             left, right = left.clone(), right.clone()
@@ -144,9 +139,25 @@ class FactorTransfer(Transfer):
             )
         )
         if backward.accumulating:
-            self._expected = None
             self._mark()
-        elif len(self._pairs) == self._expected:
+
+    def _begin(self) -> Round:
+        """A backward comes here: what was kept and cleared since does not count."""
+        backward = self.rounds.current()
+        if not self._begun or backward.accumulating:
+            self._forget_if_cleared()
+        self._begun = not backward.accumulating
+        return backward
+
+    def _land(self, target: nn.Parameter) -> None:
+        """A backward has brought all of a parameter. With the last of them, be ready."""
+        backward = self.rounds.current()
+        if backward.accumulating:
+            if self._elsewhere:
+                self._mark()
+            return
+        self._landed.add(target)
+        if all(other in self._landed for other in self._targets if other.requires_grad):
             backward.ready(self)
 
     def _mark(self) -> None:
@@ -165,22 +176,16 @@ class FactorTransfer(Transfer):
 
     def _forget_if_cleared(self) -> None:
         """Drop the pairs that were kept, where `.grad` was cleared since; and what marked them."""
-        if any(mark.is_cleared(target.grad, self.label) for target, mark in self._marks.items()):
+        if any(
+            mark.is_cleared(target.grad, self.label, self._pin)
+            for target, mark in self._marks.items()
+        ):
             self._pairs.clear()
+            self._elsewhere.drop()
         for target, mark in self._marks.items():
             if mark.ours and target.grad is mark.gradient:
                 target.grad = None
         self._marks.clear()
-
-    def _refuse_gradient_from_elsewhere(self, grad: Tensor | None) -> None:
-        if grad is None:  # the layer's own function gives none
-            return
-        raise UsageError(
-            "the layer's weight got a gradient from outside the layer, which its factors do not "
-            "hold",
-            where=self.label,
-            do='pin the layer to "replicate", or use the weight only by calling its layer',
-        )
 
     def pack(self, backward: Round) -> None:
         self._forget_if_cleared()  # where this backward did not come here
@@ -203,16 +208,20 @@ class FactorTransfer(Transfer):
         mean = (right.to(product.weight.dtype) / self._ranks).contiguous()
         if backward.share != 1:
             mean.mul_(at_least(backward.share))
-        self._packed = left.to(product.left_dtype).contiguous(), mean, backward.share
         self._pairs.clear()
         self._training = [target for target in self._targets if target.requires_grad]
+        more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
+        left = left.to(product.left_dtype).contiguous()
+        self._packed = _Packed(left, mean, backward.share, more)
         for target in self._training:
-            if len(target._backward_hooks or ()) > 1 or target._post_accumulate_grad_hooks:
+            hooks = [*(target._backward_hooks or {}).values()]
+            hooks += (target._post_accumulate_grad_hooks or {}).values()
+            if not all(isinstance(hook, OwnHook) for hook in hooks):
                 raise UsageError(
                     "a gradient hook was put on the layer after parallelize: factor makes its "
                     "gradient elsewhere",
                     where=self.label,
-                    do='pin the layer to "replicate", or look at .grad after backward',
+                    do=f"look at .grad after backward, or give parallelize {self._pin}",
                 )
         for target in self._training:
             self._accumulate[target] = target.grad is not None and target.grad is self._buffers.get(
@@ -221,17 +230,20 @@ class FactorTransfer(Transfer):
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
-        left, right, share = self._packed
-        all_left, all_right = _gathered(comm, left, right, share)
-        self._rows = len(all_left)
-        if not self._rows:
+        gathered = _gathered(comm, self._packed)
+        self._found = bool(len(gathered.left)) or gathered.more
+        if not self._found:
             return
         for target in self._training:
             buffer, add = self._buffer(target), self._accumulate[target]
             if target is self._product.weight:
-                self._product.into(buffer, all_left, all_right, add)
+                self._product.into(buffer, gathered.left, gathered.right, add)
             else:
-                torch.add(buffer if add else torch.zeros_like(buffer), all_right.sum(0), out=buffer)
+                of_rows = gathered.right.sum(0)
+                torch.add(buffer if add else torch.zeros_like(buffer), of_rows, out=buffer)
+        if gathered.more:
+            for target, more in summed(self._packed.more, self._training, comm).items():
+                self._buffers[target].add_(more.div_(gathered.mean_share))
 
     def _buffer(self, target: nn.Parameter) -> Tensor:
         if target not in self._buffers:
@@ -241,21 +253,21 @@ class FactorTransfer(Transfer):
         return self._buffers[target]
 
     def publish(self) -> None:
-        if self._rows:
+        if self._found:
             for target in self._training:
                 if target.grad is None or self._accumulate[target]:
                     target.grad = self._buffers[target]
                 else:
                     target.grad.add_(self._buffers[target])
         self._packed = None
-        self._expected, self._rows = None, 0
+        self._begun = self._found = False
+        self._landed.clear()
 
     def kept(self) -> Sequence[Tensor]:
         return list(self._buffers.values())
 
     def release(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._elsewhere.release()
 
 
 @final
@@ -266,7 +278,7 @@ class _Mark:
         self.gradient, self.ours = gradient, ours  # ours: put there to be seen
         self._version = gradient._version
 
-    def is_cleared(self, gradient: Tensor | None, where: str) -> bool:
+    def is_cleared(self, gradient: Tensor | None, where: str, pin: str) -> bool:
         """Whether it was since set to None or to zero (UsageError for any other change)."""
         if gradient is None:
             return True
@@ -277,18 +289,40 @@ class _Mark:
                 "a gradient was changed of which a part is kept on this rank, to be sent with the "
                 "next backward",
                 where=where,
-                do="change it after the backward outside of optimizer.accumulate(), or pin the "
-                'layer to "replicate"',
+                do="change it after the backward outside of optimizer.accumulate(), or give "
+                f"parallelize {pin}",
             )
         return True
 
 
-def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """All ranks' rows, in rank order, those on the right over the mean of shares.
+@dataclass(frozen=True)
+class _Packed:
+    """What a rank contributes."""
 
-    Everything is sent at once; a peer receives when it knows how much there is.
+    left: Tensor
+    right: Tensor
+    share: float
+    more: Tensor | None  # gradients from elsewhere, flat
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """All ranks' rows, in rank order, those on the right over the mean of shares."""
+
+    left: Tensor
+    right: Tensor
+    mean_share: float
+    more: bool  # whether any rank has gradients from elsewhere
+
+
+def _gathered(comm: Comm, packed: _Packed) -> _Gathered:
+    """All ranks' rows. Everything is sent at once.
+
+    A peer receives when it knows how much there is.
     """
-    header = torch.tensor([len(left), share], dtype=torch.float64, device="cpu")
+    left, right = packed.left, packed.right
+    words = [len(left), packed.share, packed.more is not None]
+    header = torch.tensor(words, dtype=torch.float64, device="cpu")
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
     pending = [comm.receive(headers[r], r) for r in comm.others]
     # once for all, where they lie on a GPU
@@ -312,7 +346,8 @@ def _gathered(comm: Comm, left: Tensor, right: Tensor, share: float) -> tuple[Te
         transmission.wait()
     if mean_share != 1:
         all_right.div_(mean_share)
-    return all_left, all_right
+    more = any(bool(header_of_rank[2]) for header_of_rank in headers)
+    return _Gathered(all_left, all_right, mean_share, more)
 
 
 def _accumulator(parameter: Tensor) -> Any:

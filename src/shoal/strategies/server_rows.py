@@ -27,6 +27,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.ways import TableRows
+from shoal.contracts.weighing import Weighing
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.role import Role
@@ -81,7 +82,7 @@ class ServerRows(Strategy):
             raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
         assert place.tables is not None and isinstance(module.weight, nn.Parameter)
         rows = place.tables.give(f"{name}.weight", module.weight)
-        run_by(module, _Table(module, module.weight, rows))
+        run_by(module, _Table(name, module, module.weight, rows, place.weighs))
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -108,8 +109,15 @@ def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:
 class _Table:
     """Runs an embedding whose rows are at servers."""
 
-    def __init__(self, module: nn.Embedding, weight: nn.Parameter, table: TableRows) -> None:
-        self.weight = weight
+    def __init__(
+        self,
+        name: str,
+        module: nn.Embedding,
+        weight: nn.Parameter,
+        table: TableRows,
+        weighs: Weighing,
+    ) -> None:
+        self.name, self.weight, self._weighs = name, weight, weighs
         self._table, self._padding, self._rows = table, module.padding_idx, module.num_embeddings
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -130,7 +138,8 @@ class _Table:
         """Give their gradients to the servers."""
         if self._padding is not None:
             gradients = gradients.masked_fill((ids == self._padding).unsqueeze(1), 0.0)
-        self._table.push(ids, gradients)
+        weight = self._weighs()
+        self._table.push(ids, gradients if weight is None else gradients * weight)
 
 
 class _Pulled(torch.autograd.Function):
@@ -143,6 +152,6 @@ class _Pulled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        refuse_second_derivative()
+        refuse_second_derivative(ctx.table.name)
         ctx.table.push(ctx.ids, grad)
         return None, None, None

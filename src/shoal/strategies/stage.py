@@ -35,6 +35,7 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
+from shoal.core.names import pins
 from shoal.core.role import Role
 from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
@@ -185,7 +186,7 @@ class _Body:
                         "the model's output is not what its end has put out, which runs on tail "
                         "hosts",
                         got=type(output).__name__,
-                        do='return it as it is, or pin the layers to something else than "stage"',
+                        do=f"return it as it is, or give parallelize {pins(tail.layers)}",
                     )
                 tickets += output.tickets
             for _ in range(len(pieces), tail.micro_batches):

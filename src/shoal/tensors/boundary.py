@@ -10,8 +10,9 @@ A layer that is cut over P ranks sees the rows of all of them. Rank r brings K_r
 
 `scale` multiplies what goes back. A parameter's gradient is a mean over ranks, so a cut layer
 divides by P what comes back into it and multiplies by P what leaves it again, instead of a pass
-over its weights. Each costs at most one message to and from every peer a chunk, and the counts of
-rows (`rows_of_all`) 80 bytes each.
+over its weights. Where ranks have unlike numbers of rows, each weighs its own as they come in, and
+divides by that as they leave (contracts/weighing.py). Each costs at most one message to and from
+every peer a chunk, and the counts of rows (`rows_of_all`) 80 bytes each.
 
 A move into a linear layer is one operator with its product (`linear`), so that each hides under the
 other:
@@ -28,7 +29,7 @@ Deep Learning Models", ASPLOS 2023.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +37,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.weighing import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
+from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
 
 _Coming = Callable[[], Tensor]  # waits for what was sent
@@ -45,18 +48,31 @@ _Way = Callable[[Tensor], _Coming]
 
 @dataclass(frozen=True)
 class Move:
-    """A move and its transpose; both are started by one call, and waited for by another."""
+    """A move and its transpose; both are started by one call, and waited for by another.
+
+    `leaves` says that this rank's own rows are what it gives, not what it takes.
+    """
 
     there: _Way
     way_back: _Way
     scale: float
     comm: Comm
     purpose: str  # of what it is part, for messages
+    leaves: bool
+    weighs: Weighing
+    layer: str
 
     def back(self, grad: Tensor) -> _Coming:
-        """Start moving a gradient back."""
+        """Start moving a gradient back: weighed, where it is of this rank's own rows."""
+        weight = self.weighs() if self.leaves else None
         self.comm.begins(f"backward, {self.purpose}")
-        return self.way_back(grad)
+        return self.way_back(grad if weight is None else grad * weight)
+
+    def come_back(self, back: Tensor) -> Tensor:
+        """What has come back, scaled in place: weighed no more, where it is of own rows."""
+        weight = None if self.leaves else self.weighs()
+        scale = self.scale / weight if weight else self.scale  # at weight 0 it is 0
+        return back if scale == 1.0 else back.mul_(scale)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The tensor where it is moved to."""
@@ -71,39 +87,44 @@ class Rows:
     comm: Comm
     counts: tuple[int, ...]
     purpose: str = "rows of a layer"  # the call, for messages
+    weighs: Weighing = UNWEIGHED
+    layer: str = ""
 
     def gathered(self, scale: float) -> Move:
         """Every rank's rows, in rank order, on every rank."""
-        return Move(self._gather, self._sum, scale, self.comm, self.purpose)
+        return self._move(self._gather, self._sum, scale, leaves=False)
 
     def summed(self, x: Tensor, scale: float) -> Tensor:
         """This rank's rows of the sum over ranks, added up in rank order."""
-        return Move(self._sum, self._gather, scale, self.comm, self.purpose)(x)
+        return self._move(self._sum, self._gather, scale, leaves=True)(x)
 
     def to_columns(self, widths: Sequence[int], scale: float) -> Move:
         """All ranks' rows, of the columns that are this rank's."""
-        return Move(
+        return self._move(
             lambda t: self._to_columns(t, widths),
             lambda t: self._to_rows(t, widths),
             scale,
-            self.comm,
-            self.purpose,
+            leaves=False,
         )
 
     def to_rows(self, x: Tensor, widths: Sequence[int], scale: float) -> Tensor:
         """This rank's rows, of all columns."""
-        return Move(
+        return self._move(
             lambda t: self._to_rows(t, widths),
             lambda t: self._to_columns(t, widths),
             scale,
-            self.comm,
-            self.purpose,
+            leaves=True,
         )(x)
+
+    def _move(self, there: _Way, way_back: _Way, scale: float, *, leaves: bool) -> Move:
+        return Move(
+            there, way_back, scale, self.comm, self.purpose, leaves, self.weighs, self.layer
+        )
 
     def chunks(self, number: int) -> list[Rows]:
         """So many parts, each with rows of every rank: fewer where a rank has not as many."""
         cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
-        return [Rows(self.comm, part, self.purpose) for part in zip(*cuts, strict=True)]
+        return [replace(self, counts=part) for part in zip(*cuts, strict=True)]
 
     @property
     def mine(self) -> int:
@@ -165,12 +186,14 @@ def linear(
     return product
 
 
-def rows_of_all(comm: Comm, rows: int, purpose: str) -> Rows:
+def rows_of_all(
+    comm: Comm, rows: int, purpose: str, layer: str = "", weighs: Weighing = UNWEIGHED
+) -> Rows:
     """Tell every rank how many rows this one brings, and what for.
 
     RanksDiffer if others are about something else.
     """
-    return Rows(comm, tuple(comm.numbers([rows] * comm.size, purpose)), purpose)
+    return Rows(comm, tuple(comm.numbers([rows] * comm.size, purpose)), purpose, weighs, layer)
 
 
 def call_of(layer: str) -> str:
@@ -182,19 +205,27 @@ def call_of(layer: str) -> str:
     return f"{mode}, call of layer {layer}"
 
 
-def refuse_second_derivative() -> None:
+def refuse_second_derivative(layer: str) -> None:
     """Raise UsageError in a backward that is to be differentiated again."""
     if torch.is_grad_enabled():
         raise UsageError(
-            "a layer that is cut over the ranks cannot be differentiated twice (create_graph=True)",
-            do='pin the layer to "replicate"',
+            f"layer {layer} is not whole on this rank, and cannot be differentiated twice "
+            "(create_graph=True)",
+            where=f"layer {layer}",
+            do=f"give parallelize {pins([layer])}",
         )
 
 
 def dealt(
-    x: Tensor, comm: Comm, sent: Sequence[int], received: Sequence[int], scale: float = 1.0
+    x: Tensor,
+    comm: Comm,
+    sent: Sequence[int],
+    received: Sequence[int],
+    scale: float = 1.0,
+    weighs: Weighing = UNWEIGHED,
+    layer: str = "",
 ) -> Tensor:
-    """Deal rows to the ranks, `sent[r]` in a row to rank r, and join what comes.
+    """Deal rows to the ranks, `sent[r]` in a row to rank r, and join what comes: own rows.
 
     Backward deals it back.
     """
@@ -211,6 +242,9 @@ def dealt(
         scale,
         comm,
         "rows of an embedding",
+        leaves=True,
+        weighs=weighs,
+        layer=layer,
     )(x)
 
 
@@ -222,9 +256,8 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivative()
-        back = ctx.move.back(grad)()
-        return back if ctx.move.scale == 1.0 else back.mul_(ctx.move.scale), None
+        refuse_second_derivative(ctx.move.layer)
+        return ctx.move.come_back(ctx.move.back(grad)()), None
 
 
 class _Linear(torch.autograd.Function):
@@ -267,7 +300,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative(ctx.moves[0].layer)
         inside, weight = ctx.saved_tensors  # what is checkpointed runs again here
         with torch._C.DisableTorchFunctionSubclass():  # this rank's part of the weight
             return (
@@ -295,7 +328,7 @@ def _gradients(
     finally:
         back = [come() for come in coming]
     if back:
-        dx = _joined(back).mul_(ctx.moves[0].scale)
+        dx = ctx.moves[0].come_back(_joined(back))
     return dx, dweight, dbias
 
 

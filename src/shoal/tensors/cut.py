@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.weighing import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
+from shoal.core.names import pins
 from shoal.core.pieces import is_clearing, is_tracing, local_gradient, set_local_gradient
 from shoal.core.rows import in_rows
 
@@ -35,9 +37,10 @@ _CUT = "_shoal_cut"
 class Cut(ABC):
     """Where the whole of a parameter is, of which this rank has a part."""
 
-    def __init__(self, name: str, whole: Tensor, comm: Comm) -> None:
+    def __init__(self, name: str, whole: Tensor, comm: Comm, weighs: Weighing = UNWEIGHED) -> None:
         self.name = name
         self.comm = comm
+        self.weighs = weighs
         self.like = torch.empty_like(whole, device="meta", memory_format=torch.contiguous_format)
         self.layout = torch.empty_like(whole, device="meta")  # how it lay in memory
         self.buffer: Tensor | None = None  # a gradient's memory, kept from one backward to the next
@@ -105,9 +108,15 @@ class OverRanks(Cut):
     """Every rank r has `sizes[r]` of dimension `dim`, in rank order. Looking is a collective."""
 
     def __init__(
-        self, name: str, whole: Tensor, dim: int, sizes: Sequence[int], comm: Comm
+        self,
+        name: str,
+        whole: Tensor,
+        dim: int,
+        sizes: Sequence[int],
+        comm: Comm,
+        weighs: Weighing = UNWEIGHED,
     ) -> None:
-        super().__init__(name, whole, comm)
+        super().__init__(name, whole, comm, weighs)
         self._dim, self._sizes = dim, list(sizes)
 
     def part(self, whole: Tensor) -> Tensor:
@@ -350,12 +359,13 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, its_cut: Cut) -> Tensor:
-        ctx.cut = its_cut
+        ctx.cut, ctx.call = its_cut, its_cut.weighs.call()
         return its_cut.whole(part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.cut.mean(grad), None
+        weight = ctx.cut.weighs(ctx.call)
+        return ctx.cut.mean(grad if weight is None else grad * weight), None
 
 
 def _wholes(values: Any) -> Any:
@@ -382,8 +392,8 @@ def _refused(parameter: Tensor, operation: str) -> UsageError:
         f"{operation} on parameter {its_cut.name}, of which this rank has a part, would not reach "
         "the rest",
         where=f"rank {its_cut.comm.rank} of {its_cut.comm.size}",
-        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}, or pin the layer "
-        "to replicate; "
+        do=f"under torch.no_grad() use one of {', '.join(sorted(_ELEMENTWISE))}, or give "
+        f"parallelize {pins([its_cut.name.rpartition('.')[0]])}; "
         "if an optimizer does it: use the one that was given to parallelize",
     )
 

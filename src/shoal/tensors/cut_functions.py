@@ -83,14 +83,16 @@ class RowTerms(torch.autograd.Function):
         log_sum = _log_sum(parts[:, :, 0], parts[:, :, 1])
         ctx.save_for_backward(part, row, at, here, log_sum, of_class)
         ctx.picked, ctx.every_row = picked, every_row
+        ctx.weighs, ctx.layer = rows.weighs, rows.layer
         return log_sum, parts[:, :, 2].sum(0), parts[:, :, 3].sum(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
+        refuse_second_derivative(ctx.layer)
         part, row, at, here, log_sum, of_class = ctx.saved_tensors
         comm = ctx.picked.comm
-        own_grads = torch.stack([*(grad / comm.size for grad in grads), log_sum], 1)
+        part_of_mean = (ctx.weighs() or 1.0) / comm.size  # at weight 0 there are no rows
+        own_grads = torch.stack([*(grad * part_of_mean for grad in grads), log_sum], 1)
         everyone = own_grads.new_empty(len(row), 4)
         comm.begins(f"backward, {ctx.picked.purpose}")
         comm.all_gather(everyone.split(ctx.picked.counts), own_grads)
@@ -119,12 +121,12 @@ class LogSum(torch.autograd.Function):
         )
         log_sum = _log_sum(parts[:, :, 0], parts[:, :, 1])
         ctx.save_for_backward(part, log_sum)
-        ctx.comm = comm
+        ctx.comm, ctx.layer = comm, rows.layer
         return log_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        refuse_second_derivative()
+        refuse_second_derivative(ctx.layer)
         part, log_sum = ctx.saved_tensors
         everyone = grad.new_empty(ctx.comm.size, len(grad))
         ctx.comm.begins("backward, softmax of an output that is cut")

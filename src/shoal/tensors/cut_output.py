@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
+from shoal.core.names import pins
 from shoal.tensors.boundary import Rows, rows_of_all
 from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
 
@@ -136,12 +137,13 @@ class CutOutput(Tensor):
         if (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set")):
             raise UsageError(
                 f"{name} on an output that is cut over the ranks would change a copy of it",
-                do="write it out of place (out = out / 2), or pin the layer to column",
+                do="write it out of place (out = out / 2), or give parallelize "
+                + pins([self._rows.layer], "column"),
             )
         if name.startswith(("register_", "retain_")):
             raise UsageError(
                 f"{name} on an output that is cut over the ranks would be of a copy of it",
-                do='pin the layer to "column", whose output is whole',
+                do=f"give parallelize {pins([self._rows.layer], 'column')}: its output is whole",
             )
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)

@@ -1,0 +1,308 @@
+"""What a row is, and whether a loss is a mean or a sum over rows: seen on the sample.
+
+    sum or mean   the loss of some rows, of the same rows twice, and three times: L, 2L, 3L of a
+                  sum; L, L, L of a mean; anything else is taken for a mean
+    terms         those of the target: its first dimension, and each further one along which the
+                  loss is a mean, too (tokens of a text)
+    where         in training the number is to be known as early as can be. The first of these
+                  places that has it on every rank's sample: the first tensor of the input; the
+                  output; any other tensor, or list, of the input; the target, at the loss
+
+A loss that is a sum of rows and of something else than rows is neither, and is refused. Costs a few
+calls of the loss on at most eight rows; of a model that returns its own loss, of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import isfinite, prod
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shoal.contracts.sample import LossFn, Sample, arguments, called, own_loss
+from shoal.core.errors import SampleError, UsageError
+from shoal.core.terms import INPUT, OUTPUT, TARGET, Terms
+
+OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
+DEPTH = 3  # objects within objects
+_FEW = 8  # rows that a loss is tried on
+_NEAR = 1e-3  # of two losses that should be the same
+_OF_MODULES = frozenset(vars(nn.Module()))
+_MEAN, _SUM, _NEITHER, _UNKNOWN = "mean", "sum", "neither", "unknown"
+
+_Path = tuple[int | str, ...]
+_Size = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank's sample shows."""
+
+    kind: str  # of the loss
+    places: tuple[Terms, ...]  # where the terms can be counted
+    kept: bool = False  # modules keep tensors with a history
+
+
+def seen(sample: Sample) -> Seen:
+    """What this rank's sample shows, after a step. Runs the model and the loss some times more."""
+    kept = any(
+        tensor.grad_fn is not None
+        for module in sample.model.modules()
+        for value in kept_by(module).values()
+        for tensor in tensors_of(value)
+    )
+    with torch.no_grad():
+        own = sample.loss_fn
+        found = _of_own_loss(sample) if own is None else _of_loss(sample, own)
+    return replace(found, kept=kept)
+
+
+def kept_by(module: nn.Module) -> dict[str, Any]:
+    """A module's attributes that may hold what it has computed."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor | list | tuple | dict) and name not in _OF_MODULES
+    }
+
+
+def agreed_terms(ranks: Sequence[Seen]) -> Terms:
+    """What every rank's sample shows, the same for all.
+
+    Raises:
+        SampleError: the loss is a sum over rows and of something else.
+    """
+    kinds = {rank.kind for rank in ranks}
+    if _NEITHER in kinds:
+        raise SampleError(
+            "the loss is a sum over rows, and of something that does not grow with rows",
+            do="let loss_fn give the sum alone, and add the rest to what it returns; or give a "
+            "mean over rows",
+        )
+    common = [place for place in ranks[0].places if all(place in rank.places for rank in ranks)]
+    first = [place for place in common if place.source == INPUT and not place.path]
+    by_output = [place for place in common if place.source == OUTPUT]
+    elsewhere = [place for place in common if place.source == INPUT and place.path]
+    in_order = [*first, *by_output, *elsewhere] if len(first) == 1 else []
+    chosen = next(iter([*in_order, *by_output, *elsewhere, *first]), Terms(TARGET))
+    summed = _SUM in kinds and _MEAN not in kinds
+    return replace(chosen, summed=summed, kept=any(rank.kept for rank in ranks))
+
+
+def count_of(terms: Terms, value: Any) -> float:
+    """The terms that a batch has, of the inputs, output or target that `terms` names.
+
+    Raises:
+        UsageError: it is not of the sample's form.
+    """
+    size = _size_at(value, terms.path) if terms.path else next(_sizes(value), ((), (1,)))[1]
+    if size is None or (terms.path and len(size) <= max(terms.dims)):
+        raise UsageError(
+            f"the {terms.source} is not of the form that it had in the sample, so this rank's rows "
+            "cannot be counted",
+            got=f"nothing of {1 + max(terms.dims)} dimensions at {list(terms.path)}",
+            do="call the model as the sample does, or say what the loss is a mean over: "
+            "parallelize(…, count=lambda output, y: len(y))",
+        )
+    return float(prod(size[dim] for dim in terms.dims if dim < len(size)))
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors in containers; where there are none, those in the attributes of objects."""
+    found: set[int] = set()
+    level = [batch]
+    for _ in range(1 + DEPTH):
+        leaves = [leaf for value in level for leaf in pytree.tree_leaves(value)]
+        if tensors := [leaf for leaf in leaves if isinstance(leaf, Tensor)]:
+            return tensors
+        objects = {
+            id(leaf): leaf
+            for leaf in leaves
+            if hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE)
+        }
+        level = [vars(leaf) for number, leaf in objects.items() if number not in found]
+        found |= objects.keys()
+    return []
+
+
+def _of_loss(sample: Sample, loss_fn: LossFn) -> Seen:
+    output, y = sample.output(), sample.y
+    target = next(_sizes(y), None)
+    if target is None or not target[1][0]:
+        return Seen(_UNKNOWN, (Terms(),))
+    number = target[1][0]
+
+    def loss_of(rows: Sequence[int]) -> float:
+        return float(loss_fn(_picked(output, number, rows), _picked(y, number, rows)))
+
+    kind = _kind(loss_of, min(number, _FEW))
+    dims = [0]
+    if kind == _MEAN and isinstance(output, Tensor) and isinstance(y, Tensor):
+        dims += _mean_along(loss_fn, output, y)
+    counted = [dims]
+    if len(dims) > 1 and len(dims) == len(target[1]) and y.is_floating_point():
+        counted.append(dims[:-1])  # the last are features, of any number
+    sources = {
+        INPUT: list(_sizes(arguments(sample.model, sample.x))),
+        OUTPUT: list(_sizes(output))[:1],
+    }
+    return Seen(kind, tuple(_places(sources, [[target[1][d] for d in each] for each in counted])))
+
+
+def _of_own_loss(sample: Sample) -> Seen:
+    """Of a model that returns its loss, whose terms only its input tells."""
+    size = next(_sizes(arguments(sample.model, sample.x)), (None, (0,)))[1]
+    # a table of one row, as of a text that is packed: its columns are what others call rows
+    place = Terms(dims=(0, 1)) if len(size) == 2 and size[0] == 1 else Terms()
+    model, number = sample.model, size[0]
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()  # no dropout, and no statistics
+
+    def loss_of(rows: Sequence[int]) -> float:
+        with torch.enable_grad():  # by which the loss in a tuple is known
+            return float(own_loss(called(model, _picked(sample.x, number, rows))))
+
+    try:
+        return Seen(_kind(loss_of, min(number, _FEW)), (place,))
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _kind(loss_of: Callable[[Sequence[int]], float], number: int) -> str:
+    """What a loss is of rows, by those of the first ones once, twice and three times."""
+    rows = list(range(number))
+    try:
+        once, twice, thrice = (loss_of(rows * times) for times in (1, 2, 3))
+    except Exception:  # it takes no rows but its own, or none that come twice
+        return _UNKNOWN
+    if not (isfinite(once) and once):
+        return _UNKNOWN
+    if _near(twice, once) and _near(thrice, once):
+        return _MEAN
+    if _near(twice, 2 * once) and _near(thrice, 3 * once):
+        return _SUM
+    more, still_more = twice - once, thrice - twice
+    grows = abs(more) > _NEAR * abs(once) and abs(more - still_more) <= _NEAR * abs(more)
+    return _NEITHER if grows else _UNKNOWN
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= _NEAR * max(abs(a), abs(b))
+
+
+def _mean_along(loss_fn: LossFn, output: Tensor, y: Tensor) -> list[int]:
+    """The target's further dimensions along which the loss is a mean."""
+    along = _matching(output.shape, y.shape)
+    if along is None:
+        return []
+    output, y = output[:_FEW], y[:_FEW]
+    try:
+        whole = float(loss_fn(output, y))
+        return [
+            dim
+            for dim in range(1, y.dim())
+            if _near(
+                float(loss_fn(torch.cat([output] * 2, along[dim]), torch.cat([y] * 2, dim))), whole
+            )
+        ]
+    except Exception:  # the loss knows the size
+        return []
+
+
+def _matching(output: _Size, target: _Size) -> list[int] | None:
+    """Which of an output's dimensions are those of the target: beside one of classes, or all."""
+    if output == target or output[:-1] == target:
+        return list(range(len(target)))
+    if len(output) == 1 + len(target) and (output[:1] + output[2:]) == target:
+        return [0, *range(2, len(output))]
+    return None
+
+
+def _places(
+    sources: Mapping[str, Sequence[tuple[_Path, _Size]]], wanted: Sequence[Sequence[int]]
+) -> Iterator[Terms]:
+    """Where as many terms can be counted, by dimensions of these sizes or of their product."""
+    for source, sizes in sources.items():
+        for index, (path, size) in enumerate(sizes):
+            for parts in wanted:
+                found = _dims_of(size, parts)
+                yield from (Terms(source, path if index else (), dims) for dims in found)
+                if found:
+                    break
+
+
+def _dims_of(size: _Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
+    """The dimensions of these sizes in this order, else those of the same product."""
+    numbers = range(len(size))
+    same = [
+        dims
+        for dims in combinations(numbers, len(parts))
+        if [size[dim] for dim in dims] == list(parts)
+    ]
+    if same or prod(parts) <= 1:
+        return same
+    return [
+        dims
+        for count in range(1, len(size) + 1)
+        for dims in combinations(numbers, count)
+        if prod(size[dim] for dim in dims) == prod(parts)
+    ]
+
+
+def _picked(value: Any, number: int, rows: Sequence[int]) -> Any:
+    """The same with these rows of everything that has so many."""
+
+    def is_list(leaf: Any) -> bool:
+        return isinstance(leaf, list)
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return [leaf[row] for row in rows] if len(leaf) == number else leaf
+        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == number:
+            return leaf[torch.tensor(rows, device=leaf.device)]
+        return leaf
+
+    return pytree.tree_map(pick, value, is_leaf=is_list)
+
+
+def _sizes(value: Any, path: _Path = (), depth: int = DEPTH) -> Iterator[tuple[_Path, _Size]]:
+    """The size of every tensor that has one, and the length of every list, in order."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield path, tuple(value.shape)
+    elif isinstance(value, list):
+        if value and not isinstance(value[0], int | float | str):
+            yield (*path, "#"), (len(value),)
+            yield from _sizes(value[0], (*path, 0), depth)
+    elif isinstance(value, tuple):
+        for index, part in enumerate(value):
+            yield from _sizes(part, (*path, index), depth)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            if isinstance(key, str | int):
+                yield from _sizes(part, (*path, key), depth)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, OPAQUE):
+        for name, part in vars(value).items():
+            yield from _sizes(part, (*path, f".{name}"), depth - 1)
+
+
+def _size_at(value: Any, path: _Path) -> _Size | None:
+    """The size of what is at the end of a path, or None."""
+    for step in path:
+        if step == "#":
+            return (len(value),) if isinstance(value, list) else None
+        try:
+            if isinstance(step, str) and step.startswith("."):
+                value = getattr(value, step[1:])
+            else:
+                value = value[step]
+        except (AttributeError, IndexError, KeyError, TypeError):
+            return None
+    return tuple(value.shape) if isinstance(value, Tensor) else None
