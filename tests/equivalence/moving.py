@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from one_process import Batch, cluster_of, rows_of, sgd, state
+from one_process import Batch, cluster_of, on_threads, rows_of, sgd, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
+from shoal.comm.threads import ThreadComm
 from shoal.comm.traced import Counts, TracedComm
 from shoal.core.facts import MovingState
 from shoal.front.joining import using
@@ -193,6 +193,7 @@ def on_ranks(
     ranks: int,
     *,
     uneven: bool = False,
+    servers: int = 0,
     loop: Callable[..., None] | None = None,
     **options: Any,
 ) -> list[Ended]:
@@ -203,7 +204,7 @@ def on_ranks(
         replica, loss = copies[comm.rank]
         traced = TracedComm(comm)
         mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
-        with using(traced, cluster_of(ranks)):
+        with using(traced, cluster_of(ranks, servers)):
             optimizer = sgd(p for p in replica.parameters() if p.requires_grad)
             replica, loss, optimizer = shoal.parallelize(
                 replica, loss, optimizer, sample=mine[0], **options
@@ -219,4 +220,4 @@ def on_ranks(
             replica.eval()
             return state(replica), loss, attached.profile.moving, traced.counts
 
-    return run(ranks, work, timeout_s=20)
+    return on_threads(ranks, work, servers)

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from moving import READ, Centred, CentredLoss, Observed, Quantised, by_hand, normed, on_ranks
+from moving import (
+    READ,
+    Centred,
+    CentredLoss,
+    Observed,
+    Quantised,
+    Queued,
+    by_hand,
+    normed,
+    on_ranks,
+)
 from one_process import (
     assert_same_bits,
     built,
@@ -25,7 +35,7 @@ from one_process import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.core.errors import SampleError, UsageError
+from shoal.core.errors import PlanError, SampleError, UsageError
 from shoal.strategies.moving import phase_of
 
 BATCHES = features(6, 3, steps=6)
@@ -57,6 +67,17 @@ def test_it_agrees_under_every_way_to_serve_the_layers(way: str) -> None:
     ended = on_ranks(model, F.cross_entropy, BATCHES, 2, memory="low" if low else "fast", **options)
     assert_same_bits([own for own, *_ in ended])
     assert difference(expected, ended[0][0]) <= 1e-10
+
+
+def test_it_agrees_beside_servers_and_is_refused_where_workers_run_ahead() -> None:
+    model, served = built(Centred), {"pins": {"*": "server"}, "servers": 1}
+    expected, _ = by_hand(model, F.cross_entropy, BATCHES, 2)
+    ended = on_ranks(model, F.cross_entropy, BATCHES, 2, **served)
+    assert_same_bits([own for own, *_ in ended])
+    assert difference(expected, ended[0][0]) <= 1e-10
+    with pytest.raises(PlanError, match="workers that run ahead of one another cannot agree"):
+        on_ranks(model, F.cross_entropy, BATCHES, 2, servers=1, staleness=1)
+    on_ranks(model, F.cross_entropy, BATCHES, 2, servers=1, staleness=1, buffers="local")
 
 
 def test_the_losss_own_state_agrees() -> None:
@@ -178,6 +199,19 @@ def test_a_large_state_goes_on_from_every_rank() -> None:
     assert difference(expected, ended[0][0]) <= 1e-10
     phase = phase_of(ended[0][2], cluster_of(3))
     assert phase is not None and phase.traffic.worst < 2 * 50_005 * 8
+
+
+def test_a_place_in_a_queue_agrees_where_rows_are_uneven() -> None:
+    """The sample, of as many rows on every rank, does not show that it would differ."""
+
+    def loop(model: Any, loss: Any, optimizer: Any, batches: Any, comm: Any) -> None:
+        plain(
+            model, loss, optimizer, [(x[: 2 + comm.rank], y[: 2 + comm.rank]) for x, y in batches]
+        )
+
+    ended = on_ranks(built(Queued), F.cross_entropy, BATCHES, 2, loop=loop)
+    assert {moves.name for moves in ended[0][2]} == {"queue", "place"}
+    assert_same_bits([own for own, *_ in ended])
 
 
 def test_it_can_be_turned_off_and_said() -> None:

@@ -175,6 +175,18 @@ class Learning(nn.Module):
         return F.cross_entropy(output * self.scale, target)
 
 
+class Centring(nn.Module):
+    """A loss that changes its own buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.center.lerp_(output.detach().mean(0), 0.1)
+        return F.cross_entropy(output - self.center, target)
+
+
 SCALE = nn.Parameter(torch.ones((), dtype=torch.float64))
 CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "not the end": (
@@ -200,6 +212,7 @@ CANNOT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"loss_fn": lambda output, target: F.cross_entropy(output * SCALE, target)},
         "the loss reads parameters itself",
     ),
+    "a loss that centres": (Net, {"loss_fn": Centring()}, "the loss changes its buffers"),
     "changed by micro-batches": (Turned, {}, "micro_batches=1 does not cut the batch"),
     "normalised in batches": (NormedBody, {}, "micro_batches=1 does not cut the batch"),
     "hooks": (Hooked, {}, "has hooks"),

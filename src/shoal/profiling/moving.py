@@ -214,7 +214,9 @@ def _unlike(names: Sequence[str], sample: Sample, changes: Changes, comm: Comm) 
     if len(unlike) < len(kept):
         told = comm.gather_objects(_follows_rows(sample, changes, list(kept)), _CHECKING)
         unlike.update(*told)
-    return [name for name in kept if name in unlike]
+    # of one module all that changes: a queue, and the place in it that uneven rows make unlike
+    modules = {known[name].module() for name in unlike}
+    return [name for name in kept if known[name].module() in modules]
 
 
 def _follows_rows(sample: Sample, changes: Changes, names: Sequence[str]) -> list[str]:

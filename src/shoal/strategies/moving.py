@@ -1,8 +1,8 @@
 """State that training changes on each rank otherwise: it agrees as backward ends.
 
-    pack      rank 0's bytes; or what each rank has changed since it agreed last, by its share
-    run       bytes from rank 0 to all; or the changes are summed
-    publish   all ranks have rank 0's; or what they agreed on last, and the mean change
+    pack      rank 0's bytes; or every rank's numbers, by its share, and which it has changed
+    run       bytes from rank 0 to all; or the numbers are summed
+    publish   all ranks have rank 0's; or the mean of what any rank has changed
 
 It goes first in every backward that sends, while gradients come, or last where backward itself
 changes it. So nothing is left to do at `eval()` or in `state_dict()`, which one rank may call
@@ -59,10 +59,10 @@ def phase_of(moving: Sequence[MovingState], cluster: Cluster) -> Phase | None:
     """What that costs in a step."""
     traffics = []
     for itemsize in (4, 8):
-        numel = sum(s.numel for s in moving if s.how == "mean" and s.itemsize == itemsize)
-        if numel:
-            num_control = num_shares(itemsize)
-            bucket = Bucket(numel + num_control, itemsize, control=(num_control,))
+        numels = [s.numel for s in moving if s.how == "mean" and s.itemsize == itemsize]
+        if numels:
+            num_control = len(numels) + num_shares(itemsize)
+            bucket = Bucket(sum(numels) + num_control, itemsize, control=(num_control,))
             traffics.append(_DIRECT.traffic(bucket, cluster.topology))
     nbytes = sum(state.nbytes for state in moving if state.how == "first")
     if nbytes:
@@ -192,10 +192,7 @@ class FirstRanks(_OfState):
 
 @final
 class MeanOfRanks(_OfState):
-    """Every rank gets the mean of what ranks have changed since they agreed.
-
-    What nobody has changed keeps its bits.
-    """
+    """Every rank gets the mean over ranks. What nobody has changed keeps its bits."""
 
     def __init__(self, held: Sequence[State], ranks: int, at_once: bool) -> None:
         super().__init__(held, at_once)
@@ -204,35 +201,39 @@ class MeanOfRanks(_OfState):
         if any(tensor.dtype is torch.float64 for tensor in self._tensors):
             self._dtype = torch.float64
         self._known = self._together(self._tensors)  # what all ranks have agreed on
-        sizes = [len(self._known), num_shares(self._dtype.itemsize)]
-        self._flat = self._known.new_zeros(sum(sizes))
-        self._changes, self._shares = self._flat.split(sizes)
         self._numels = [tensor.numel() for tensor in self._tensors]
-        numels = {state.name: numel for state, numel in zip(held, self._numels, strict=True)}
-        self._carrier = _DIRECT.carrier(LiveBucket.even(self._flat, numels, ranks))
+        numbers = torch.arange(len(held), device=self._known.device)
+        sizes = torch.tensor(self._numels, device=self._known.device)
+        self._whose = torch.repeat_interleave(numbers, sizes)  # of each number
+        parts = [len(self._known), len(held), num_shares(self._dtype.itemsize)]
+        self._flat = self._known.new_zeros(sum(parts))
+        self._values, self._flags, self._shares = self._flat.split(parts)
+        by_name = {state.name: numel for state, numel in zip(held, self._numels, strict=True)}
+        self._carrier = _DIRECT.carrier(LiveBucket.even(self._flat, by_name, ranks))
 
     def pack(self, backward: Round) -> None:
-        tensors = self.now()
-        self._known = torch.where(self._known.isfinite(), self._known, 0)
-        torch.sub(self._together(tensors), self._known, out=self._changes)
-        self._changes.mul_(1 / self._ranks)
-        weigh([self._changes], self._shares, backward.share, self._ranks)
+        values = self._together(self.now())
+        differ = (values != self._known).to(self._dtype)
+        self._flags.zero_().index_add_(0, self._whose, differ).clamp_(max=1)
+        torch.mul(values, 1 / self._ranks, out=self._values)
+        weigh([self._values], self._shares, backward.share, self._ranks)
 
     def run(self, comm: Comm) -> None:
         self._carrier.reduce(comm)
         self._carrier.gather(comm)
-        divide([self._changes], self._shares, self._ranks)
+        divide([self._values], self._shares, self._ranks)
 
     def publish(self) -> None:
         tensors = self.now()
-        values = (self._known + self._changes).split(self._numels)
+        is_changed = self._flags[self._whose] > 0
+        values = torch.where(is_changed, self._values, self._known).split(self._numels)
         # nothing that is still to go backward depends on them: no version tells of it
         for tensor, value in zip(tensors, values, strict=True):
             tensor.data.copy_(value.view(tensor.shape))
         self._known = self._together(tensors)
 
     def kept(self) -> Sequence[Tensor]:
-        return [self._flat, self._known]
+        return [self._flat, self._known, self._whose]
 
     def _together(self, tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.detach().reshape(-1).to(self._dtype) for tensor in tensors])
