@@ -1,5 +1,5 @@
 """An ordinary training script with the five lines that spread it over several processes: the
-sample, and each `shoal`.
+sample, and each `shoal`. Two more print one loss, that of all rows.
 
 python examples/plain_loop.py                               # alone
 torchrun --nproc-per-node 2 examples/plain_loop.py          # two processes
@@ -31,11 +31,15 @@ x, y = next(iter(loader))
 model, loss_fn, optimizer = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y))
 
 for epoch in range(3):
-    losses = []
+    total, rows = 0.0, 0
     for x, y in loader:
         loss = loss_fn(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item())
-    print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f} over this process's rows")
+        total += loss.item() * len(x)
+        rows += len(x)
+    mean = total / rows
+    mean = shoal.mean(mean, weight=rows)  # over the rows of all processes
+    if shoal.world().is_main:
+        print(f"epoch {epoch}: loss {mean:.3f}")

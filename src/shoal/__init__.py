@@ -16,6 +16,7 @@ from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
 from shoal.front.parallel import parallelize, plan, plan_of, shard
 from shoal.front.release import unparallelize
+from shoal.front.together import gather, mean
 from shoal.planner.search_options import SearchOptions
 from shoal.session.memory import Memory, memory
 from shoal.session.session import World, world
@@ -34,7 +35,9 @@ __all__ = [
     "World",
     "WorldError",
     "explain",
+    "gather",
     "init",
+    "mean",
     "memory",
     "parallelize",
     "plan",

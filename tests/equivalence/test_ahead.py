@@ -52,7 +52,7 @@ def brought(worker: int, step: int) -> Slice:
 
 def slice_of(values: Tensor) -> Slice:
     whole = torch.cat([values, torch.tensor([1.0, 0.0, 0.0, 1.0])])
-    return Slice(whole, (whole[:5],), whole[5:6], whole[6:8], whole[8:])
+    return Slice(whole, (whole[:5],), whole[5:6], whole[6:8], whole[8:8], whole[8:])
 
 
 def given(shelf: Shelf, worker: int, step: int) -> Tensor:

@@ -92,10 +92,12 @@ def test_gpt_sees_only_letters_before():
     assert not torch.allclose(before[0, 10:], after[0, 10:], atol=1e-5)
 
 
-def test_the_plain_loop_is_an_ordinary_script_but_for_five_lines(capsys):
+def test_the_plain_loop_is_an_ordinary_script_but_for_five_lines_and_two_that_report(capsys):
     lines = (EXAMPLES / "plain_loop.py").read_text().partition('"""\n\n')[2].splitlines()
-    ordinary = [line for line in lines if "shoal" not in line and not line.startswith("x, y =")]
-    assert len(lines) - len(ordinary) == 5
+    always = [line.replace("if shoal.world().is_main:", "if True:") for line in lines]
+    ordinary = [line for line in always if "shoal" not in line and not line.startswith("x, y =")]
+    assert len(lines) - len(ordinary) == 5 + 1
+    assert sum("is_main" in line for line in lines) == 1
     exec(compile("\n".join(ordinary), "plain_loop.py without shoal", "exec"), {})
     first, *_, last = [
         float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()

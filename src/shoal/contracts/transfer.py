@@ -15,6 +15,21 @@ from shoal.contracts.exchange import Carrier
 from shoal.core.pieces import Piece
 
 
+class Mark(ABC):
+    """What ranks must have in common, as one rank has it in one round; mostly a word of 15 bits."""
+
+    word: int
+    numbers: Tensor  # 1, and the word's bits: where they are summed, each is 0 or the first
+
+    @abstractmethod
+    def compare(self, comm: Comm) -> None:
+        """Say what it is that differs: the words did, as every worker knows (a collective).
+
+        Raises:
+            RanksDiffer: it matters. It names a rank, and what differs.
+        """
+
+
 class Round(ABC):
     """One backward that sends, as the transfers of its gradients see it.
 
@@ -29,6 +44,10 @@ class Round(ABC):
         """What this rank's gradients are multiplied by. `run` divides the sum by the mean of all
         ranks' shares.
         """
+
+    def mark(self, transfer: Transfer) -> Mark | None:
+        """What goes with this transfer for ranks to compare; None with all but one."""
+        return None
 
     @abstractmethod
     def ready(self, transfer: Transfer) -> None:
@@ -79,6 +98,7 @@ class Transfer(ABC):
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
     native: bool = False  # its exchange is
+    tells: bool = False  # it may take a round's mark along: every worker then sees all of them
     carrier: Carrier | None = None  # what a bucket crosses by, and what that remembers
     cadence: Cadence = Cadence()  # when it goes
     # it needs no gradient: it goes as the round opens, if all before it do
@@ -135,12 +155,13 @@ class Slice:
     flags: Tensor  # of each piece, whether its parameter was used
     # what the values are multiplied by (`shares_of`); no elements where nothing is owned
     shares: Tensor
+    marks: Tensor  # of the round; no elements where nothing is owned
     turn: Tensor  # what the sender takes it for; no element where nothing is owned
 
     @property
     def sums(self) -> Tensor:
         """The values of all pieces, one behind the other; a view."""
-        behind = (self.flags, self.shares, self.turn)
+        behind = (self.flags, self.shares, self.marks, self.turn)
         return self.whole[: len(self.whole) - sum(map(len, behind))]
 
 

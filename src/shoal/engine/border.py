@@ -50,6 +50,7 @@ class Border:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.engine = engine
         self._model = ref(model)  # whose hooks have this
+        self._kind = type(model)
         self._given = [
             _Given(name, p, p.dtype, p.device, None if is_cut(p) else p.stride())
             for name, p in model.named_parameters()
@@ -68,7 +69,17 @@ class Border:
         self._hooks: list[RemovableHandle] = []  # on each parameter, once gradients are weighed
 
     def check(self) -> None:
-        """Raise UsageError if a parameter trains that was frozen, or has another type now."""
+        """Raise UsageError if a parameter trains that was frozen, or has another type now.
+
+        Also where the model itself is of another class, as FSDP makes it.
+        """
+        if (model := self._model()) is not None and type(model) is not self._kind:
+            raise UsageError(
+                f"the model is of another class than when it was parallelised: {type(model)}",
+                expected=str(self._kind),
+                do="leave out fully_shard(model), or whatever else changes it: parallelize does "
+                "its work",
+            )
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(

@@ -35,6 +35,7 @@ from shoal.contracts.transfer import Rounds, Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import UsageError
 from shoal.core.trace import Recorder
+from shoal.engine.common import Common
 from shoal.engine.round import BackwardRound
 from shoal.engine.routes import Routes
 from shoal.engine.timetable import Timetable
@@ -150,6 +151,10 @@ class Engine(Rounds):
     @latest.setter
     def latest(self, weight: Weight) -> None:
         self._round.latest = weight
+
+    def compare(self, common: Common) -> bool:
+        """Have ranks compare what they have in common in each backward, if a transfer can tell."""
+        return self.routes.compare(common, self._landing)
 
     def listen(self, event: Event, listener: Callable[[], None]) -> None:
         """Have a function called whenever that event happens, before transfers go on it."""

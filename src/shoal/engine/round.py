@@ -28,7 +28,7 @@ import torch
 from torch.autograd import Variable
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.transfer import OwnedTransfer, Round, Transfer
+from shoal.contracts.transfer import Mark, OwnedTransfer, Round, Transfer
 from shoal.core.buckets import BUCKETS_A_LANE, Buckets
 from shoal.core.errors import WorldError
 from shoal.engine.lanes import Errand, after, this_moment
@@ -169,6 +169,9 @@ class BackwardRound(Round):
                     "gradients was sent",
                     do="end the job and start again from a checkpoint",
                 )
+
+    def mark(self, transfer: Transfer) -> Mark | None:
+        return self._routes.mark(transfer)
 
     def ready(self, transfer: Transfer) -> None:
         with self._opening:

@@ -24,8 +24,9 @@ from typing import final
 import torch
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.transfer import OwnedTransfer, Transfer
+from shoal.contracts.transfer import Mark, OwnedTransfer, Transfer
 from shoal.core.trace import MAIN, Recorder
+from shoal.engine.common import Common
 from shoal.engine.lanes import Errand, Lane
 
 
@@ -77,6 +78,21 @@ class Routes:
         self._last: dict[Transfer, Errand] = {}
         self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
         self._recorder: Recorder | None = None
+        self._common: Common | None = None
+        self._teller: Transfer | None = None  # that takes its marks along
+
+    def compare(self, common: Common, transfers: Sequence[Transfer]) -> bool:
+        """From here on one of these transfers tells what ranks have in common, if any can."""
+        able = [transfer for transfer in transfers if transfer.tells]
+        first = [transfer for transfer in able if not isinstance(transfer, OwnedTransfer)]
+        self._common, self._teller = common, next(iter(first or able), None)
+        return self._teller is not None
+
+    def mark(self, transfer: Transfer) -> Mark | None:
+        """What goes with this transfer of the running round."""
+        if self._common is None or transfer is not self._teller:
+            return None
+        return self._common.mark(f"backward {self.step}")
 
     def send(self, transfer: Transfer) -> Errand:
         """Have a transfer's lane run it. It has been packed, and nothing of it is under way."""

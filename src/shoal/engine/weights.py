@@ -28,7 +28,9 @@ from typing import Any, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import Mark
 from shoal.core.errors import RanksDiffer, UsageError
+from shoal.engine.common import Common
 from shoal.engine.counts import Counts
 from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content
@@ -52,6 +54,7 @@ class Weigher:
         self._counts = None if comm is None or self._lane is None else Counts(comm, self._lane)
         self._asked = 0
         self._first = True  # no call has counted yet
+        self._common: Common | None = None
         self._usual = 1.0  # rows of the rank that has most of them in the first forward
 
     def begin(self) -> Weight:
@@ -94,7 +97,15 @@ class Weigher:
         first = self._first and batch is not None
         self._first = self._first and not first
         digest = float(_digest(batch)) if first and tensors_of(batch) else 0.0
-        weight.counted(count, lambda: counts.ask(call, (count, digest, rows)))
+        mark = None
+        if self._common is not None and not (first or self._first):
+            mark = self._common.mark(f"forward {self._asked - 1}")
+            digest = float(mark.word)
+
+        def ask() -> _Asked:
+            return self._compared(counts.ask(call, (count, digest, rows)), mark)
+
+        weight.counted(count, ask)
         if first:
             self._usual = weight.usual = max(weight.counts() or ()) or 1.0
             if not self._alike and weight.same_batch():
@@ -107,6 +118,27 @@ class Weigher:
                     "inputs are the same on "
                     "purpose, give parallelize samples whose targets differ",
                 )
+
+    def compare(self, common: Common) -> None:
+        """Have each count tell what ranks have in common: where no transfer does."""
+        self._common = common
+
+    def _compared(self, asked: _Asked, mark: Mark | None) -> _Asked:
+        """The same; once all counts are there, the ranks compare what differs."""
+        if mark is None:
+            return asked
+        compared: list[bool] = []
+
+        def arrived(where: str) -> list[Tensor] | None:
+            found = asked(where)
+            if found is not None and not compared:
+                compared.append(True)
+                if any(int(values[_DIGEST]) != mark.word for values in found):
+                    assert self._lane is not None
+                    self._lane.run(mark.compare, "comparing what ranks have in common").wait(where)
+            return found
+
+        return arrived
 
     def opened(self) -> None:
         """A backward that sends has begun: calls from here on belong to the next."""

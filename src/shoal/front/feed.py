@@ -10,23 +10,25 @@ one process would take it, is cut into one part a rank:
     rank 1                 4 5 6 7 |        11 12
 
 Rows per rank differ by one at most. Costs the list of the epoch's row numbers on every rank, and no
-communication.
+communication. What an epoch is: core/passes.py.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from shoal.core.errors import UsageError
+from shoal.core.passes import Pass, Passes
 from shoal.core.pieces import cut_sizes
 from shoal.profiling.untraced import RANDOM_STATE
 
@@ -35,9 +37,13 @@ _BY_HAND = (
     "shoal.world() gives rank and size: give each rank rows of its own by hand, "
     "as many batches on each"
 )
+_LOOKED_AT = 256  # rows of an order
+_MOST_BEGUN = 64  # passes of one epoch, most of them peeks
 
 
-def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[T]:
+def shard(
+    loader: DataLoader[T], rank: int, size: int, seed: int, passes: Passes | None = None
+) -> DataLoader[T]:
     """A copy of the loader that gives rank `rank` of `size` its own rows, in a shared order.
 
     Args:
@@ -46,8 +52,9 @@ def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[
         rank: which share.
         size: number of ranks; 1 gives the loader back as it is.
         seed: the same on every rank. Seed and epoch give the order; the epoch advances with every
-            pass over the loader, so every rank makes the same passes, or calls
-            `loader.sampler.set_epoch(epoch)` before one.
+            pass over the loader that counts (core/passes.py), and
+            `loader.sampler.set_epoch(epoch)` sets it.
+        passes: of the session.
 
     Raises:
         UsageError: not a DataLoader, one that does not say which rows make a batch, or too few rows
@@ -63,7 +70,7 @@ def shard(loader: DataLoader[T], rank: int, size: int, seed: int) -> DataLoader[
     if size == 1:
         return loader
     batches = _batches(loader)
-    order = SharedOrder(batches.sampler, seed)
+    order = SharedOrder(batches.sampler, seed, passes or Passes())
     own_batches = RankBatches(order, batches.batch_size, batches.drop_last, rank, size)
     len(own_batches)  # too few rows are refused here, not in the first epoch
 
@@ -96,22 +103,37 @@ class SharedOrder(Sampler[Any]):
     random or numpy) must be given the same seed on every rank by whoever made it.
     """
 
-    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+    def __init__(self, sampler: Iterable[Any], seed: int, passes: Passes) -> None:
         self.sampler = sampler
         self.seed = seed
-        self.epoch = 0
+        self.epoch = 0  # of the passes that begin, until one of them counts
+        self._passes, self._begun = passes, list[Pass]()  # in this epoch
+        passes.loaders += 1
+        self._loader = passes.loaders
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch; the passes after it go on from there."""
-        self.epoch = epoch
+        self.epoch, self._begun = epoch, []
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def begin(self) -> tuple[list[Any], Pass]:
+        """Begin a pass: its rows, in order."""
+        if any(map(self._passes.counts, self._begun)):
+            self.epoch, self._begun = self.epoch + 1, []
         with _drawing_from(self.seed + self.epoch, getattr(self.sampler, "generator", None)):
             rows = list(self.sampler)
-        self.epoch += 1
-        return iter(rows)
+        begun = Pass(self._loader, self.epoch, _digest(rows))
+        self._begun = [*self._begun[-_MOST_BEGUN:], begun]
+        return rows, begun
+
+    def __iter__(self) -> Iterator[Any]:
+        rows, begun = self.begin()
+        return self.drawn(rows, begun)
+
+    def drawn(self, items: Iterable[T], begun: Pass) -> Iterator[T]:
+        """The same, which notes what is drawn."""
+        return _Drawn(iter(items), begun, self._passes)
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # checked by shard
@@ -134,11 +156,12 @@ class RankBatches(Sampler[list[Any]]):
         self.order.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        rows = list(self.order)
+        rows, begun = self.order.begin()
         ends = accumulate(
             global_batches(len(rows), self.size, self.batch_size, self.drop_last), initial=0
         )
-        return iter([self._mine(rows[start:end]) for start, end in pairwise(ends)])
+        own = [self._mine(rows[start:end]) for start, end in pairwise(ends)]
+        return self.order.drawn(own, begun)
 
     def __len__(self) -> int:
         return len(global_batches(len(self.order), self.size, self.batch_size, self.drop_last))
@@ -147,6 +170,30 @@ class RankBatches(Sampler[list[Any]]):
         sizes = cut_sizes(len(rows), self.size)
         start = sum(sizes[: self.rank])
         return rows[start : start + sizes[self.rank]]
+
+
+@final
+class _Drawn(Iterator[T]):
+    """An iterator that notes what is drawn from it."""
+
+    def __init__(self, items: Iterator[T], begun: Pass, passes: Passes) -> None:
+        self._items, self._begun, self._passes = items, begun, passes
+
+    def __next__(self) -> T:
+        self._passes.drawn(self._begun)
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._begun.complete = True
+            raise
+
+
+def _digest(rows: list[Any]) -> int:
+    """A digest of some of an epoch's rows, in order; 0 where they are no numbers or names."""
+    some = rows[:: max(1, len(rows) // _LOOKED_AT)]
+    if not all(isinstance(row, int | np.integer | str) for row in some):
+        return 0
+    return zlib.crc32(repr([str(row) for row in some]).encode())
 
 
 def global_batches(num_rows: int, size: int, batch_size: int, drop_last: bool) -> list[int]:

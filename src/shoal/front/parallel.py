@@ -33,6 +33,7 @@ from shoal.engine.weights import inputs_alike
 from shoal.front import feed
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.joining import is_tail_host, serve_and_end
+from shoal.front.listings import Listing, listings, require_same_listings
 from shoal.front.request import (
     Request,
     check_moving,
@@ -56,6 +57,7 @@ from shoal.remote.tail_messages import Open
 from shoal.report.stages import Stages
 from shoal.report.text import summary
 from shoal.rewrite.apply import check_served
+from shoal.session.additions import add
 from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.session import Attached, Session, current, ranks, uncompiled
@@ -190,6 +192,7 @@ def parallelize(
             Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
         for torch_optimizer in optimizers:
             extend(torch_optimizer, asked.left_alone)
+        add(model, None)
         return model, loss_fn, optimizer
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
@@ -376,15 +379,17 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
 
     Args:
         loader: the loader as one process would use it; `batch_size` is the number of rows on one
-            rank. Its sampler and all its other options are kept; shuffling follows a seed that the
-            ranks agree on and the epoch, which advances with every pass.
+            rank. Its sampler and all its other options are kept. Shuffling follows a seed that the
+            ranks agree on, and the epoch. That advances with every pass in which a backward runs:
+            a look at a batch or two, also on one rank alone, does not count.
 
     Returns:
         A copy of it (alone, the loader itself).
 
     Raises:
         UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or
-            (RanksDiffer) loaders of other lengths or batch sizes on other ranks.
+            (RanksDiffer) loaders of other lengths or batch sizes on other ranks, or the same files
+            in another order.
 
     Examples:
         >>> import shoal
@@ -400,17 +405,21 @@ def shard(loader: DataLoader[T]) -> DataLoader[T]:
     purpose = "shard: checking loaders"
     own_seed = agreed(comm, lambda: feed.proposed_seed(loader), purpose)
     seed = comm.gather_objects(own_seed, purpose)[0]
-    own_loader = agreed(comm, lambda: feed.shard(loader, comm.rank, comm.size, seed), purpose)
+    passes = session.passes
+    own_loader = agreed(
+        comm, lambda: feed.shard(loader, comm.rank, comm.size, seed, passes), purpose
+    )
     if comm.size > 1:
         rows = len(own_loader.sampler)  # type: ignore[arg-type]  # feed.shard has asked for it
         batches = f"{len(own_loader)} batches of {own_loader.batch_size} rows, {rows} rows"
-        _require_same_batches(comm, batches)
+        _require_same_batches(comm, batches, listings(loader.dataset))
     return own_loader
 
 
-def _require_same_batches(comm: Comm, batches: str) -> None:
-    """Raise RanksDiffer where ranks cut the same rows in different ways."""
-    first, *other_ranks = comm.gather_objects(batches, "shard: comparing loaders")
+def _require_same_batches(comm: Comm, batches: str, listed: list[Listing]) -> None:
+    """Raise RanksDiffer where ranks cut the same rows in different ways, or list others."""
+    told = comm.gather_objects((batches, listed), "shard: comparing loaders", Listing)
+    first, *other_ranks = (each for each, _ in told)
     for rank, theirs in enumerate(other_ranks, start=1):
         if theirs != first:
             raise RanksDiffer(
@@ -421,6 +430,7 @@ def _require_same_batches(comm: Comm, batches: str) -> None:
                 "rows by hand",
                 rank=rank,
             )
+    require_same_listings([each for _, each in told])
 
 
 def _chosen(

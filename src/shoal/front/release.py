@@ -19,6 +19,7 @@ from shoal.core.errors import RanksDiffer, UsageError
 from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
+from shoal.session.additions import remove
 from shoal.session.running import Running
 from shoal.session.session import Session, current, uncompiled
 
@@ -66,6 +67,7 @@ def unparallelize(model: nn.Module) -> None:
             release_optimizer(optimizer)
     if running is not None:
         _release(session, model, running)
+    remove(model)
     session.released.add(model)
 
 
@@ -125,5 +127,6 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
     if servers is not None and running.at_servers is not None:
         servers.close_model(running.at_servers)
     del session.attached[model]
+    session.passes.models -= 1
     for parameter in model.parameters():
         session.served.pop(parameter, None)

@@ -127,6 +127,7 @@ class Owners:
         self.tell: Tell = tell
         known = (p for transfer in self.served for p in transfer.parameters)
         self._versions = {p: p._version for p in known}  # of what servers know
+        self._came: dict[Tensor, int] = {}  # versions of those that their owners have sent
         self._open: dict[Tensor, list[ref[Tensor]]] = {}  # whose memory others have, and by what
         self._engine = engine
         # which parameters are on their way: any thread may look at one while a step begins
@@ -137,6 +138,7 @@ class Owners:
             for parameter in transfer.parameters:
                 self._transfers.setdefault(parameter, []).append(transfer)
                 guard(parameter, self)
+        self._came |= {parameter: parameter._version for parameter in self._transfers}
 
     def __contains__(self, parameter: Tensor) -> bool:
         return parameter in self._transfers
@@ -180,6 +182,7 @@ class Owners:
                 )
                 if came:
                     member.__class__ = GuardedParameter
+                    self._came[member] = member._version
                     if member in self._versions:
                         self._versions[member] = member._version
 
@@ -203,6 +206,14 @@ class Owners:
                 ]
                 if not self._open[parameter]:
                     del self._open[parameter]
+
+    def changes(self) -> list[Tensor]:
+        """The parameters that somebody has changed since their owners sent them."""
+        return [
+            parameter
+            for parameter, version in self._came.items()
+            if not isinstance(parameter, ComingParameter) and parameter._version != version
+        ]
 
     def settle(self) -> None:
         """Wait for everything that is on its way."""

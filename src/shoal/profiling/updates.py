@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.facts import Facts, first
 from shoal.core.pieces import has_line
+from shoal.profiling.optimizer_methods import methods_of_state, reads_state
 from shoal.profiling.sparse import is_sparse
 from shoal.remote.optimizers import OptimizerForm, kind_of, name_of
 from shoal.remote.wire import Data
@@ -238,7 +239,18 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -
         next(filter(None, reasons), "")
         for reasons in ([t.whole for t in found], [t.joint for t in found])
     )
-    return Together(whole, joint)
+    if not joint:
+        joint = _used_by_methods(optimizer, _TrialTensor.of(optimizer, group, matrix, _drawn))
+    return Together(whole or joint, joint)
+
+
+def _used_by_methods(optimizer: Optimizer, tensor: _TrialTensor) -> str:
+    """Why an optimizer's own methods need the state of whole parameters, if any does."""
+    trial = tensor.trained()
+    names = [name for name in methods_of_state(type(optimizer)) if reads_state(trial, name)]
+    kind = type(optimizer).__name__
+    methods = ", ".join(f"{kind}.{name}()" for name in names)
+    return f"{methods} would not find the state that it uses" if names else ""
 
 
 _Gradient = Callable[[Tensor, Tensor], Tensor]  # of random numbers, for a parameter
@@ -327,6 +339,18 @@ class _TrialTensor:
         if repr(first) != repr(empty):
             raise _Unfit("it counts in its groups, by what they hold")
         return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+    def trained(self) -> Optimizer:
+        """A copy of the optimizer that has made its steps of the tensor."""
+        parameter = nn.Parameter(self.begin.clone())
+        trial = like(self.optimizer)
+        trial.param_groups = [{**_with_rate(self.group), "params": [parameter]}]
+        if self.state:
+            trial.state[parameter] = part_of(self.state, self.begin, lambda tensor: tensor)
+        for gradient in self.gradients:
+            parameter.grad = gradient.clone()
+            unhooked_step(trial)
+        return trial
 
     def differs(self, one: _Part, other: _Part, together: Tensor) -> bool:
         """Whether two parts, updated by themselves, are not as updated together."""

@@ -29,6 +29,7 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
 from shoal.core.terms import OF_ROWS, Terms
+from shoal.engine.common import Common
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
 from shoal.engine.weights import Weigher
@@ -44,6 +45,7 @@ from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, 
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
 from shoal.servers.servers import Servers, check_sendable
+from shoal.session.additions import add
 from shoal.session.running import Running
 from shoal.session.session import Session, Threads
 from shoal.session.watch import watch
@@ -104,12 +106,20 @@ def attach(
     engine, owners, at_servers = _started(
         session, model, plan, rewritten, of_state, optimizers, buckets, main
     )
+    if plan.staleness == 0:
+        changed = owners.changes if owners else list
+        common = Common(model, optimizers, session.passes, changed)
+        if not engine.compare(common):
+            weigher.compare(common)
     model_number = session.models
     session.threads[model_number] = Threads(
         ref(model), engine.routes.lanes, weigher, boundary, lasting=servers is not None
     )
     session.models += 1
     engine.listen(Event.ROUND_OPENED, weigher.opened)
+    session.passes.models += 1
+    engine.listen(Event.FORWARD_ENTERED, session.passes.forward)
+    engine.listen(Event.BACKWARD_ENTERED, session.passes.backward)
     for table in tables.all if tables else ():
         engine.listen(Event.BACKWARD_ENTERED, table.begin)
     if stage is not None:
@@ -125,6 +135,7 @@ def attach(
     loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners, terms)
     if (border := watched.border()) is not None:
         weighing.of_backward, weighing.call = border.weighs, lambda: engine.latest
+    add(model, engine)
     return loss_fn, Running(
         model_number, rewritten, engine, owners, tuple(all_parts), watched, tables, at_servers
     )

@@ -23,6 +23,7 @@ from shoal.comm.threads import ThreadComm
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.passes import Passes
 from shoal.core.plan import Plan
 from shoal.engine.engine import Engine
 from shoal.optim.part import Part
@@ -36,6 +37,16 @@ class World:
     rank: int
     size: int
     host: str
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes files.
+
+        Examples:
+            >>> World(rank=1, size=2, host="one").is_main
+            False
+        """
+        return self.rank == 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,7 @@ class Session:
     released: WeakSet[nn.Module] = field(default_factory=WeakSet)  # ordinary again
     # parameters, also of models gone
     served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    passes: Passes = field(default_factory=Passes)  # over sharded loaders
     models: int = 0  # that were parallelised, whether they are gone or not
     broken: bool = False  # this rank ends for an error
     process: int = field(default_factory=os.getpid)

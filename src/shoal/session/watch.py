@@ -35,6 +35,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.weights import Weigher, Weight
 from shoal.optim.owners import Owners
 from shoal.profiling.terms import count_of
+from shoal.session.additions import check_bare
 from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.guarded import ComingParameter
 
@@ -215,6 +216,7 @@ class _Before(StaysBehind):
             or torch._C._are_functorch_transforms_active()
         ):
             return None
+        check_bare(module)
         weight, called_with = self._counting.begun(args, kwargs)
         self._running[-1] = (caller, weight)
         return called_with

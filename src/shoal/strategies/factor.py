@@ -40,7 +40,7 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.strategies.copies import plain
 from shoal.strategies.factors import EmbeddingProduct, FactorTransfer, LinearProduct, Product
 
-_HEADER_BYTES = 24  # to every peer: rows, share, and whether there is more than factors
+_HEADER_BYTES = 24  # to every peer: rows, share, and what else there is, with the round's mark
 _ID_BYTES = 8
 _SLOT = "_factors"  # where a served layer keeps its transfer
 

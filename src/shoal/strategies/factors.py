@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place
-from shoal.contracts.transfer import Round, Transfer
+from shoal.contracts.transfer import Mark, Round, Transfer
 from shoal.contracts.weighing import OwnHook
 from shoal.core.by_host import staged
 from shoal.core.errors import UsageError
@@ -71,6 +71,8 @@ class EmbeddingProduct(Product):
 @final
 class FactorTransfer(Transfer):
     """One layer's factors in one backward, kept as they come: a pair for each use."""
+
+    tells = True
 
     def __init__(self, product: Product, place: Place, label: str) -> None:
         self.label = label
@@ -212,7 +214,7 @@ class FactorTransfer(Transfer):
         self._training = [target for target in self._targets if target.requires_grad]
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
         left = left.to(product.left_dtype).contiguous()
-        self._packed = _Packed(left, mean, backward.share, more)
+        self._packed = _Packed(left, mean, backward.share, more, backward.mark(self))
         for target in self._training:
             hooks = [*(target._backward_hooks or {}).values()]
             hooks += (target._post_accumulate_grad_hooks or {}).values()
@@ -303,6 +305,7 @@ class _Packed:
     right: Tensor
     share: float
     more: Tensor | None  # gradients from elsewhere, flat
+    mark: Mark | None  # of the round
 
 
 @dataclass(frozen=True)
@@ -320,8 +323,9 @@ def _gathered(comm: Comm, packed: _Packed) -> _Gathered:
 
     A peer receives when it knows how much there is.
     """
-    left, right = packed.left, packed.right
-    words = [len(left), packed.share, packed.more is not None]
+    left, right, mark = packed.left, packed.right, packed.mark
+    word = 0 if mark is None else mark.word
+    words = [len(left), packed.share, 2 * word + (packed.more is not None)]
     header = torch.tensor(words, dtype=torch.float64, device="cpu")
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
     pending = [comm.receive(headers[r], r) for r in comm.others]
@@ -344,9 +348,11 @@ def _gathered(comm: Comm, packed: _Packed) -> _Gathered:
     rights[comm.rank].copy_(right)
     for transmission in (*pending, *sends):
         transmission.wait()
+    if mark is not None and any(int(theirs[2]) >> 1 != mark.word for theirs in headers):
+        mark.compare(comm)
     if mean_share != 1:
         all_right.div_(mean_share)
-    more = any(bool(header_of_rank[2]) for header_of_rank in headers)
+    more = any(int(header_of_rank[2]) & 1 for header_of_rank in headers)
     return _Gathered(all_left, all_right, mean_share, more)
 
 

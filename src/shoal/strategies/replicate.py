@@ -3,7 +3,7 @@
 The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag
 a parameter that says whether the parameter was used: one that no rank used keeps the gradient it
 had (None, usually), as in one process; and some numbers more: where ranks have unlike numbers of
-rows, they have shares, whose mean the sum is divided by.
+rows, they have shares, whose mean the sum is divided by; and 16 are the round's mark (marks.py).
 
     3  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes
                              a view of that
@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
 from shoal.contracts.strategy import Place, Strategy
-from shoal.contracts.transfer import Round, Transfer
+from shoal.contracts.transfer import Mark, Round, Transfer
 from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
 from shoal.core.role import Role
 from shoal.strategies.landing import Landing, by_kind, mark, num_shares, weigh
+from shoal.strategies.marks import NUM_MARKS, can_tell, check, put
 
 
 @final
@@ -53,7 +54,7 @@ class Replicate(Strategy):
         assert exchange is not None
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
-        num_control = len(parameters) + num_shares(itemsize)
+        num_control = len(parameters) + num_shares(itemsize) + NUM_MARKS
         numel = sum(p.numel for p in parameters) + num_control
         bucket = Bucket(numel, itemsize, control=(num_control,))
         traffic = exchange.traffic(bucket, cluster.topology)
@@ -81,9 +82,11 @@ class BucketTransfer(Transfer):
         self.native = exchange.native
         self._ranks = ranks
         first, numels = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
-        sizes = [sum(numels), len(numels), num_shares(first.itemsize)]
+        sizes = [sum(numels), len(numels), num_shares(first.itemsize), NUM_MARKS]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        self._gradients, self._flags, self._shares = self._flat.split(sizes)
+        self._gradients, self._flags, self._shares, self._marks = self._flat.split(sizes)
+        self.tells = can_tell(self._flat, ranks)
+        self._mark: Mark | None = None  # of the round that it goes with
         by_name = {name: p.numel() for name, p in parameters.items()}
         self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, by_name, ranks))
         pieces = self._gradients.split(numels)
@@ -107,10 +110,13 @@ class BucketTransfer(Transfer):
         self._used = self._landing.close(backward)  # walk 4
         mark(self._flags, self._used)
         weigh([self._gradients], self._shares, backward.share, self._ranks)
+        self._mark = backward.mark(self)
+        put(self._mark, [self._marks])
 
     def run(self, comm: Comm) -> None:
         self.carrier.reduce(comm)  # walk 6
         self.carrier.gather(comm)
+        check(self._mark, self._marks, comm)
         self._landing.divide(self._gradients, self._shares)
 
     def publish(self) -> None:

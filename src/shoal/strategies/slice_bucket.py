@@ -1,6 +1,6 @@
 """The bucket of parameters that have owners: in its memory a slice for each owner.
 
-    slice of owner o  │ piece │ piece ···│ flags │ shares │ turn │
+    slice of owner o  │ piece │ piece ···│ flags │ shares │ marks │ turn │
 
 What these are: sliced.py. The memory is taken while the bucket is open (core/buckets.py).
 """
@@ -19,6 +19,7 @@ from shoal.contracts.transfer import Slice
 from shoal.core.pieces import Piece, spans
 from shoal.core.placement import Owner
 from shoal.strategies.landing import num_shares
+from shoal.strategies.marks import NUM_MARKS
 
 
 def placed(
@@ -32,12 +33,11 @@ def placed(
 
 
 def width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
-    """Elements of a slice: values, flags, shares and turn; none where nothing is owned."""
-    return (
-        sum(stop - start for _, start, stop in owned) + len(owned) + num_shares(itemsize) + 1
-        if owned
-        else 0
-    )
+    """Elements of a slice: values, flags, shares, marks and turn; none where nothing is owned."""
+    if not owned:
+        return 0
+    num_control = len(owned) + num_shares(itemsize) + NUM_MARKS + 1
+    return sum(stop - start for _, start, stop in owned) + num_control
 
 
 @final
@@ -109,8 +109,10 @@ class SliceBucket:
 
 def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
     """A flat tensor as a slice: each piece's values, one behind the other, the flags, the shares,
-    and the turn.
+    the marks, and the turn.
     """
-    behind = (len(pieces), num_shares(flat.itemsize), 1) if len(flat) else (0, 0, 0)
-    *values, flags, shares, turn = flat.split([*(piece.numel for piece in pieces), *behind])
-    return Slice(flat, tuple(values), flags, shares, turn)
+    behind = (0,) * 4
+    if len(flat):
+        behind = (len(pieces), num_shares(flat.itemsize), NUM_MARKS, 1)
+    *values, flags, shares, marks, turn = flat.split([*(piece.numel for piece in pieces), *behind])
+    return Slice(flat, tuple(values), flags, shares, marks, turn)

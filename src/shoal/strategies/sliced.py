@@ -11,11 +11,12 @@ parameters back.
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while
                           the next forward runs
 
-    slice of owner o  │ piece │ piece ···│ flags │ shares │ turn │
+    slice of owner o  │ piece │ piece ···│ flags │ shares │ marks │ turn │
 
     a piece    the part of one parameter that o owns
     a flag     whether anybody used that parameter
     shares     how unlike ranks weigh (landing.py)
+    marks      whether ranks have in common what they must (marks.py)
     the turn   what this rank takes the exchange for
 
 The bytes are those of `replicate` through the same exchange, but half of them hide under the next
@@ -42,13 +43,14 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, SplitExchange
 from shoal.contracts.strategy import Place, Strategy
-from shoal.contracts.transfer import OwnedTransfer, Round, Slice, Transfer, Turn
+from shoal.contracts.transfer import Mark, OwnedTransfer, Round, Slice, Transfer, Turn
 from shoal.core.cost import Cost, Direction, Phase, Update, Wait
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.landing import Landing, by_kind, mark, weigh
+from shoal.strategies.marks import can_tell, check, put
 from shoal.strategies.slice_bucket import SliceBucket, placed, width
 from shoal.strategies.turns import Turns
 from shoal.strategies.unsent import Unsent
@@ -183,6 +185,11 @@ class SlicedTransfer(OwnedTransfer):
         self._open = False  # something of this backward is in the slices
         self._used: set[nn.Parameter] = set()  # by this rank, in what the sums are of
         self._turns = Turns(self.label)
+        # all ranks see a sum of marks only where each of them owns something
+        self.tells = (
+            not self.served and all(self.owned) and can_tell(self._own.whole, bucket.workers)
+        )
+        self._mark: Mark | None = None  # of the round that it goes with
         self._landing = Landing(self, parameters, self._take, self._own.whole, bucket.workers)
 
     def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
@@ -208,6 +215,8 @@ class SlicedTransfer(OwnedTransfer):
             mark(part.flags, [used[piece.parameter] for piece in owned])
             if owned:
                 weigh(part.values, part.shares, backward.share, self._bucket.workers)
+        self._mark = backward.mark(self)
+        put(self._mark, [part.marks for part in self._bucket.slices])
         self.held = set(self.parameters)
 
     def follow(self, held: set[nn.Parameter]) -> None:
@@ -220,6 +229,7 @@ class SlicedTransfer(OwnedTransfer):
             part.turn.fill_(Turn.SUM)
         self.carrier.reduce(comm)
         self._turns.check([self._own.turn], Turn.SUM)
+        check(self._mark, self._own.marks, comm)
         if self.pieces:
             self._landing.divide(self._own.sums, self._own.shares)
         if self._carried:

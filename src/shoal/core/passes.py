@@ -1,0 +1,78 @@
+"""Passes over the sharded loaders of a session, and which of them training belongs to.
+
+    drawn      a rank takes a batch of a pass
+    backward   what was drawn since the backward before has been trained on: those passes count
+
+A pass that no backward belongs to is a peek (a batch to measure with, pictures for a log). It does
+not count, so a rank that peeks alone is no epoch ahead of the others. As long as no model is
+parallelised, nobody sees backwards: a pass counts if it went to its end.
+Guarded by tests/front/test_passes.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import final
+
+_MOST_DRAWN = 64  # passes that are kept until a backward comes
+
+
+@final
+@dataclass(eq=False)
+class Pass:
+    """One pass over one loader."""
+
+    loader: int  # its number, by calls of `shard`
+    epoch: int
+    order: int  # a digest of the rows in their order
+    trained: bool = False  # a backward belongs to it
+    complete: bool = False  # it went to its end
+    thread: int = 0  # that has drawn its last batch
+
+
+@final
+class Passes:
+    """Those of one session."""
+
+    def __init__(self) -> None:
+        self.loaders = 0  # that were sharded
+        self.models = 0  # that are parallelised
+        self._trainer = 0  # the thread that calls models
+        self._drawn: list[Pass] = []  # since the last backward
+        self._current: Pass | None = None  # that the last backward belongs to
+
+    def drawn(self, one: Pass) -> None:
+        """A batch of it is taken, or its end is met."""
+        one.thread = threading.get_ident()
+        if not self._drawn or self._drawn[-1] is not one:
+            self._drawn.append(one)
+            del self._drawn[:-_MOST_DRAWN]
+
+    def forward(self) -> None:
+        """A parallelised model is called."""
+        self._trainer = threading.get_ident()
+
+    def backward(self) -> None:
+        """A backward comes to a parallelised model."""
+        if not self._drawn:
+            return
+        known = [one for one in self._drawn if one.trained]
+        loaders = {one.loader for one in known}
+        self._current = (known or self._drawn)[-1]
+        for one in self._drawn:
+            if one.loader not in loaders:  # else it is a peek beside the pass that trains
+                one.trained = True
+        self._drawn.clear()
+
+    def counts(self, one: Pass) -> bool:
+        """Whether it is an epoch, and no peek."""
+        return one.trained or (one.complete and not self.models)
+
+    def current(self) -> Pass | None:
+        """The pass that the last backward belongs to.
+
+        None where a thread of its own draws batches, which may be ahead by any number of them.
+        """
+        current = self._current
+        return current if current is not None and current.thread == self._trainer else None

@@ -1,0 +1,353 @@
+"""What ranks must have in common as they train: compared in every backward, by one small word.
+
+    settings   of the optimizers' groups: learning rates and all other numbers and words
+    pass       over which loader, in which epoch, in which order of its rows
+    weights    how often somebody other than an optimizer's step has changed them
+
+    1  mark      a rank makes a word of 15 bits of all this, which goes with what is sent anyway:
+                 with one bucket or layer (strategies/marks.py), or with counts of rows (weights.py)
+    2  compare   only where words differ, as every rank sees: ranks tell what they have. What
+                 matters is an error that names rank and thing. Weights that every rank updates, and
+                 that were changed and put back, are none: their bits tell
+
+A mark costs a few microseconds: versions and identities are looked at, not memory. Guarded by
+tests/engine/test_common.py and tests/equivalence/test_in_common.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.plain import packed, unpacked
+from shoal.contracts.transfer import Mark
+from shoal.core.errors import RanksDiffer
+from shoal.core.passes import Passes
+from shoal.profiling.identity import content
+from shoal.tensors.cut import is_cut
+from shoal.tensors.guarded import GuardedParameter
+
+_BITS = 15
+_ELEMENTS = 4  # of a parameter
+_NEARLY = 1e-5  # of the largest element: other processors round otherwise
+_LOAD = "load weights, and change them, on every rank alike"
+
+
+@final
+class Common:
+    """One model's, on one rank.
+
+    Args:
+        model: as it is parallelised.
+        optimizers: that train it.
+        passes: over the loaders of the session.
+        changed: the parameters with owners that somebody else has changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        passes: Passes,
+        changed: Callable[[], list[Tensor]] = list,
+    ) -> None:
+        self._settings = [_Settings(optimizer) for optimizer in optimizers]
+        self._passes, self._changed = passes, changed
+        self._whole = {
+            name: p
+            for name, p in model.named_parameters()
+            if not is_cut(p) and not p.is_inference()
+        }
+        self._plain = {n: p for n, p in self._whole.items() if not isinstance(p, GuardedParameter)}
+        self._before = self._versions()  # that all ranks have agreed to
+        self._known: _Mark | None = None
+        self.where = ""  # of the last mark, for messages
+
+    def mark(self, where: str) -> Mark:
+        """What this rank has now."""
+        self.where = where
+        settings = tuple([each.digests() for each in self._settings])
+        current = self._passes.current()
+        of_pass = (current.loader, current.epoch, current.order) if current else (0, 0, 0)
+        of_owners = self._changed()
+        has = settings, of_pass, self._versions() - self._before, len(of_owners)
+        known = self._known
+        if known is None or has != known.has or of_owners:
+            known = self._known = _Mark.of(self, has, tuple(map(self._name, of_owners)))
+        return known
+
+    def _versions(self) -> int:
+        return sum([p._version for p in self._plain.values()])
+
+    def _name(self, parameter: Tensor) -> str:
+        return next((name for name, p in self._whole.items() if p is parameter), "(of another)")
+
+    def agree(self, changes: int) -> None:
+        """So many changes were none in the end."""
+        self._before += changes
+
+    def told(self, mark: _Mark) -> dict[str, Any]:
+        """All that the ranks compare, as plain data."""
+        return {
+            "settings": [text for each in self._settings for text in each.texts()],
+            "pass": list(mark.has[1]),
+            "changes": mark.has[2],
+            "of owners": list(mark.of_owners),
+            "weights": {name: _looked_at(p) for name, p in self._plain.items()},
+        }
+
+
+@final
+@dataclass(frozen=True)
+class _Mark(Mark):
+    common: Common
+    has: tuple[tuple[tuple[int, ...], ...], tuple[int, int, int], int, int]
+    of_owners: tuple[str, ...]  # names of those that were changed here
+    word: int
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, common: Common, has: Any, of_owners: tuple[str, ...]) -> _Mark:
+        word = zlib.crc32(repr(has).encode()) & (1 << _BITS) - 1
+        bits = [1.0, *(float(word >> bit & 1) for bit in range(_BITS))]
+        return cls(common, has, of_owners, word, torch.tensor(bits, device="cpu"))
+
+    def compare(self, comm: Comm) -> None:
+        told = _exchanged(comm, self.common.told(self))
+        odd = _difference(told, alike=len(set(comm.topology.processors)) < 2)
+        if odd is None:
+            self.common.agree(self.has[2])
+            return
+        raise RanksDiffer(
+            f"rank {odd.rank} and rank {odd.other} have come to differ: {odd.what}",
+            where=self.common.where,
+            got=f"rank {odd.rank}: {odd.got}",
+            expected=f"as on rank {odd.other}: {odd.expected}",
+            do=odd.do,
+            rank=odd.rank,
+        )
+
+
+@final
+class _Settings:
+    """Of one optimizer's groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._kind = type(optimizer).__name__
+        self._seen: list[_Group] = []
+
+    def digests(self) -> tuple[int, ...]:
+        """A digest of each as it is now."""
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._seen) or not all(
+            seen.holds(group) for seen, group in zip(self._seen, groups, strict=True)
+        ):
+            self._seen = [_Group.of(group) for group in groups]
+        return tuple([seen.digest for seen in self._seen])
+
+    def texts(self) -> list[tuple[str, str]]:
+        """Each setting as messages call it, and its value."""
+        return [
+            (f"{self._kind}.param_groups[{number}][{name!r}]", repr(value))
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in _plain_settings(group).items()
+        ]
+
+
+@final
+@dataclass(frozen=True)
+class _Group:
+    """A group's settings as they were: the very objects, and of tensors their versions."""
+
+    values: list[Any]
+    versions: list[tuple[Tensor, int]]
+    digest: int
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> _Group:
+        values = [value for name, value in group.items() if name != "params"]
+        tensors = [(value, value._version) for value in values if isinstance(value, Tensor)]
+        text = repr(_plain_settings(group)).encode()
+        return cls(values, tensors, zlib.crc32(text))
+
+    def holds(self, group: Mapping[str, Any]) -> bool:
+        """Whether they are so still: no number is computed or compared."""
+        values = [value for name, value in group.items() if name != "params"]
+        return (
+            len(values) == len(self.values)
+            and all(map(_is, values, self.values))
+            and all(tensor._version == version for tensor, version in self.versions)
+        )
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other and not isinstance(one, list | dict)  # whose contents may be others
+
+
+def _plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's numbers and words; of a tensor with one element on the host, that."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor):
+            if value.numel() == 1 and value.device.type == "cpu":
+                found[name] = value.item()
+        elif name != "params" and _is_plain(value):
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _looked_at(parameter: nn.Parameter) -> tuple[int, list[float]]:
+    """A digest of all its bits, and some elements."""
+    value = parameter.detach()
+    ends = value[tuple(slice(None, None, max(1, size - 1)) for size in value.shape)]
+    some = ends.reshape(-1)[:_ELEMENTS].abs().double().tolist()
+    return int.from_bytes(hashlib.blake2b(content(value), digest_size=4).digest(), "big"), some
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """What differs between two ranks."""
+
+    rank: int
+    other: int
+    what: str
+    got: str
+    expected: str
+    do: str
+
+
+def _difference(told: Sequence[Mapping[str, Any]], alike: bool) -> _Difference | None:
+    """The first that matters, of what ranks have told; `alike` if their processors round so."""
+    return _of_settings(told) or _of_passes(told) or _of_owners(told) or _of_weights(told, alike)
+
+
+def _of_settings(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
+    listed = [dict(map(tuple, each["settings"])) for each in told]
+    for name in dict.fromkeys(name for each in listed for name in each):
+        values = [each.get(name, "(not there)") for each in listed]
+        if (pair := _odd(values)) is not None:
+            rank, other = pair
+            return _Difference(
+                rank,
+                other,
+                name,
+                values[rank],
+                values[other],
+                "let every rank make the same changes: give schedulers that look at a loss "
+                "shoal.mean(loss, weight=rows), and load a checkpoint on every rank",
+            )
+    return None
+
+
+def _of_passes(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
+    passes = [tuple(each["pass"]) for each in told]
+    loaders = Counter(loader for loader, _, _ in passes)
+    loader = loaders.most_common(1)[0][0]
+    there = [rank for rank, each in enumerate(passes) if each[0] == loader != 0]
+    for index, what in ((1, "the epoch of the sharded loader"), (2, "the order of its rows")):
+        pair = _odd([passes[rank][index] for rank in there])
+        if pair is not None:
+            rank, other = there[pair[0]], there[pair[1]]
+            got, expected = passes[rank][index], passes[other][index]
+            return _Difference(
+                rank,
+                other,
+                f"{what} that it trains on (number {loader}, by calls of shoal.shard)",
+                str(got) if index == 1 else f"epoch {passes[rank][1]}, digest {got:08x}",
+                str(expected) if index == 1 else f"epoch {passes[other][1]}, digest {expected:08x}",
+                "make the same passes on every rank, or call loader.sampler.set_epoch(epoch)"
+                if index == 1
+                else "give a sampler with a random source of its own the same seed on every rank",
+            )
+    return None
+
+
+def _of_owners(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
+    """Weights with owners: these send what they have, so that one rank's would be mixed in."""
+    names = [each["of owners"] for each in told]
+    if _odd(names) is None:
+        return None
+    rank = max(range(len(names)), key=lambda each: len(names[each]))
+    other = min(range(len(names)), key=lambda each: len(names[each]))
+    return _Difference(
+        rank,
+        other,
+        f"parameter {next(name for name in names[rank] if name not in names[other])}",
+        f"changed by hand, with {len(names[rank]) - 1} others",
+        "left as its owner had sent it",
+        _LOAD + ". To change them on one rank alone, and put them back, let none have owners: "
+        'strategies=["replicate", "factor"]',
+    )
+
+
+def _of_weights(told: Sequence[Mapping[str, Any]], alike: bool) -> _Difference | None:
+    changes = [each["changes"] for each in told]
+    if _odd(changes) is None:
+        return None
+    for name in told[0]["weights"]:
+        values = [each["weights"].get(name, (0, [])) for each in told]
+        pair = _odd([digest for digest, _ in values])
+        if pair is None:
+            continue
+        some = [numbers for _, numbers in values]
+        if alike or _unlike(some[pair[0]], some[pair[1]]):
+            # who has changed them more often has likely done it
+            rank, other = sorted(pair, key=lambda each: -abs(changes[each]))
+            return _Difference(
+                rank,
+                other,
+                f"parameter {name}",
+                f"changed by hand, {changes[rank]} changes in all",
+                f"{changes[other]} changes",
+                _LOAD,
+            )
+    return None
+
+
+def _unlike(one: Sequence[float], other: Sequence[float]) -> bool:
+    largest = max((*one, *other), default=0.0)
+    return any(abs(a - b) > _NEARLY * largest for a, b in zip(one, other, strict=True))
+
+
+def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
+    """A rank whose value is not that of most, and one of these; None where all are alike."""
+    numbers = Counter(map(repr, values))
+    if len(numbers) < 2:
+        return None
+    most = max(numbers.values())
+    usual = next(repr(value) for value in values if numbers[repr(value)] == most)
+    odd = next(rank for rank, value in enumerate(values) if repr(value) != usual)
+    return odd, next(rank for rank, value in enumerate(values) if repr(value) == usual)
+
+
+def _exchanged(comm: Comm, value: Any) -> list[Any]:
+    """Every worker's plain data: by messages, as a lane's channel may have servers."""
+    parcel, records = packed(value)
+    workers = [rank for rank in comm.others if rank < comm.workers]
+    size = torch.tensor([len(parcel)], device="cpu")
+    sizes = {rank: torch.empty_like(size) for rank in workers}
+    pending = [comm.receive(sizes[rank], rank) for rank in workers]
+    comm.finish([*pending, *(comm.send(size, rank) for rank in workers)])
+    parcels = {
+        rank: torch.empty(int(sizes[rank]), dtype=torch.uint8, device="cpu") for rank in workers
+    }
+    pending = [comm.receive(parcels[rank], rank) for rank in workers]
+    comm.finish([*pending, *(comm.send(parcel, rank) for rank in workers)])
+    parcels[comm.rank] = parcel
+    return [unpacked(parcels[rank], records) for rank in range(comm.workers)]

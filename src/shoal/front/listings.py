@@ -1,0 +1,101 @@
+"""What a dataset lists (names of files, mostly), as a digest that ranks compare.
+
+`os.listdir` and `glob` give names in whatever order a file system has them. Where ranks list the
+same files in another order, row 7 is another file on each, and none of the rows that `shard` deals
+out is what it seems. Names are looked at without their folders, which each host may have elsewhere.
+Costs a pass over the names, once.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from shoal.core.errors import RanksDiffer
+
+_DEPTH = 4  # datasets within datasets
+_MOST = 200_000  # names of a list; of a longer one so many are looked at, all over it
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One list of a dataset."""
+
+    name: str  # of the attribute
+    numel: int
+    ordered: int  # a digest
+    unordered: int  # one that is the same in any order
+
+
+def listings(dataset: Any) -> list[Listing]:
+    """The lists of names that a dataset has, and those of the datasets in it."""
+    return list(_found(dataset, "dataset", _DEPTH))
+
+
+def require_same_listings(everyone: Sequence[Sequence[Listing]]) -> None:
+    """Compare what all ranks' datasets list.
+
+    Raises:
+        RanksDiffer: the same names come in another order.
+    """
+    for rank, theirs in enumerate(everyone):
+        for first, other in zip(everyone[0], theirs, strict=False):
+            if first == other or first.name != other.name or first.numel != other.numel:
+                continue
+            if first.unordered == other.unordered:
+                raise RanksDiffer(
+                    f"rank {rank} and rank 0 list the same names in another order, so that their "
+                    "rows are not the same",
+                    where=f"{first.name}, {first.numel} names",
+                    do="sort them on every rank: sorted(os.listdir(folder))",
+                    rank=rank,
+                )
+            warnings.warn(
+                f"rank {rank} and rank 0 shard datasets that list other names ({first.name}): "
+                "shard cuts the rows of one dataset, which is the same on every rank. Where each "
+                "rank has rows of its own already, leave it out",
+                stacklevel=4,
+            )
+            return
+
+
+def _found(dataset: Any, name: str, depth: int) -> Iterator[Listing]:
+    for key, value in getattr(dataset, "__dict__", {}).items():
+        inner = f"{name}.{key}"
+        if isinstance(value, Dataset):
+            if depth:
+                yield from _found(value, inner, depth - 1)
+        elif isinstance(value, np.ndarray):
+            if value.ndim == 1 and value.dtype.kind in "US" and len(value) > 1:
+                yield _listing(inner, value.tolist())
+        elif isinstance(value, list | tuple) and len(value) > 1:
+            if isinstance(value[0], Dataset):
+                for number, each in enumerate(value[:_MOST] if depth else ()):
+                    yield from _found(each, f"{inner}[{number}]", depth - 1)
+            elif _text(value[0]) is not None and _text(value[-1]) is not None:
+                yield _listing(inner, value)
+
+
+def _listing(name: str, values: Sequence[Any]) -> Listing:
+    some = values[:: max(1, -(-len(values) // _MOST))]
+    digests = [zlib.crc32((_text(value) or "").encode(errors="replace")) for value in some]
+    ordered = zlib.crc32(np.array(digests, dtype=np.uint32).tobytes())
+    whole = len(some) == len(values)
+    return Listing(name, len(values), ordered, sum(digests) % 2**32 if whole else 0)
+
+
+def _text(value: Any) -> str | None:
+    """A name without its folder, also one beside a number or other names; None of another thing."""
+    if isinstance(value, str | os.PathLike):
+        text = str(value)
+        return text.rpartition("/")[2] or text
+    if isinstance(value, list | tuple) and any(isinstance(v, str | os.PathLike) for v in value):
+        return "|".join(str(_text(v) or v) for v in value if isinstance(v, str | int | os.PathLike))
+    return None

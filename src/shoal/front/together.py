@@ -1,0 +1,170 @@
+"""`mean` and `gather`: what scripts report of all ranks, where each has rows of its own.
+
+Collectives over the session's channel of the ranks that train, for a loss or an accuracy now and
+then: not for the hot path. Every rank's tensor crosses to every other, beside its label, so that a
+rank that is at something else is told, and so are the others. Alone, also before `init`, they send
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.session.session import ranks
+
+_DO = "give the same kind of value on every rank"
+
+
+@overload
+def mean(value: Tensor, weight: float | Tensor = 1.0) -> Tensor: ...
+@overload
+def mean(value: float, weight: float | Tensor = 1.0) -> float: ...
+def mean(value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
+    """The mean of a value over all ranks, the same on every rank (a collective).
+
+    Args:
+        value: a number, or a tensor of the same shape on every rank. It is taken as it is, without
+            its history.
+        weight: how much this rank's value counts: mostly the number of rows that it is a mean over.
+            A rank without rows gives 0, and its value is left alone, even if that is NaN.
+
+    Returns:
+        A float, or a tensor of that shape, at the same device; NaN where all weights are 0.
+
+    Raises:
+        UsageError: this is no number, the weight is none or below 0, or ranks give other shapes.
+        WorldError: a rank was lost.
+
+    Examples:
+        >>> import shoal
+        >>> _ = shoal.init()
+        >>> shoal.mean(0.5, weight=12)
+        0.5
+    """
+
+    def checked() -> tuple[Tensor, float]:
+        own_weight = _number(weight, "the weight")
+        if not 0 <= own_weight < math.inf:
+            raise UsageError(
+                "the weight of a mean is a number of rows",
+                got=repr(weight)[:80],
+                expected="a finite number, at least 0",
+                do="give for instance weight=len(x)",
+            )
+        if isinstance(value, Tensor):
+            return value.detach().cpu().to(_wide(value)), own_weight
+        return _on_cpu(_number(value, "the value")), own_weight
+
+    told = _told(checked, "shoal.mean()")
+    _check_alike([tuple(tensor.shape) for tensor, _ in told], "shoal.mean()")
+    weights = [own for _, own in told]
+    terms = [tensor * own for tensor, own in told if own]
+    total = sum(terms, torch.zeros_like(told[0][0])) / (sum(weights) or math.nan)
+    if not isinstance(value, Tensor):
+        return float(total)
+    is_number = value.is_floating_point() or value.is_complex()
+    return total.to(value.device, value.dtype if is_number else torch.get_default_dtype())
+
+
+def gather(tensor: Tensor) -> Tensor:
+    """The rows of all ranks, one rank's behind another's, on every rank (a collective).
+
+    Args:
+        tensor: rows along its first dimension, as many as this rank has; other dimensions and the
+            type are the same on every rank. A tensor without a dimension is one row.
+
+    Returns:
+        A tensor without history, at the same device, in the order of the ranks.
+
+    Raises:
+        UsageError: this is no tensor, or ranks give other shapes or types.
+        WorldError: a rank was lost.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> shoal.gather(torch.tensor([1, 2]))
+        tensor([1, 2])
+    """
+
+    def checked() -> Tensor:
+        if not isinstance(tensor, Tensor):
+            raise UsageError(
+                "shoal.gather takes a tensor",
+                got=type(tensor).__name__,
+                do="give a tensor of this rank's rows, as torch.tensor(values)",
+            )
+        own = tensor.detach().cpu()
+        return own if own.dim() else own.reshape(1)
+
+    told = _told(checked, "shoal.gather()")
+    # a rank without rows may not know their form
+    filled = [rows for rows in told if rows.shape != (0,)] or told
+    forms = [(str(rows.dtype), *rows.shape[1:]) for rows in told]
+    own = (str(filled[0].dtype), *filled[0].shape[1:])
+    _check_alike(
+        [own if rows.shape == (0,) else form for rows, form in zip(told, forms, strict=True)],
+        "shoal.gather()",
+    )
+    return torch.cat(list(filled)).to(tensor.device)
+
+
+def _told(work: Callable[[], Any], purpose: str) -> Sequence[Any]:
+    """Every rank's result of that work; a mistake on one of them is an error on all."""
+    comm = ranks()
+    try:
+        own, mistake = work(), ""
+    except UsageError as error:
+        own, mistake = None, str(error)
+        if comm.size == 1:
+            raise
+        comm.gather_objects((own, mistake), purpose)
+        raise
+    if comm.size == 1:
+        return [own]
+    told = comm.gather_objects((own, mistake), purpose)
+    for rank, (_, text) in enumerate(told):
+        if text:
+            raise RanksDiffer(
+                f"rank {rank} cannot take part in {purpose}: {text}",
+                do="see that rank's own message",
+                rank=rank,
+            )
+    return [each for each, _ in told]
+
+
+def _check_alike(forms: Sequence[tuple[Any, ...]], purpose: str) -> None:
+    for rank, form in enumerate(forms):
+        if form != forms[0]:
+            raise RanksDiffer(
+                f"rank {rank} and rank 0 give {purpose} unlike tensors",
+                got=f"rank {rank}: {form}",
+                expected=f"as on rank 0: {forms[0]}",
+                do=_DO,
+                rank=rank,
+            )
+
+
+def _on_cpu(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64, device="cpu")
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.complex128 if value.is_complex() else torch.float64
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # also of a tensor with several
+        raise UsageError(
+            f"{what} of a mean is no number",
+            got=repr(value)[:80],
+            do="give a number, or for the value a tensor",
+        ) from error

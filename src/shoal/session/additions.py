@@ -1,0 +1,96 @@
+"""What a parallelised model itself has besides: `no_sync`, and what refuses wrappers around it.
+
+DistributedDataParallel, DataParallel and FSDP would exchange its gradients a second time, or split
+what is split already. They are refused
+
+    as they are made    DistributedDataParallel reads `_ddp_params_and_buffers_to_ignore`
+    in forward          where one was made before, or around a module that holds the model
+
+A copy or a pickle of the model takes along ordinary things in their places, of Python's own.
+Guarded by tests/session/test_additions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, final
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shoal.core.errors import UsageError
+from shoal.engine.engine import Engine
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_NO_SYNC = "no_sync"
+
+
+def add(model: nn.Module, engine: Engine | None) -> None:
+    """Put them on a model; without an engine its process is alone, and nothing is refused."""
+    if not hasattr(model, _NO_SYNC):  # else it is the user's own
+        model.__dict__[_NO_SYNC] = _NoSync(engine)
+    if engine is not None:
+        model.__dict__[_IGNORED] = _Refuses(model.__dict__.get(_IGNORED))
+
+
+def remove(model: nn.Module) -> None:
+    """Take them off again."""
+    if isinstance(model.__dict__.get(_NO_SYNC), _NoSync):
+        del model.__dict__[_NO_SYNC]
+    refuses = model.__dict__.get(_IGNORED)
+    if isinstance(refuses, _Refuses):
+        del model.__dict__[_IGNORED]
+        if refuses.before is not None:
+            model.__dict__[_IGNORED] = refuses.before
+
+
+def check_bare(model: nn.Module) -> None:
+    """Raise UsageError where a wrapper of torch's calls a parallelised model."""
+    around = DistributedDataParallel._active_ddp_module
+    if around is not None and any(inner is model for inner in around.modules()):
+        raise _refused("DistributedDataParallel")
+    if "_is_replica" in model.__dict__:
+        raise _refused("DataParallel")
+
+
+def _refused(wrapper: str) -> UsageError:
+    return UsageError(
+        f"{wrapper} is around a model that is parallelised: both would exchange its gradients",
+        do="train the model that parallelize has returned, without a wrapper: leave out "
+        f"{wrapper}(model), accelerator.prepare(model) or the trainer's own strategy",
+    )
+
+
+@final
+class _NoSync:
+    """`model.no_sync()`."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self._engine = engine
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Backwards inside send nothing; the next one outside sends the sum of all."""
+        return nullcontext() if self._engine is None else self._engine.accumulating()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial, (nullcontext,)
+
+
+@final
+class _Refuses:
+    """Names for DistributedDataParallel, which may not be read.
+
+    Args:
+        before: those that were there.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __iter__(self) -> Iterator[str]:
+        raise _refused("DistributedDataParallel")
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return set, (list(self.before or ()),)

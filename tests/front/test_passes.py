@@ -1,0 +1,153 @@
+"""What an epoch is: a pass that training belongs to. A rank that peeks alone is not ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from shoal.core.passes import Passes
+from shoal.front.feed import shard
+
+Loader = DataLoader[torch.Tensor]
+Peek = Callable[[Loader, Loader], object]
+
+
+class Rank:
+    """One rank: a loader to train with, another one to look at."""
+
+    def __init__(self, rank: int, *, trains: bool = True) -> None:
+        self.passes = Passes()
+        self.passes.models = int(trains)
+
+        def made() -> Loader:
+            return shard(DataLoader(range(24), 3, shuffle=True), rank, 2, 7, self.passes)
+
+        self.loader, self.other = made(), made()
+
+    def step(self) -> None:
+        self.passes.forward()
+        self.passes.backward()
+
+    def epoch(self, middle: Callable[[], object] = lambda: None) -> list[int]:
+        """The rows of an epoch in which each batch is trained on."""
+        rows = []
+        for number, batch in enumerate(self.loader):
+            rows += batch.tolist()
+            if number == 2:
+                middle()
+            self.step()
+        return rows
+
+
+def a_batch(loader: Loader, other: Loader) -> object:
+    return next(iter(loader))
+
+
+def all_of_it(loader: Loader, other: Loader) -> object:
+    return list(loader)
+
+
+def another_loader(loader: Loader, other: Loader) -> object:
+    return next(iter(other)), list(other)
+
+
+def thrice(loader: Loader, other: Loader) -> object:
+    return [next(iter(loader)) for _ in range(3)]
+
+
+PEEKS = [a_batch, all_of_it, another_loader, thrice]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("peek", PEEKS)
+@pytest.mark.parametrize("when", ["before", "between", "within"])
+def test_a_rank_that_peeks_alone_is_not_ahead(peek: Peek, when: str) -> None:
+    ranks = [Rank(0), Rank(1)]
+
+    def peeks() -> None:
+        peek(ranks[0].loader, ranks[0].other)
+
+    seen = []
+    for number in range(4):
+        if when == "before" and number == 0:
+            peeks()
+        if when == "between" and number == 2:
+            peeks()
+        first = ranks[0].epoch(peeks if when == "within" and number == 1 else lambda: None)
+        rows = first + ranks[1].epoch()
+        assert sorted(rows) == list(range(24)), "none twice, none lost"
+        seen.append(tuple(rows))
+    assert len(set(seen)) == 4, "every epoch has an order of its own"
+
+
+@pytest.mark.quick
+def test_one_batch_a_pass_is_another_batch_each_time() -> None:
+    ranks = [Rank(0), Rank(1)]
+    seen = []
+    for _ in range(5):
+        rows = [next(iter(rank.loader)).tolist() for rank in ranks]
+        assert not set(rows[0]) & set(rows[1])
+        seen.append(str(rows))
+        for rank in ranks:
+            rank.step()
+    assert len(set(seen)) == 5
+
+
+@pytest.mark.quick
+def test_of_two_loaders_that_are_trained_on_both_go_on() -> None:
+    rank = Rank(0)
+    seen = []
+    for _ in range(4):
+        rows = [next(iter(rank.loader)).tolist(), next(iter(rank.other)).tolist()]
+        seen.append(rows)
+        rank.step()
+    assert len({str(first) for first, _ in seen}) == len({str(second) for _, second in seen}) == 4
+
+
+@pytest.mark.quick
+def test_without_a_model_a_pass_counts_that_went_to_its_end() -> None:
+    ranks = [Rank(0, trains=False), Rank(1, trains=False)]
+    next(iter(ranks[0].loader))
+    seen = []
+    for _ in range(3):
+        rows = [row for rank in ranks for batch in rank.loader for row in batch.tolist()]
+        assert sorted(rows) == list(range(24))
+        seen.append(tuple(rows))
+    assert len(set(seen)) == 3
+
+
+@pytest.mark.quick
+def test_an_epoch_that_is_set_goes_on_from_there() -> None:
+    rank, other = Rank(0), Rank(0)
+    epochs = [rank.epoch() for _ in range(4)]
+    other.loader.batch_sampler.set_epoch(2)  # type: ignore[union-attr]
+    next(iter(other.loader))
+    assert [other.epoch(), other.epoch()] == epochs[2:]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_that_fetch_ahead_change_nothing(persistent: bool) -> None:
+    plain, fetching = Rank(0), Rank(0)
+    fetching.loader.num_workers = 0
+
+    def fetched() -> Iterator[list[int]]:
+        loader = shard(
+            DataLoader(range(24), 3, shuffle=True, num_workers=1, persistent_workers=persistent),
+            0,
+            2,
+            7,
+            fetching.passes,
+        )
+        next(iter(loader))
+        for _ in range(3):
+            rows = []
+            for batch in loader:
+                rows += batch.tolist()
+                fetching.step()
+            yield rows
+
+    assert list(fetched()) == [plain.epoch() for _ in range(3)]
