@@ -16,10 +16,9 @@ from shoal.core.pieces import Piece
 
 
 class Mark(ABC):
-    """What ranks must have in common, as one rank has it in one round; mostly a word of 15 bits."""
+    """What ranks must have in common, as one rank has it in one round, as a word of 16 bits."""
 
     word: int
-    numbers: Tensor  # 1, and the word's bits: where they are summed, each is 0 or the first
 
     @abstractmethod
     def compare(self, comm: Comm) -> None:

@@ -4,7 +4,7 @@
     pass       over which loader, in which epoch, in which order of its rows
     weights    how often somebody other than an optimizer's step has changed them
 
-    1  mark      a rank makes a word of 15 bits of all this, which goes with what is sent anyway:
+    1  mark      a rank makes a word of 16 bits of all this, which goes with what is sent anyway:
                  with one bucket or layer (strategies/marks.py), or with counts of rows (weights.py)
     2  compare   only where words differ, as every rank sees: ranks tell what they have. What
                  matters is an error that names rank and thing. Weights that every rank updates, and
@@ -36,7 +36,6 @@ from shoal.profiling.identity import content
 from shoal.tensors.cut import is_cut
 from shoal.tensors.guarded import GuardedParameter
 
-_BITS = 15
 _ELEMENTS = 4  # of a parameter
 _NEARLY = 1e-5  # of the largest element: other processors round otherwise
 _LOAD = "load weights, and change them, on every rank alike"
@@ -113,13 +112,10 @@ class _Mark(Mark):
     has: tuple[tuple[tuple[int, ...], ...], tuple[int, int, int], int, int]
     of_owners: tuple[str, ...]  # names of those that were changed here
     word: int
-    numbers: Tensor
 
     @classmethod
     def of(cls, common: Common, has: Any, of_owners: tuple[str, ...]) -> _Mark:
-        word = zlib.crc32(repr(has).encode()) & (1 << _BITS) - 1
-        bits = [1.0, *(float(word >> bit & 1) for bit in range(_BITS))]
-        return cls(common, has, of_owners, word, torch.tensor(bits, device="cpu"))
+        return cls(common, has, of_owners, zlib.crc32(repr(has).encode()) & 0xFFFF)
 
     def compare(self, comm: Comm) -> None:
         told = _exchanged(comm, self.common.told(self))

@@ -21,11 +21,15 @@ from torch.optim import Optimizer
 
 
 def methods_of_state(kind: type[Optimizer]) -> list[str]:
-    """Names of the public methods of a class whose code, or what it calls of its own, names it."""
+    """Names of the public methods of a class whose code, or what it calls of its own, names it.
+
+    Not those of torch's own classes.
+    """
     own = {
         name: function
         for each in reversed(kind.__mro__)
-        if each not in Optimizer.__mro__
+        # of torch's own only Adagrad has one, `share_memory`, which is for threads
+        if not each.__module__.startswith("torch.optim")
         for name, function in vars(each).items()
         if isinstance(function, FunctionType)
     }

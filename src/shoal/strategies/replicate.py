@@ -3,7 +3,7 @@
 The general way; serves every layer. Costs what its exchange states, for the gradients plus one flag
 a parameter that says whether the parameter was used: one that no rank used keeps the gradient it
 had (None, usually), as in one process; and some numbers more: where ranks have unlike numbers of
-rows, they have shares, whose mean the sum is divided by; and 16 are the round's mark (marks.py).
+rows, they have shares, whose mean the sum is divided by; and 5 are the round's mark (marks.py).
 
     3  a gradient lands      its hook divides it by P into the bucket's flat tensor; `.grad` becomes
                              a view of that
@@ -35,7 +35,7 @@ from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
 from shoal.core.role import Role
 from shoal.strategies.landing import Landing, by_kind, mark, num_shares, weigh
-from shoal.strategies.marks import NUM_MARKS, can_tell, check, put
+from shoal.strategies.marks import can_tell, check, num_marks, put
 
 
 @final
@@ -54,7 +54,7 @@ class Replicate(Strategy):
         assert exchange is not None
         parameters = [p for layer in layers for p in layer.parameters]
         itemsize = max(p.itemsize for p in parameters)
-        num_control = len(parameters) + num_shares(itemsize) + NUM_MARKS
+        num_control = len(parameters) + num_shares(itemsize) + num_marks(itemsize)
         numel = sum(p.numel for p in parameters) + num_control
         bucket = Bucket(numel, itemsize, control=(num_control,))
         traffic = exchange.traffic(bucket, cluster.topology)
@@ -82,7 +82,7 @@ class BucketTransfer(Transfer):
         self.native = exchange.native
         self._ranks = ranks
         first, numels = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
-        sizes = [sum(numels), len(numels), num_shares(first.itemsize), NUM_MARKS]
+        sizes = [sum(numels), len(numels), num_shares(first.itemsize), num_marks(first.itemsize)]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares, self._marks = self._flat.split(sizes)
         self.tells = can_tell(self._flat, ranks)

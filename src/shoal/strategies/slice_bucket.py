@@ -19,7 +19,7 @@ from shoal.contracts.transfer import Slice
 from shoal.core.pieces import Piece, spans
 from shoal.core.placement import Owner
 from shoal.strategies.landing import num_shares
-from shoal.strategies.marks import NUM_MARKS
+from shoal.strategies.marks import num_marks
 
 
 def placed(
@@ -36,7 +36,7 @@ def width(owned: Sequence[tuple[int, int, int]], itemsize: int) -> int:
     """Elements of a slice: values, flags, shares, marks and turn; none where nothing is owned."""
     if not owned:
         return 0
-    num_control = len(owned) + num_shares(itemsize) + NUM_MARKS + 1
+    num_control = len(owned) + num_shares(itemsize) + num_marks(itemsize) + 1
     return sum(stop - start for _, start, stop in owned) + num_control
 
 
@@ -113,6 +113,6 @@ def _parted(flat: Tensor, pieces: Sequence[Piece]) -> Slice:
     """
     behind = (0,) * 4
     if len(flat):
-        behind = (len(pieces), num_shares(flat.itemsize), NUM_MARKS, 1)
+        behind = (len(pieces), num_shares(flat.itemsize), num_marks(flat.itemsize), 1)
     *values, flags, shares, marks, turn = flat.split([*(piece.numel for piece in pieces), *behind])
     return Slice(flat, tuple(values), flags, shares, marks, turn)
