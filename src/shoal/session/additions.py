@@ -6,7 +6,7 @@ what is split already. They are refused
     as they are made    DistributedDataParallel reads `_ddp_params_and_buffers_to_ignore`
     in forward          where one was made before, or around a module that holds the model
 
-A copy or a pickle of the model takes along ordinary things in their places, of Python's own.
+A copy or a pickle of the model takes nothing of it along.
 Guarded by tests/session/test_additions.py.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.errors import UsageError
 from shoal.engine.engine import Engine
+from shoal.strategies.copies import StaysBehind, leaves_behind
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 _NO_SYNC = "no_sync"
@@ -29,10 +29,12 @@ _NO_SYNC = "no_sync"
 
 def add(model: nn.Module, engine: Engine | None) -> None:
     """Put them on a model; without an engine its process is alone, and nothing is refused."""
+    leaves_behind(type(model))
     if not hasattr(model, _NO_SYNC):  # else it is the user's own
         model.__dict__[_NO_SYNC] = _NoSync(engine)
     if engine is not None:
-        model.__dict__[_IGNORED] = _Refuses(model.__dict__.get(_IGNORED))
+        before = model.__dict__.get(_IGNORED)
+        model.__dict__[_IGNORED] = _Refuses() if before is None else _RefusesTo(before)
 
 
 def remove(model: nn.Module) -> None:
@@ -42,8 +44,8 @@ def remove(model: nn.Module) -> None:
     refuses = model.__dict__.get(_IGNORED)
     if isinstance(refuses, _Refuses):
         del model.__dict__[_IGNORED]
-        if refuses.before is not None:
-            model.__dict__[_IGNORED] = refuses.before
+    elif isinstance(refuses, _RefusesTo):
+        model.__dict__[_IGNORED] = refuses.before
 
 
 def check_bare(model: nn.Module) -> None:
@@ -64,7 +66,7 @@ def _refused(wrapper: str) -> UsageError:
 
 
 @final
-class _NoSync:
+class _NoSync(StaysBehind):
     """`model.no_sync()`."""
 
     def __init__(self, engine: Engine | None) -> None:
@@ -74,16 +76,21 @@ class _NoSync:
         """Backwards inside send nothing; the next one outside sends the sum of all."""
         return nullcontext() if self._engine is None else self._engine.accumulating()
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return partial, (nullcontext,)
+
+@final
+class _Refuses(StaysBehind):
+    """Names for DistributedDataParallel, which may not be read."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise _refused("DistributedDataParallel")
 
 
 @final
-class _Refuses:
-    """Names for DistributedDataParallel, which may not be read.
+class _RefusesTo:
+    """The same, of a model that had names there.
 
     Args:
-        before: those that were there.
+        before: these; copies have them.
     """
 
     def __init__(self, before: Any) -> None:
@@ -93,4 +100,4 @@ class _Refuses:
         raise _refused("DistributedDataParallel")
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return set, (list(self.before or ()),)
+        return list, (list(self.before),)
