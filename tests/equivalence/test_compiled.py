@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
+from shoal.launch.local import Local
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 
@@ -130,3 +133,69 @@ def test_what_is_asked_of_a_model_that_was_compiled_since():
 
     start = built(mlp)
     on_threads(2, work)
+
+
+WHOLE = """
+import copy, warnings
+import torch
+from torch import nn
+from torch.nn import functional as F
+import shoal
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(7, 50), nn.Linear(50, 3)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.hidden(x)))
+
+world = shoal.init()
+torch.manual_seed(0)
+start = Net().double()
+draw = torch.Generator().manual_seed(world.rank)
+rows = 4 + world.rank
+steps = [
+    (
+        torch.randn(rows, 7, generator=draw, dtype=torch.float64),
+        torch.randint(3, (rows,), generator=draw),
+    )
+    for _ in range(3)
+]
+
+def trained(way, by, count):
+    torch.compiler.reset()
+    model, loss_fn = copy.deepcopy(start), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    shoal.parallelize(
+        model, loss_fn, optimizer, sample=steps[0], pins={"*": way}, count=count
+    )
+    if by == "method":
+        model.compile(backend="eager")
+    called = torch.compile(model, backend="eager") if by == "function" else model
+    for x, y in steps:
+        optimizer.zero_grad()
+        loss_fn(called(x), y).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+warnings.simplefilter("error")
+# Dynamo looks, and hides it
+warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+for way, count in [("sliced", None), ("replicate", lambda out, y: len(y))]:
+    expected = trained(way, "", count)
+    for by in ("function", "method"):
+        assert torch._dynamo.utils.counters.clear() is None
+        for one, other in zip(expected, trained(way, by, count)):
+            assert (one - other).abs().max() < 1e-12, (way, by)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_whole_model_compiled_afterwards_trains_alike_and_without_a_warning(tmp_path, capfd):
+    """Dynamo leaves the hooks alone: it would warn of what it cannot trace in them."""
+    (tmp_path / "whole.py").write_text(WHOLE)
+    result = Local().launch(Job((sys.executable, str(tmp_path / "whole.py")), 2))
+    assert result.exit_code == 0, capfd.readouterr().err

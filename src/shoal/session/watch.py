@@ -6,6 +6,8 @@
     loss             where it has a weight of its own (it counts its terms by `count=`, is a sum, or
                      only its target tells the rows), it goes over the border, too
 
+A compiled model runs them as they are: `torch.compile` does not look into them.
+
 A deep copy or a pickle of the model takes none of this along: it is an ordinary model.
 """
 
@@ -131,6 +133,7 @@ class _BeforeCompiled(StaysBehind):
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: Any) -> None:
         for inner in module.modules():
             if inner._compiled_call_impl is not None or "_orig_mod" in inner._modules:
@@ -205,8 +208,9 @@ class _Before(StaysBehind):
         )
         return running
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        caller = sys._getframe(1)
+        caller = _past(type(self).__call__, sys._getframe(1))
         while self._running and not _is_under(caller, self._running[-1][0]):
             self._running.pop()  # that call was broken off (Ctrl-C), for which torch calls no hooks
         self._running.append((caller, None))
@@ -226,6 +230,13 @@ class _Before(StaysBehind):
         return self._running.pop()[1] if self._running else None
 
 
+def _past(disabled: Callable[..., Any], frame: FrameType) -> FrameType:
+    """The frame that has called a function, past what keeps a compiler out of it."""
+    caller = frame.f_back if frame.f_code is disabled.__code__ else frame
+    assert caller is not None
+    return caller
+
+
 def _is_under(frame: FrameType | None, other: FrameType) -> bool:
     """Whether `other` has called, by way of any others, what runs in `frame`."""
     while frame is not None and frame is not other:
@@ -238,6 +249,7 @@ class _After(StaysBehind):
     def __init__(self, counting: _Counting, before: _Before) -> None:
         self._counting, self._before = counting, before
 
+    @torch.compiler.disable
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -325,6 +337,7 @@ class _CountedLoss(StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 
+    @torch.compiler.disable
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any
     ) -> Any:
@@ -336,6 +349,7 @@ class _CountedModel(StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 
+    @torch.compiler.disable
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
