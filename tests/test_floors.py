@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(["comm", "launch", "report"], 3),
     **dict.fromkeys(["remote", "doctor"], 4),
     **dict.fromkeys(["profiling", "exchange", "codecs"], 5),
-    "strategies": 6,
+    **dict.fromkeys(["strategies", "data"], 6),
     **dict.fromkeys(["planner", "rewrite", "engine"], 7),
     "optim": 8,
     "servers": 9,

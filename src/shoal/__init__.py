@@ -14,8 +14,9 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
-from shoal.front.parallel import parallelize, plan, plan_of, shard
+from shoal.front.parallel import parallelize, plan, plan_of
 from shoal.front.release import unparallelize
+from shoal.front.sharding import shard
 from shoal.front.together import gather, mean
 from shoal.planner.search_options import SearchOptions
 from shoal.session.memory import Memory, memory

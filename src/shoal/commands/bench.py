@@ -29,8 +29,9 @@ from shoal.commands.worker import PlanOptions, at_own_device
 from shoal.core.errors import UsageError
 from shoal.core.trace import MAIN, Recorder
 from shoal.front.joining import init
-from shoal.front.parallel import parallelize, shard
+from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
+from shoal.front.sharding import shard
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.interfaces import watching

@@ -28,8 +28,9 @@ from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.front.cluster import measured_cluster
 from shoal.front.joining import init, is_tail_host, serve_and_end
-from shoal.front.parallel import parallelize, shard
+from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
+from shoal.front.sharding import shard
 from shoal.planner.explain import explain
 from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
@@ -99,10 +100,12 @@ def train(
     )
     _show_plan(model, save, reasons=reasons)
     # 3  the ordinary loop
-    epochs, num_steps = _length(recipe, len(loader), epochs, max_steps)
+    epochs, num_steps = _length(recipe, loader, epochs, max_steps)
     model.train()
     with Progress(text.console(), num_steps, world().size, speaks=world().rank == 0) as progress:
         for epoch in range(epochs):
+            if progress.num_steps == num_steps:
+                break  # a stream's epochs had more steps than one
             for x, y in islice(map(recipe.batch, loader), num_steps - progress.num_steps):
                 checked = world().size > 1 or progress.num_steps > 0
                 seconds, loss = timed_step(model, loss_fn, optimizer, x, y, checked=checked)
@@ -116,9 +119,19 @@ def train(
 
 
 def _length(
-    recipe: Recipe, num_batches: int, epochs: int | None, max_steps: int | None
+    recipe: Recipe, loader: DataLoader[Any], epochs: int | None, max_steps: int | None
 ) -> tuple[int, int]:
-    """How many epochs training has, and how many steps in all."""
+    """How many epochs training has, at most, and how many steps in all."""
+    try:
+        num_batches = len(loader)
+    except TypeError as error:
+        if max_steps is None:
+            raise UsageError(
+                "nobody knows when the recipe's stream ends, and no number of steps is given",
+                got=str(error),
+                do="add --max-steps, or give the dataset a __len__",
+            ) from error
+        return epochs or max_steps, max_steps
     if epochs is None:
         epochs = math.ceil(max_steps / num_batches) if max_steps else recipe.epochs
     num_steps = epochs * num_batches

@@ -12,6 +12,7 @@ Guarded by tests/front/test_passes.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -38,6 +39,7 @@ class Passes:
     def __init__(self) -> None:
         self.loaders = 0  # that were sharded
         self.models = 0  # that are parallelised
+        self.waits: list[Callable[[], float]] = []  # seconds that models have waited for others
         self._trainer = 0  # the thread that calls models
         self._drawn: list[Pass] = []  # since the last backward
         self._current: Pass | None = None  # that the last backward belongs to
@@ -64,6 +66,10 @@ class Passes:
             if one.loader not in loaders:  # else it is a peek beside the pass that trains
                 one.trained = True
         self._drawn.clear()
+
+    def waited_s(self) -> float:
+        """Seconds that the main thread has waited for other ranks."""
+        return sum(waited_s() for waited_s in self.waits)
 
     def counts(self, one: Pass) -> bool:
         """Whether it is an epoch, and no peek."""

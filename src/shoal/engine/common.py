@@ -267,9 +267,10 @@ def _of_passes(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
                 f"{what} that it trains on (number {loader}, by calls of shoal.shard)",
                 str(got) if index == 1 else f"epoch {passes[rank][1]}, digest {got:08x}",
                 str(expected) if index == 1 else f"epoch {passes[other][1]}, digest {expected:08x}",
-                "make the same passes on every rank, or call loader.sampler.set_epoch(epoch)"
+                "make the same passes on every rank, or call loader.set_epoch(epoch)"
                 if index == 1
-                else "give a sampler with a random source of its own the same seed on every rank",
+                else "give a sampler with a random source of its own the same seed on every rank; "
+                "a stream of which each rank has its own rows: shard(loader, shards_itself=True)",
             )
     return None
 

@@ -16,24 +16,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from shoal.comm.agreement import agreed, from_first
-from shoal.contracts.comm import Comm
 from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
-from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.engine.weights import inputs_alike
-from shoal.front import feed
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.joining import is_tail_host, serve_and_end
-from shoal.front.listings import Listing, listings, require_same_listings
 from shoal.front.request import (
     Request,
     check_moving,
@@ -62,7 +58,6 @@ from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.session import Attached, Session, current, ranks, uncompiled
 
-T = TypeVar("T")
 _CHECKING = "parallelize: checking what was given"
 
 
@@ -192,6 +187,7 @@ def parallelize(
             Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
         for torch_optimizer in optimizers:
             extend(torch_optimizer, asked.left_alone)
+            session.notice_steps(torch_optimizer)
         add(model, None)
         return model, loss_fn, optimizer
     stages = Stages(speaks=comm.rank == 0)
@@ -370,67 +366,6 @@ def plan_of(model: nn.Module) -> Plan | None:
         )
     attached = session.attached.get(model)
     return attached.plan if attached else None
-
-
-def shard(loader: DataLoader[T]) -> DataLoader[T]:
-    """A DataLoader of this rank's own rows: none twice, none lost, as many batches everywhere.
-
-    On a tail host, which has no rows of its own, it is the loader itself.
-
-    Args:
-        loader: the loader as one process would use it; `batch_size` is the number of rows on one
-            rank. Its sampler and all its other options are kept. Shuffling follows a seed that the
-            ranks agree on, and the epoch. That advances with every pass in which a backward runs:
-            a look at a batch or two, also on one rank alone, does not count.
-
-    Returns:
-        A copy of it (alone, the loader itself).
-
-    Raises:
-        UsageError: not a DataLoader, one whose batches cannot be cut, fewer rows than ranks, or
-            (RanksDiffer) loaders of other lengths or batch sizes on other ranks, or the same files
-            in another order.
-
-    Examples:
-        >>> import shoal
-        >>> from torch.utils.data import DataLoader
-        >>> _ = shoal.init()
-        >>> [batch.tolist() for batch in shoal.shard(DataLoader(range(5), batch_size=2))]
-        [[0, 1], [2, 3], [4]]
-    """
-    session = current()
-    if is_tail_host(session):
-        return loader
-    comm = session.comm
-    purpose = "shard: checking loaders"
-    own_seed = agreed(comm, lambda: feed.proposed_seed(loader), purpose)
-    seed = comm.gather_objects(own_seed, purpose)[0]
-    passes = session.passes
-    own_loader = agreed(
-        comm, lambda: feed.shard(loader, comm.rank, comm.size, seed, passes), purpose
-    )
-    if comm.size > 1:
-        rows = len(own_loader.sampler)  # type: ignore[arg-type]  # feed.shard has asked for it
-        batches = f"{len(own_loader)} batches of {own_loader.batch_size} rows, {rows} rows"
-        _require_same_batches(comm, batches, listings(loader.dataset))
-    return own_loader
-
-
-def _require_same_batches(comm: Comm, batches: str, listed: list[Listing]) -> None:
-    """Raise RanksDiffer where ranks cut the same rows in different ways, or list others."""
-    told = comm.gather_objects((batches, listed), "shard: comparing loaders", Listing)
-    first, *other_ranks = (each for each, _ in told)
-    for rank, theirs in enumerate(other_ranks, start=1):
-        if theirs != first:
-            raise RanksDiffer(
-                f"rank {rank} and rank 0 shard different loaders",
-                got=f"rank {rank}: {theirs}",
-                expected=f"as on rank 0: {first}",
-                do="give the same loader on every rank; for shares of unlike size, give each its "
-                "rows by hand",
-                rank=rank,
-            )
-    require_same_listings([each for _, each in told])
 
 
 def _chosen(

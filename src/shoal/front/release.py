@@ -65,6 +65,7 @@ def unparallelize(model: nn.Module) -> None:
             release_optimizer(optimizer, running.engine)
         elif id(optimizer) not in still_used:
             release_optimizer(optimizer)
+            session.ignore_steps(optimizer)
     if running is not None:
         _release(session, model, running)
     remove(model)
@@ -128,5 +129,6 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
         servers.close_model(running.at_servers)
     del session.attached[model]
     session.passes.models -= 1
+    session.passes.waits.remove(running.engine.routes.waited_s)
     for parameter in model.parameters():
         session.served.pop(parameter, None)

@@ -118,6 +118,7 @@ def attach(
     session.models += 1
     engine.listen(Event.ROUND_OPENED, weigher.opened)
     session.passes.models += 1
+    session.passes.waits.append(engine.routes.waited_s)
     engine.listen(Event.FORWARD_ENTERED, session.passes.forward)
     engine.listen(Event.BACKWARD_ENTERED, session.passes.backward)
     for table in tables.all if tables else ():

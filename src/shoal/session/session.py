@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm.threads import ThreadComm
@@ -133,6 +134,10 @@ class Session:
     # parameters, also of models gone
     served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     passes: Passes = field(default_factory=Passes)  # over sharded loaders
+    # of a lone process, by which it knows what it trains on
+    step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = field(
+        default_factory=WeakKeyDictionary
+    )
     models: int = 0  # that were parallelised, whether they are gone or not
     broken: bool = False  # this rank ends for an error
     process: int = field(default_factory=os.getpid)
@@ -140,6 +145,21 @@ class Session:
     def other(self, kind: type[AnyPart]) -> AnyPart | None:
         """The way to hosts of that kind, if there are any."""
         return next((part for part in self.others if isinstance(part, kind)), None)
+
+    def notice_steps(self, optimizer: Optimizer) -> None:
+        """Alone, where no engine sees backwards: take a step for a sign that one ran."""
+        passes = self.passes
+        if optimizer not in self.step_hooks:
+            self.step_hooks[optimizer] = optimizer.register_step_post_hook(
+                lambda *_: passes.backward()
+            )
+        passes.models = len(self.optimizers)
+
+    def ignore_steps(self, optimizer: Optimizer) -> None:
+        """Undo it."""
+        if optimizer in self.step_hooks:
+            self.step_hooks.pop(optimizer).remove()
+            self.passes.models = len(self.optimizers)
 
     def end_gone(self) -> None:
         """End the threads of models that are gone on every rank (a collective)."""

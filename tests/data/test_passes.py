@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from shoal.core.passes import Passes
-from shoal.front.feed import shard
+from shoal.data.deal import Deal
+from shoal.data.sharded import sharded
 
 Loader = DataLoader[torch.Tensor]
 Peek = Callable[[Loader, Loader], object]
@@ -23,7 +24,7 @@ class Rank:
         self.passes.models = int(trains)
 
         def made() -> Loader:
-            return shard(DataLoader(range(24), 3, shuffle=True), rank, 2, 7, self.passes)
+            return sharded(DataLoader(range(24), 3, shuffle=True), Deal(rank, 2), 7, self.passes)
 
         self.loader, self.other = made(), made()
 
@@ -135,10 +136,9 @@ def test_workers_that_fetch_ahead_change_nothing(persistent: bool) -> None:
     fetching.loader.num_workers = 0
 
     def fetched() -> Iterator[list[int]]:
-        loader = shard(
+        loader = sharded(
             DataLoader(range(24), 3, shuffle=True, num_workers=1, persistent_workers=persistent),
-            0,
-            2,
+            Deal(0, 2),
             7,
             fetching.passes,
         )

@@ -1,0 +1,129 @@
+"""Who has which rows: global batches, cut into one part a rank.
+
+    global order   0 1 2 3 4 5 6 7 | 8 9 10 11 12       2 ranks of 4 rows
+    rank 0         0 1 2 3         | 8 9 10
+    rank 1                 4 5 6 7 |        11 12
+
+Ranks that count different batches wait for one another for ever, and padding with repeated rows (as
+DistributedSampler does) is not the mathematics of one process. So every global batch has a row for
+each rank at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, final
+
+from shoal.core.errors import UsageError
+from shoal.core.pieces import cut_sizes
+from shoal.data.shares import Shares
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class Deal:
+    """How global batches are dealt, and which part is this rank's."""
+
+    rank: int
+    size: int
+    together: bool = False  # a loader's batch is that of all ranks together
+    shares: Shares = field(default_factory=Shares)
+
+    def check_batches(self) -> None:
+        """Look whether batches that are made already can be dealt so.
+
+        Raises:
+            UsageError: whole ones are to be dealt in shares.
+        """
+        if not (self.together or self.shares.even):
+            raise UsageError(
+                "batches that the loader has made already are dealt whole, not in shares",
+                do='shard(loader, batch="global", shares=…), which cuts each of them',
+            )
+
+    def rows(self, batch_size: int) -> int:
+        """Rows of all ranks in a step.
+
+        Raises:
+            UsageError: a batch of all ranks is smaller than their number.
+        """
+        if not self.together:
+            return batch_size * self.size
+        if batch_size < self.size:
+            raise UsageError(
+                "a batch of all ranks has fewer rows than there are ranks",
+                got=f"batch_size {batch_size}, {self.size} ranks",
+                expected=f"at least {self.size}",
+                do='give the loader a larger batch_size, or shard(loader, batch="rank")',
+            )
+        return batch_size
+
+    def span(self, num: int, epoch: int, turn: int) -> tuple[int, int]:
+        """First and last of this rank's rows, of the `num` that a global batch has."""
+        sizes = cut_by(num, self.size, self.shares.at(epoch, turn))
+        start = sum(sizes[: self.rank])
+        return start, start + sizes[self.rank]
+
+    def mine(self, rows: Sequence[T], epoch: int, turn: int) -> list[T]:
+        """This rank's rows of a global batch."""
+        start, stop = self.span(len(rows), epoch, turn)
+        return list(rows[start:stop])
+
+
+def global_batches(num_rows: int, size: int, whole: int, drop_last: bool) -> list[int]:
+    """Rows that all ranks take in a step: those of one process, at least one a rank.
+
+    Args:
+        num_rows: that there are.
+        size: number of ranks.
+        whole: rows of a whole global batch.
+        drop_last: leave out the last one if it is not whole.
+
+    Raises:
+        UsageError: there are not enough rows for a single step.
+    """
+    full, rest = divmod(num_rows, whole)
+    batches = [whole] * full
+    if rest and not drop_last:
+        batches.append(rest)
+    if not batches or num_rows < size:
+        needed = f"{whole} for one whole batch (drop_last)" if drop_last else f"{size}, one a rank"
+        raise UsageError(
+            "the loader has too few rows for its ranks",
+            got=f"{num_rows} rows, {size} ranks, {whole} rows in a batch of all ranks",
+            expected=f"at least {needed}",
+            do="train on fewer ranks"
+            + (", with a smaller batch_size or drop_last=False" if drop_last else ""),
+        )
+    # some ranks would have no row in the last step: take some from the step before
+    if batches[-1] < size:
+        both = batches.pop() + batches.pop()
+        batches += [both - size, size] if both >= 2 * size else [both]
+    return batches
+
+
+def cut_by(num: int, size: int, shares: Sequence[float] | None) -> list[int]:
+    """Rows of each rank: in these shares or, without, as many on each; one at least."""
+    if shares is None or num <= size:
+        return cut_sizes(num, size)
+    ideal = [num * share / sum(shares) for share in shares]
+    sizes = [max(1, int(rows)) for rows in ideal]
+    while sum(sizes) < num:
+        sizes[max(range(size), key=lambda r: (ideal[r] - sizes[r], -r))] += 1
+    while sum(sizes) > num:
+        larger = [r for r in range(size) if sizes[r] > 1]
+        sizes[max(larger, key=lambda r: (sizes[r] - ideal[r], r))] -= 1
+    return sizes
+
+
+def shared_by(num_items: int, deal: Deal) -> tuple[int, int, int]:
+    """Where there are fewer items than ranks: this rank's item, which part of it, of how many."""
+    ranks = 0
+    for item, sharing in enumerate(cut_sizes(deal.size, num_items)):
+        if deal.rank < ranks + sharing:
+            return item, deal.rank - ranks, sharing
+        ranks += sharing
+    raise AssertionError(num_items)

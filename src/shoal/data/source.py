@@ -1,0 +1,190 @@
+"""Where batches come from: passes over it, and the position in the global order.
+
+A position counts what all ranks have taken, so any number of ranks can go on from it. Batches that
+workers have fetched ahead are not taken yet. What an epoch is: core/passes.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar, final
+
+from shoal.core.errors import UsageError
+from shoal.core.passes import Pass, Passes
+from shoal.data.deal import Deal
+from shoal.data.shares import Shares
+
+T = TypeVar("T")
+Position = list[int]  # rows or batches that all ranks have taken; several where a stream has parts
+Fetch = Callable[[], Iterator[Any]]  # begins a pass over what the source prepared
+_MOST_BEGUN = 64  # passes of one epoch, most of them peeks
+
+
+@dataclass(frozen=True)
+class Step(Generic[T]):
+    """What this rank takes in one step."""
+
+    batch: T
+    position: Position  # behind it
+    last: bool = False  # of the epoch
+    order: int = 0  # a digest of the pass's order, where it is known only now
+
+
+@dataclass(eq=False)
+class Begun:
+    """A pass, and how far it is."""
+
+    noted: Pass
+    position: Position
+    drawn: bool = False
+    steps: int = 0  # that were trained on
+
+
+class Source(ABC, Generic[T]):
+    """Gives one rank its batches, pass after pass."""
+
+    kind: ClassVar[str]  # in positions and messages
+
+    def __init__(self, deal: Deal, seed: int, passes: Passes) -> None:
+        self.deal, self.seed = deal, seed
+        self.epoch = 0  # of the passes that begin, until one of them counts
+        self.start: Position = []  # where they begin: [] is the start of the epoch
+        self._passes, self._begun = passes, list[Begun]()  # in this epoch
+        passes.loaders += 1
+        self._number = passes.loaders
+
+    @abstractmethod
+    def steps(self, fetch: Fetch) -> Iterator[Step[T]]:
+        """A pass over what is left of the epoch; workers start at once."""
+
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Of the coming pass. Raises TypeError where nobody knows."""
+
+    @abstractmethod
+    def facts(self) -> str:
+        """What every rank must have alike, in words."""
+
+    def order(self) -> int:
+        """A digest of the coming pass's order; 0 where nobody knows it yet."""
+        return 0
+
+    def passed(self, fetch: Fetch) -> Iterator[T]:
+        """Begin a pass."""
+        self._advance()
+        begun = Begun(Pass(self._number, self.epoch, self.order()), self.start)
+        self._begun = [*self._begun[-_MOST_BEGUN:], begun]
+        return _Given(self.steps(fetch), begun, self._passes, self.deal.shares)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass that of this epoch, from its start."""
+        self.epoch, self.start, self._begun = epoch, [], []
+
+    def state(self) -> dict[str, Any]:
+        """Where the pass is that training belongs to, as plain data."""
+        epoch, position = self.epoch, self.start
+        order = self.order() if position else 0
+        current = self._current()
+        if current is not None:
+            epoch, position = current.noted.epoch, current.position
+            order = current.noted.order
+            if current.noted.complete:
+                epoch, position, order = epoch + 1, [], 0
+        return {
+            "kind": self.kind,
+            "seed": self.seed,
+            "epoch": epoch,
+            "position": list(position),
+            "order": order,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass go on from a position.
+
+        Raises:
+            UsageError: it is none, or that of another kind of loader, dataset or order.
+        """
+        try:
+            kind, seed, epoch = str(state["kind"]), int(state["seed"]), int(state["epoch"])
+            position, order = [int(n) for n in state["position"]], int(state["order"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                "this is no position of a loader",
+                got=f"{type(state).__name__}: {str(state)[:80]}",
+                expected="what loader.state_dict() gave",
+                do="load what was saved of this loader",
+            ) from error
+        if kind != self.kind:
+            raise UsageError(
+                "a position of another kind of loader",
+                got=kind,
+                expected=self.kind,
+                do="load what was saved of this loader",
+            )
+        before = self.seed, self.epoch, self.start, self._begun
+        self.seed, self.epoch, self.start, self._begun = seed, epoch, position, []
+        try:
+            self.check(order)
+        except UsageError:
+            self.seed, self.epoch, self.start, self._begun = before
+            raise
+
+    @abstractmethod
+    def check(self, order: int) -> None:
+        """Look whether one can go on from the position that was set; `order` is its digest.
+
+        Raises:
+            UsageError: one cannot.
+        """
+
+    def _advance(self) -> None:
+        if any(self._passes.counts(begun.noted) for begun in self._begun):
+            self.epoch, self.start, self._begun = self.epoch + 1, [], []
+
+    def _current(self) -> Begun | None:
+        """The pass that training belongs to; as long as there is no model, the last one."""
+        trained = [begun for begun in self._begun if begun.noted.trained]
+        if not trained and not self._passes.models:
+            trained = [begun for begun in self._begun if begun.drawn]
+        return trained[-1] if trained else None
+
+
+@final
+class _Given(Iterator[T]):
+    """An iterator that notes what is taken from it."""
+
+    def __init__(
+        self, steps: Iterator[Step[T]], begun: Begun, passes: Passes, shares: Shares
+    ) -> None:
+        self._steps, self._begun, self._passes, self._shares = steps, begun, passes, shares
+
+    def __next__(self) -> T:
+        if self._passes.current() is self._begun.noted:
+            self._begun.steps += 1
+            self._shares.asked(self._begun.steps)
+        else:
+            self._shares.asked(0)
+        self._passes.drawn(self._begun.noted)
+        try:
+            step = next(self._steps)
+        except StopIteration:
+            self._begun.noted.complete = True
+            raise
+        self._begun.position, self._begun.drawn = step.position, True
+        self._begun.noted.complete = step.last
+        if step.order:
+            self._begun.noted.order = step.order
+        self._shares.given(step.batch)
+        return step.batch
+
+
+def other_order(got: str, expected: str) -> UsageError:
+    """The error where a position does not belong to what a loader gives."""
+    return UsageError(
+        "a position of another dataset or order",
+        got=got,
+        expected=expected,
+        do="load a position of this dataset and sampler, or start anew: loader.set_epoch(epoch)",
+    )

@@ -1,0 +1,287 @@
+"""One stream, the same on every rank: each reads all of it and keeps its part of a global batch.
+
+    stream     0 1 2 3 | 4 5 6 7 | 8 9 …      2 ranks of 2 rows
+    rank 0     0 1     | 4 5     |
+    rank 1         2 3 |     6 7 |
+
+A stream's end is known only when it comes. So the last rows (fewer than two global batches) are not
+cut where they are read, but go to the main process as they are, which cuts them so that every rank
+has some. What a stream draws from torch, random and numpy starts at the same seed on every rank.
+
+**Workers.** A dataset that asks for `get_worker_info()` gives each worker a stream of its own: each
+is dealt by itself, and their last rows together. One that does not ask would give all workers the
+same rows. Here it is one stream, of which each worker takes some global batches: the order is that
+without workers. Guarded by tests/data/test_stream.py.
+
+Costs reading and decoding the whole stream on every rank, and no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+
+from shoal.core.errors import UsageError
+from shoal.core.passes import Passes
+from shoal.data.deal import Deal, global_batches, shared_by
+from shoal.data.order import OwnRandom
+from shoal.data.parts import digest_of
+from shoal.data.rows import own_part
+from shoal.data.source import Fetch, Position, Source, Step, other_order
+
+T = TypeVar("T")
+Collate = Callable[[Any], Any]
+_MOST_WORKERS = 1024
+_SHARDS = ("id", "num_workers", "dataset")  # who asks for these shares the stream out
+
+
+@final
+@dataclass(frozen=True)
+class Units:
+    """What a stream gives one by one: rows, of which batches are made, or batches."""
+
+    rows: int | None  # of all ranks in a step; None where units are batches
+    drop_last: bool
+    collate: Collate  # of a list of rows, or of one batch
+
+    def each(self, deal: Deal) -> int:
+        """Units of a global batch."""
+        return self.rows or (1 if deal.together else deal.size)
+
+    def ahead(self, deal: Deal) -> int:
+        """Units that must follow a global batch, so that it is not one of the last."""
+        return deal.size if self.rows else 1
+
+    def own(self, units: list[Any], deal: Deal, epoch: int, turn: int) -> Any:
+        """This rank's batch of a global batch."""
+        if self.rows:
+            return self.collate(deal.mine(units, epoch, turn))
+        which = 0 if deal.together else shared_by(len(units), deal)[0]
+        return own_part(self.collate(units[which]), len(units), deal, epoch, turn)
+
+    def last(self, num_units: int, deal: Deal, is_start: bool) -> list[int]:
+        """How the last units make global batches."""
+        if not num_units and not is_start:
+            return []
+        if self.rows:
+            if self.drop_last and num_units < self.rows and not is_start:
+                return []
+            return global_batches(num_units, deal.size, self.rows, self.drop_last)
+        if not num_units:
+            global_batches(0, deal.size, deal.size, drop_last=False)
+        full, rest = divmod(num_units, self.each(deal))
+        return [self.each(deal)] * full + ([rest] if rest else [])
+
+
+class Piece(NamedTuple):
+    """What a worker hands to the main process; a plain tuple, whose tensors can be pinned."""
+
+    part: int  # of the stream: the worker's number where it was given a stream of its own
+    parts: int
+    num: int  # units
+    order: int  # a digest of the first one of the epoch
+    is_last: bool  # the batch is a list of units, for the main process
+    batch: Any
+
+
+@final
+class Dealt(IterableDataset[Piece]):
+    """One rank's part of a stream, as a dataset for torch's workers."""
+
+    def __init__(self, dataset: Iterable[Any], deal: Deal, units: Units) -> None:
+        self.dataset, self.deal, self.units = dataset, deal, units
+        # seed, epoch, position: shared with workers, which may outlive a pass
+        self._told = torch.zeros(3 + _MOST_WORKERS, dtype=torch.int64, device="cpu").share_memory_()
+
+    def tell(self, seed: int, epoch: int, start: Position) -> None:
+        """What the next pass begins with."""
+        self._told[:3] = torch.tensor([seed % 2**62, epoch, len(start)])
+        self._told[3 : 3 + len(start)] = torch.tensor(start, dtype=torch.int64)
+
+    def __iter__(self) -> Iterator[Piece]:
+        seed, epoch, num_told = self._told[:3].tolist()
+        start = self._told[3 : 3 + num_told].tolist()
+        worker = torch_worker._worker_info
+        if isinstance(worker, Asked):
+            worker.begin(seed + epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        random = OwnRandom(seed + epoch)
+        with random.drawing():
+            stream = iter(self.dataset)
+            first = list(islice(stream, 1))
+        part, parts, workers, number = 0, 1, 1, 0
+        if isinstance(worker, Asked):
+            number, workers = worker.id_, worker.num_workers_
+            if worker.shards:
+                part, parts = number, workers
+                random.reseed(seed + epoch + 1 + number)
+        if start and len(start) != parts:
+            raise other_order(f"a stream of {parts} parts", f"of {len(start)}, a worker each")
+        turns = self._turns(first, stream, random, start[part] if start else 0)
+        order = digest_of(first[0]) if first else 0
+        for turn, (units, is_last) in enumerate(turns):
+            if parts == 1 and turn % workers != number:
+                continue  # another worker's
+            batch = units if is_last else self.units.own(units, self.deal, epoch, turn)
+            yield Piece(part, parts, len(units), order, is_last, batch)
+
+    def _turns(
+        self, first: list[Any], stream: Iterator[Any], random: OwnRandom, taken: int
+    ) -> Iterator[tuple[list[Any], bool]]:
+        """Global batches, and at last what is left."""
+        each = self.units.each(self.deal)
+        enough = each + self.units.ahead(self.deal)
+        units, skipped, at_end = first, 0, False
+        while not at_end:
+            with random.drawing():
+                more = list(islice(stream, enough - len(units)))
+            at_end = len(units) + len(more) < enough
+            units = units + more
+            if skipped < taken:
+                skipping = min(taken - skipped, len(units))
+                skipped += skipping
+                units = units[skipping:]
+                continue
+            if not at_end:
+                yield units[:each], False
+                units = units[each:]
+        if skipped < taken:
+            raise other_order(f"a stream of {skipped} rows or batches", f"more than {taken}")
+        if units:
+            yield units, True
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+@final
+class Asked:
+    """Torch's WorkerInfo for the dataset, which notes whether it shares the stream out."""
+
+    def __init__(self, info: Any, dataset: Any) -> None:
+        self.id_, self.num_workers_ = info.id, info.num_workers
+        self._info, self._dataset = info, dataset
+        self._seed = info.seed
+        self.shards = False
+
+    def begin(self, seed: int) -> None:
+        """A pass begins; its random numbers start at this seed on every rank."""
+        self._seed = seed
+
+    def __getattr__(self, name: str) -> Any:
+        self.shards = self.shards or name in _SHARDS
+        if name == "seed":
+            return self._seed + (self.id_ if self.shards else 0)
+        return self._dataset if name == "dataset" else getattr(self._info, name)
+
+
+@final
+@dataclass(frozen=True)
+class BeginWorker:
+    """What a worker does first: the user's own `worker_init_fn`, with the user's own dataset."""
+
+    init: Callable[[int], object] | None
+
+    def __call__(self, worker: int) -> None:
+        """In the worker."""
+        info: Any = torch_worker._worker_info
+        torch_worker._worker_info = Asked(info, info.dataset.dataset)  # type: ignore[assignment]
+        if self.init is not None:
+            self.init(worker)
+
+
+def as_it_is(piece: Any) -> Any:
+    """Collate nothing: `Dealt` has done so."""
+    return piece
+
+
+@final
+class Stream(Source[T]):
+    """Rows or batches of one stream."""
+
+    kind = "one stream"
+
+    def __init__(self, dealt: Dealt, num_workers: int, seed: int, passes: Passes) -> None:
+        super().__init__(dealt.deal, seed, passes)
+        self._dealt, self._num_workers = dealt, num_workers
+        self._order = 0  # of the epoch that a position was set in
+
+    def steps(self, fetch: Fetch) -> Iterator[Step[T]]:
+        """A pass over what is left of the stream."""
+        self._dealt.tell(self.seed, self.epoch, self.start)
+        return self._given(fetch(), list(self.start), self.epoch, self.order())
+
+    def _given(
+        self, pieces: Iterator[Any], taken: Position, epoch: int, expected: int
+    ) -> Iterator[Step[T]]:
+        units, deal = self._dealt.units, self.deal
+        left: list[tuple[int, Any]] = []  # the last units, and whose they are
+        is_start, turn, order = not taken, 0, expected
+        for piece in (Piece(*each) for each in pieces):
+            taken = taken or [0] * piece.parts
+            if piece.part == 0:
+                order = piece.order
+            if expected and order != expected:
+                raise other_order(
+                    f"a stream whose first row has digest {piece.order:08x}", f"{expected:08x}"
+                )
+            if piece.is_last:
+                left += [(piece.part, unit) for unit in piece.batch]
+                continue
+            taken = _behind(taken, [piece.part] * piece.num)
+            yield Step(piece.batch, taken, order=order)
+            is_start, turn = False, turn + 1
+        left.sort(key=lambda unit: unit[0])  # workers end in any order
+        sizes = units.last(len(left), deal, is_start)
+        for number, size in enumerate(sizes):
+            rows, left = left[:size], left[size:]
+            taken = _behind(taken, [part for part, _ in rows])
+            batch = units.own([row for _, row in rows], deal, epoch, turn + number)
+            yield Step(batch, taken, number == len(sizes) - 1, order)
+
+    def num_steps(self) -> int:
+        """Of the coming pass, where the dataset has a length and no worker a stream of its own."""
+        units, deal = self._dealt.units, self.deal
+        if not isinstance(self._dealt.dataset, Sized):
+            raise TypeError(
+                "the length of a stream is not known: its dataset has no __len__. Count steps as "
+                "you go, or give the dataset a __len__"
+            )
+        left = len(self._dealt.dataset) - sum(self.start)
+        return len(units.last(left, deal, not self.start))
+
+    def facts(self) -> str:
+        """What there is to know of a stream."""
+        units = self._dealt.units
+        rows = "batches" if units.rows is None else f"{units.rows} rows for all ranks"
+        return f"a stream, {rows}, {self._num_workers} workers"
+
+    def order(self) -> int:
+        """A digest of the first row of an epoch that is gone on with."""
+        return self._order if self.start else 0
+
+    def check(self, order: int) -> None:
+        """Look whether there are as many workers as parts; the rest shows in the pass itself."""
+        parts = len(self.start)
+        if parts > 1 and parts != self._num_workers:
+            raise UsageError(
+                "each worker had a part of the stream, and there are as many workers no more",
+                got=f"num_workers={self._num_workers}",
+                expected=f"num_workers={parts}",
+                do="give the loader as many workers as it had",
+            )
+        self._order = order
+
+
+def _behind(taken: Position, parts: list[int]) -> Position:
+    """A position behind so many more units."""
+    return [num + parts.count(part) for part, num in enumerate(taken)]

@@ -1,0 +1,141 @@
+"""`shard`: from a loader as one process would use it to a loader of this rank's own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, overload
+
+from torch.utils.data import DataLoader
+
+from shoal.comm.agreement import agreed
+from shoal.contracts.comm import Comm
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.data.deal import Deal
+from shoal.data.order import proposed_seed
+from shoal.data.sharded import ShardedBatches, ShardedLoader, sharded
+from shoal.data.shares import Given, Shares, Speed
+from shoal.data.streams import Word
+from shoal.front.joining import is_tail_host
+from shoal.front.listings import Listing, listings, require_same_listings
+from shoal.session.session import current
+
+T = TypeVar("T")
+Batch = Literal["rank", "global"]
+Shared = Sequence[float] | Literal["speed"] | None
+
+
+@overload
+def shard(
+    loader: DataLoader[T],
+    *,
+    batch: Batch = "rank",
+    shares: Shared = None,
+    shards_itself: bool = False,
+) -> ShardedLoader[T]: ...
+
+
+@overload
+def shard(
+    loader: Any,
+    *,
+    batch: Batch = "rank",
+    shares: Shared = None,
+    shards_itself: bool = False,
+) -> ShardedBatches[Any]: ...
+
+
+def shard(
+    loader: Any,
+    *,
+    batch: Batch = "rank",
+    shares: Shared = None,
+    shards_itself: bool = False,
+) -> Any:
+    """A loader of this rank's own rows: none twice, none lost, as many batches everywhere.
+
+    On a tail host, which has no rows of its own, it is the loader itself.
+
+    Args:
+        loader: the loader as one process would use it, with all its options. Any DataLoader: its
+            sampler, batch_sampler or IterableDataset says what there is. Or any object that gives
+            batches of tensors each time it is iterated over. Shuffling follows a seed that the
+            ranks agree on, and the epoch. That advances with every pass in which a backward runs: a
+            look at a batch, also on one rank alone, does not count.
+        batch: "rank": the loader's batches are those of one rank, as with DDP. "global": they are
+            those of all ranks together, whatever their number.
+        shares: how many rows each rank takes, as one number a rank; by default as many. "speed":
+            they follow the measured speed of each rank's processor. Ranks are weighed exactly by
+            their rows.
+        shards_itself: an IterableDataset that gives each rank its own rows already. Then the epoch
+            ends with the first of these streams that ends.
+
+    Returns:
+        A copy of the loader, with `state_dict()` and `load_state_dict()`: the position in the
+        global order, in the middle of an epoch too, for any number of ranks. And `set_epoch(n)`.
+
+    Raises:
+        UsageError: not a loader, fewer rows than ranks, a batch of all ranks smaller than their
+            number, or (RanksDiffer) other loaders on other ranks, or the same files in another
+            order.
+
+    Examples:
+        >>> import shoal
+        >>> from torch.utils.data import DataLoader
+        >>> _ = shoal.init()
+        >>> loader = shoal.shard(DataLoader(range(5), batch_size=2))
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [2, 3], [4]]
+        >>> loader.state_dict()["epoch"]
+        1
+    """
+    session = current()
+    if is_tail_host(session):
+        return loader
+    comm = session.comm
+    purpose = "shard: checking loaders"
+    own_seed = agreed(comm, lambda: proposed_seed(loader), purpose)
+    seed = comm.gather_objects(own_seed, purpose)[0]
+    word = Word(comm) if shards_itself else None
+    speed = Speed(comm, session.passes) if shares == "speed" else None
+
+    def made() -> Any:
+        if batch not in ("rank", "global"):
+            raise UsageError(
+                "unknown kind of batch", got=repr(batch), expected='"rank" or "global"'
+            )
+        deal = Deal(comm.rank, comm.size, batch == "global", _dealt_in(shares, speed, comm.size))
+        return sharded(loader, deal, seed, session.passes, word)
+
+    own_loader = agreed(comm, made, purpose)
+    if comm.size > 1:
+        facts = f"{own_loader.source.facts()}; batch={batch!r}, shares={shares}"
+        dataset = getattr(loader, "dataset", None)
+        _require_same(comm, facts, [] if shards_itself else listings(dataset))
+    return own_loader
+
+
+def _dealt_in(shares: Shared, speed: Speed | None, size: int) -> Shares:
+    if speed is not None or shares is None:
+        return speed or Shares()
+    if isinstance(shares, str):
+        raise UsageError(
+            "unknown shares", got=repr(shares), expected='"speed", or one number a rank'
+        )
+    return Given(shares, size)
+
+
+def _require_same(comm: Comm, facts: str, listed: list[Listing]) -> None:
+    """Raise RanksDiffer where ranks cut the same rows in different ways, or list others."""
+    told = comm.gather_objects((facts, listed), "shard: comparing loaders", Listing)
+    first, *other_ranks = (each for each, _ in told)
+    for rank, theirs in enumerate(other_ranks, start=1):
+        if theirs != first:
+            raise RanksDiffer(
+                f"rank {rank} and rank 0 shard different loaders",
+                got=f"rank {rank}: {theirs}",
+                expected=f"as on rank 0: {first}",
+                do="give the same loader and options on every rank; for rows in unlike shares, "
+                "shares=[…] with a number for each rank",
+                rank=rank,
+            )
+    require_same_listings([each for _, each in told])
