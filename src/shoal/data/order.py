@@ -38,7 +38,7 @@ def drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
         raise UsageError(
             "the loader's sampler has no end",
             got=f"{type(sampler).__name__}, without __len__",
-            do="give it an end and a __len__, the number of rows or batches in an epoch; or use an "
+            do="give it an end and a __len__, the number of rows or batches in an epoch, or use an "
             "IterableDataset and count steps",
         )
     return found

@@ -142,7 +142,7 @@ class Streams(Source[T]):
 
     def num_steps(self) -> int:
         """Nobody knows it."""
-        raise TypeError("the length of streams is not known; count steps as you go")
+        raise TypeError("the length of streams is not known: count steps as you go")
 
     def facts(self) -> str:
         """What there is to know."""
@@ -156,7 +156,7 @@ class Streams(Source[T]):
                 raise UsageError(
                     "a dataset that shards itself cannot say where it is",
                     got=f"{type(self._loader).__name__} without a state in this process",
-                    do="give the dataset state_dict() and load_state_dict(), with num_workers=0; "
+                    do="give the dataset state_dict() and load_state_dict(), with num_workers=0, "
                     "or save between epochs",
                 )
             state |= {"rank": self.deal.rank, "size": self.deal.size, "own": self._behind}
@@ -177,7 +177,7 @@ class Streams(Source[T]):
                 got=f"the state of rank {at} of {size}",
                 expected=f"that of rank {self.deal.rank} of {self.deal.size}, for a dataset with "
                 "load_state_dict()",
-                do="start as many ranks, and save and load the state of each; or begin an epoch: "
+                do="start as many ranks, and save and load the state of each, or begin an epoch: "
                 "loader.set_epoch(epoch)",
             )
         keeper.load_state_dict(state["own"])

@@ -269,8 +269,8 @@ def _of_passes(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
                 str(expected) if index == 1 else f"epoch {passes[other][1]}, digest {expected:08x}",
                 "make the same passes on every rank, or call loader.set_epoch(epoch)"
                 if index == 1
-                else "give a sampler with a random source of its own the same seed on every rank; "
-                "a stream of which each rank has its own rows: shard(loader, shards_itself=True)",
+                else "give a sampler with a random source of its own the same seed on every rank. "
+                "Where each rank has a stream of its own: shard(loader, shards_itself=True)",
             )
     return None
 

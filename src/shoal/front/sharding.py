@@ -108,7 +108,7 @@ def shard(
 
     own_loader = agreed(comm, made, purpose)
     if comm.size > 1:
-        facts = f"{own_loader.source.facts()}; batch={batch!r}, shares={shares}"
+        facts = f"{own_loader.source.facts()}, batch={batch!r}, shares={shares}"
         dataset = getattr(loader, "dataset", None)
         _require_same(comm, facts, [] if shards_itself else listings(dataset))
     return own_loader
@@ -134,7 +134,7 @@ def _require_same(comm: Comm, facts: str, listed: list[Listing]) -> None:
                 f"rank {rank} and rank 0 shard different loaders",
                 got=f"rank {rank}: {theirs}",
                 expected=f"as on rank 0: {first}",
-                do="give the same loader and options on every rank; for rows in unlike shares, "
+                do="give the same loader and options on every rank. For rows in unlike shares, "
                 "shares=[…] with a number for each rank",
                 rank=rank,
             )
