@@ -105,7 +105,10 @@ def test_running_means_are_one_processs(uneven: bool) -> None:
     assert int(ended[0][0]["0.num_batches_tracked"]) == len(BATCHES)
 
 
-def test_a_norm_of_somebodys_own_is_averaged_too() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2e-2)]
+)
+def test_a_norm_of_somebodys_own_is_averaged_too(dtype: torch.dtype, within: float) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -114,16 +117,20 @@ def test_a_norm_of_somebodys_own_is_averaged_too() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             if self.training:
-                self.seen.mul_(0.5).add_(x.mean(0), alpha=0.5)
+                self.seen.mul_(0.5).add_(x.mean(0).to(self.seen.dtype), alpha=0.5)
                 return self.last(x - x.mean(0))
             return self.last(x - self.seen)
 
-    ended = on_ranks(built(Own), F.cross_entropy, BATCHES, 2)
+    model = built(Own)
+    model.seen = model.seen.to(dtype)  # type: ignore[operator]
+    ended = on_ranks(model, F.cross_entropy, BATCHES, 2)
+    assert_same_bits([own for own, *_ in ended])
+    assert ended[0][0]["seen"].dtype is dtype
     assert [(moves.name, moves.how) for moves in ended[0][2]] == [("seen", "mean")]
     expected = torch.zeros(6, dtype=torch.float64)
     for x, _ in BATCHES:
         expected = expected * 0.5 + x.mean(0) * 0.5
-    assert float((ended[0][0]["seen"] - expected).abs().max()) <= 1e-12
+    assert float((ended[0][0]["seen"].double() - expected).abs().max()) <= within
 
 
 def test_statistics_that_nobody_changes_keep_their_bits() -> None:

@@ -362,7 +362,7 @@ def _described(changes: Changes, found: Mapping[str, str], comm: Comm) -> tuple[
     described = []
     for name, state in changes.states.items():
         tensor = state.tensor
-        if name in found and tensor is not None:
+        if name in found and tensor is not None and tensor.numel():
             size = tensor.element_size()
             if found[name] == "mean":
                 size = 8 if tensor.dtype is torch.float64 else 4

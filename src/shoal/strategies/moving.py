@@ -15,6 +15,7 @@ tests/equivalence/test_moving.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
@@ -202,9 +203,7 @@ class MeanOfRanks(_OfState):
             self._dtype = torch.float64
         self._known = self._together(self._tensors)  # what all ranks have agreed on
         self._numels = [tensor.numel() for tensor in self._tensors]
-        numbers = torch.arange(len(held), device=self._known.device)
-        sizes = torch.tensor(self._numels, device=self._known.device)
-        self._whose = torch.repeat_interleave(numbers, sizes)  # of each number
+        self._sizes = torch.tensor(self._numels, device=self._known.device)
         parts = [len(self._known), len(held), num_shares(self._dtype.itemsize)]
         self._flat = self._known.new_zeros(sum(parts))
         self._values, self._flags, self._shares = self._flat.split(parts)
@@ -213,8 +212,8 @@ class MeanOfRanks(_OfState):
 
     def pack(self, backward: Round) -> None:
         values = self._together(self.now())
-        differ = (values != self._known).to(self._dtype)
-        self._flags.zero_().index_add_(0, self._whose, differ).clamp_(max=1)
+        differ = (values != self._known).to(self._dtype).split(self._numels)
+        torch.stack(torch._foreach_norm(differ, math.inf), out=self._flags)
         torch.mul(values, 1 / self._ranks, out=self._values)
         weigh([self._values], self._shares, backward.share, self._ranks)
 
@@ -225,15 +224,20 @@ class MeanOfRanks(_OfState):
 
     def publish(self) -> None:
         tensors = self.now()
-        is_changed = self._flags[self._whose] > 0
-        values = torch.where(is_changed, self._values, self._known).split(self._numels)
+        if self._flags.device.type == "cpu" and bool(self._flags.all()):
+            self._known.copy_(self._values)
+        else:
+            is_changed = torch.repeat_interleave(self._flags > 0, self._sizes)
+            self._known = torch.where(is_changed, self._values, self._known)
         # nothing that is still to go backward depends on them: no version tells of it
-        for tensor, value in zip(tensors, values, strict=True):
-            tensor.data.copy_(value.view(tensor.shape))
-        self._known = self._together(tensors)
+        values = zip(self._known.split(self._numels), tensors, strict=True)
+        shaped = [value.view(tensor.shape) for value, tensor in values]
+        torch._foreach_copy_([tensor.data for tensor in tensors], shaped)
+        if any(tensor.dtype is not self._dtype for tensor in tensors):
+            self._known = self._together(tensors)  # as they are rounded
 
     def kept(self) -> Sequence[Tensor]:
-        return [self._flat, self._known, self._whose]
+        return [self._flat, self._known]
 
     def _together(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.detach().reshape(-1).to(self._dtype) for tensor in tensors])
+        return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self._dtype)
