@@ -38,6 +38,8 @@ from shoal.tensors.guarded import GuardedParameter
 
 _ELEMENTS = 4  # of a parameter
 _NEARLY = 1e-5  # of the largest element: other processors round otherwise
+_NOTHING = object()
+_OPEN = (list, dict, Tensor)  # may be changed in place
 _LOAD = "load weights, and change them, on every rank alike"
 
 
@@ -145,11 +147,9 @@ class _Settings:
     def digests(self) -> tuple[int, ...]:
         """A digest of each as it is now."""
         groups = self._optimizer.param_groups
-        if len(groups) != len(self._seen) or not all(
-            seen.holds(group) for seen, group in zip(self._seen, groups, strict=True)
-        ):
-            self._seen = [_Group.of(group) for group in groups]
-        return tuple([seen.digest for seen in self._seen])
+        if len(groups) != len(self._seen):
+            self._seen = [_Group() for _ in groups]
+        return tuple([seen.digest(group) for seen, group in zip(self._seen, groups, strict=True)])
 
     def texts(self) -> list[tuple[str, str]]:
         """Each setting as messages call it, and its value."""
@@ -161,33 +161,30 @@ class _Settings:
 
 
 @final
-@dataclass(frozen=True)
 class _Group:
-    """A group's settings as they were: the very objects, and of tensors their versions."""
+    """A group's settings as they were: what is the same object still is not read again."""
 
-    values: list[Any]
-    versions: list[tuple[Tensor, int]]
-    digest: int
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._texts: list[str] = []
+        self._digest = 0
 
-    @classmethod
-    def of(cls, group: Mapping[str, Any]) -> _Group:
-        values = [value for name, value in group.items() if name != "params"]
-        tensors = [(value, value._version) for value in values if isinstance(value, Tensor)]
-        text = repr(_plain_settings(group)).encode()
-        return cls(values, tensors, zlib.crc32(text))
-
-    def holds(self, group: Mapping[str, Any]) -> bool:
-        """Whether they are so still: no number is computed or compared."""
-        values = [value for name, value in group.items() if name != "params"]
-        return (
-            len(values) == len(self.values)
-            and all(map(_is, values, self.values))
-            and all(tensor._version == version for tensor, version in self.versions)
-        )
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other and not isinstance(one, list | dict)  # whose contents may be others
+    def digest(self, group: Mapping[str, Any]) -> int:
+        """A digest of the settings as they are now."""
+        values, texts = self._values, self._texts
+        if len(values) != len(group):
+            values[:], texts[:] = [_NOTHING] * len(group), [""] * len(group)
+        changed = False
+        for index, (name, value) in enumerate(group.items()):
+            if value is values[index] and not isinstance(value, _OPEN):
+                continue
+            values[index] = value
+            text = "" if name == "params" else repr(_plain_settings({name: value}))
+            if text != texts[index]:
+                texts[index], changed = text, True
+        if changed:
+            self._digest = zlib.crc32("".join(texts).encode())
+        return self._digest
 
 
 def _plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:

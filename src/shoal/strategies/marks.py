@@ -14,6 +14,7 @@ look would wait, nothing is told. Guarded by tests/strategies/test_marks.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def can_tell(flat: Tensor, ranks: int) -> bool:
 def put(mark: Mark | None, places: Sequence[Tensor]) -> None:
     """Put a round's mark where it is summed, of a transfer that takes it along."""
     if mark is not None and places:
-        told = torch.tensor(_numbers(mark.word, len(places[0])), device="cpu")
+        told = _numbers(mark.word, len(places[0]))
         for place in places:
             place.copy_(told)
 
@@ -59,8 +60,12 @@ def differ(sums: Sequence[float]) -> bool:
     return ranks * a_squared != a * a or ranks * b_squared != b * b
 
 
-def _numbers(word: int, length: int) -> list[float]:
+@lru_cache(maxsize=64)
+def _numbers(word: int, length: int) -> Tensor:
+    """What a rank tells: mostly the same as in the step before."""
     if length == 1 + _BITS:
-        return [1.0, *(float(word >> bit & 1) for bit in range(_BITS))]
-    a, b = float(word & _LARGEST), float(word >> 8)
-    return [1.0, a, a * a, b, b * b]
+        told = [1.0, *(float(word >> bit & 1) for bit in range(_BITS))]
+    else:
+        a, b = float(word & _LARGEST), float(word >> 8)
+        told = [1.0, a, a * a, b, b * b]
+    return torch.tensor(told, device="cpu")
