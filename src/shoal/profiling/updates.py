@@ -240,7 +240,8 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], sparse: bool = False) -
         for reasons in ([t.whole for t in found], [t.joint for t in found])
     )
     if not joint:
-        joint = _used_by_methods(optimizer, _TrialTensor.of(optimizer, group, matrix, _drawn))
+        tensor = _TrialTensor.of(optimizer, group, matrix, _drawn, sparse)
+        joint = _used_by_methods(optimizer, tensor)
     return Together(whole or joint, joint)
 
 
@@ -329,8 +330,7 @@ class _TrialTensor:
                 trial.state[parameter] = part_of(self.state, self.begin, part)
         for gradient in self.gradients:
             for parameter, part in zip(parameters, parts, strict=True):
-                own = part(gradient).clone()
-                parameter.grad = own.to_sparse(1) if self.sparse else own
+                parameter.grad = self._given(part(gradient))
             if beside:
                 vars(trial).update(attributes(real))
                 unhooked_step(real)
@@ -348,9 +348,13 @@ class _TrialTensor:
         if self.state:
             trial.state[parameter] = part_of(self.state, self.begin, lambda tensor: tensor)
         for gradient in self.gradients:
-            parameter.grad = gradient.clone()
+            parameter.grad = self._given(gradient)
             unhooked_step(trial)
         return trial
+
+    def _given(self, gradient: Tensor) -> Tensor:
+        """A gradient as the optimizer is given it."""
+        return gradient.to_sparse(1) if self.sparse else gradient.clone()
 
     def differs(self, one: _Part, other: _Part, together: Tensor) -> bool:
         """Whether two parts, updated by themselves, are not as updated together."""
