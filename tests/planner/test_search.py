@@ -70,6 +70,29 @@ def test_a_wide_layer_is_cut_as_a_pair_with_the_small_one_behind_it() -> None:
         assert least_s > row.chosen.step_s, row
 
 
+def test_a_layer_that_ranks_may_call_unlike_often_is_cut_by_a_pin_only() -> None:
+    """As the wide layer above, but that the model looks at values before it calls it."""
+    small = measured(linear("small", 0.1, 4096, 10, rows=32), PairFacts(fed_by="wide"))
+    wide = measured(linear("wide", 0.2, 1024, 4096, rows=32), PairFacts(feeds="small"))
+    cautious = replace(wide, may_vary="a gate looks at a tensor's values (item)")
+    net, where = (
+        model(small, cautious, forward_s=0.01, backward_s=0.2, optimizer_s=0.0),
+        cluster(4, 1e8),
+    )
+    plan = search(net, where)
+    cut = {"column", "row", "column_pair", "row_pair"}
+    assert strategies_of(plan.choices)["wide"] not in cut
+    told = {
+        other.choice.strategy: other.refusal
+        for row in explain(plan, net, where).layers
+        for other in row.others
+        if row.layer == "wide"
+    }
+    assert "looks at a tensor's values" in (told["column"] or "")
+    pinned = search(net, where, pins={"wide": "column"})
+    assert strategies_of(pinned.choices)["wide"] == "column"
+
+
 @pytest.mark.parametrize(("fixed_s", "chunks"), [(0.0, 8), (1.0, 1)])
 def test_rows_come_in_chunks_where_each_has_a_product_to_hide_under(
     fixed_s: float, chunks: int

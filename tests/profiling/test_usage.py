@@ -226,3 +226,19 @@ def test_padding_of_an_embedding_is_fine() -> None:
         nn.Embedding(11, 11, padding_idx=0), token_loss, [], (ids(), ids()), ThreadComm()
     ).layers[0]
     assert layer.outside_use == ""
+
+
+@pytest.mark.parametrize("look", [bool, float, Tensor.item, Tensor.tolist, torch.nonzero])
+def test_layers_behind_a_look_at_values_may_be_called_unlike_often(
+    look: Callable[[Tensor], object],
+) -> None:
+    class Gated(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(x)
+            look(hidden.detach().sum())
+            return self.b(hidden)
+
+    sample = (torch.ones(3, 4), torch.ones(3, 4))
+    layers = profile_model(Gated(), F.mse_loss, [], sample, ThreadComm()).layers
+    told = {layer.name: layer.may_vary for layer in layers}
+    assert told["a"] == "" and "looks at a tensor's values" in told["b"]

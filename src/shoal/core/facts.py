@@ -242,6 +242,7 @@ class LayerProfile:
     outputs: int = 0
     calls: int = 1
     calls_vary: bool = False  # from step to step, or from rank to rank
+    may_vary: str = ""  # why they may, though the sample does not show it
     needed_s: float = 0.0  # seconds from the start of forward until the layer is first called
     forward_s: float = 0.0
     backward_s: float = 0.0

@@ -111,15 +111,15 @@ class BackwardRound(Round):
     def base(self, entered: Weight | None = None) -> Weight | None:
         """What all gradients of the running backward are weighed by.
 
-        That is the weight of the call by whose output it has `entered` the model first. If it has
-        come to a parameter before, it is that of the last call.
+        That is the weight of the call by whose output it has `entered` the model first. Until then
+        it is that of the last call: a parameter that has landed already has but a penalty.
         """
         if self.weight is not None:
             return self.weight
         task = torch._C._current_graph_task_id()
-        if task not in self._base:
-            self._base[task] = self.latest if entered is None else entered.base
-        return self._base[task]
+        if entered is not None:
+            self._base.setdefault(task, entered.base)
+        return self._base.get(task, self.latest)
 
     def weighs(self, call: Weight | None = None) -> float | None:
         """What a gradient of the running backward is to be multiplied by, or None.

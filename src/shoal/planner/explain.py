@@ -100,7 +100,10 @@ def _layer(
     chosen = _alternative(plan, choice, predictor, step_s)
     alternatives = tuple(
         Alternative(other, 0.0, 0.0, 0.0, refusal)
-        if (refusal := predictor.refusal(layer, other.strategy))
+        if (
+            refusal := predictor.refusal(layer, other.strategy)
+            or predictor.unasked(layer, other.strategy)
+        )
         else _alternative(plan, other, predictor, None)
         for other in _choices(choice.layer, predictor)
         if compared and other != choice
@@ -149,6 +152,7 @@ def _cheapest(name: str, predictor: Predictor) -> Choice:
         choice
         for choice in _choices(name, predictor)
         if predictor.refusal(layer, choice.strategy) is None
+        and predictor.unasked(layer, choice.strategy) is None
     ]
     by_itself = [choice for choice in able if not predictor.needs(name, choice.strategy)]
     return min(by_itself, key=predictor.added_s)

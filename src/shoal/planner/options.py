@@ -31,7 +31,7 @@ def options_of(
             options[layer.name] = [pinned[layer.name]]
             continue
         names = sorted(
-            (n for n in allowed if predictor.refusal(layer, n) is None), key=lambda n: n != PLAIN
+            (n for n in allowed if _reason(predictor, layer, n) is None), key=lambda n: n != PLAIN
         )
         # those come in pairs
         names = [name for name in names if not predictor.needs(layer.name, name)]
@@ -39,7 +39,7 @@ def options_of(
             names = _worth_trying(predictor, layer, names)
         if not names:
             reasons = "; ".join(
-                f"{n}: {predictor.refusal(layer, n) or 'it serves pairs only'}" for n in allowed
+                f"{n}: {_reason(predictor, layer, n) or 'it serves pairs only'}" for n in allowed
             )
             raise PlanError(
                 f"no allowed strategy serves layer {layer.name}",
@@ -49,6 +49,11 @@ def options_of(
             )
         options[layer.name] = [(name, "") for name in names]
     return options
+
+
+def _reason(predictor: Predictor, layer: LayerProfile, strategy: str) -> str | None:
+    """Why a strategy does not serve a layer that nobody has pinned to it, or None."""
+    return predictor.refusal(layer, strategy) or predictor.unasked(layer, strategy)
 
 
 def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str]) -> list[str]:
@@ -88,7 +93,7 @@ def pairs_of(
     pairs: list[dict[str, Option]] = []
     for layer in predictor.profile.layers:
         for name in allowed:
-            if predictor.refusal(layer, name) is not None:
+            if _reason(predictor, layer, name) is not None:
                 continue
             needed = predictor.needs(layer.name, name)
             served = {layer.name: name, **needed}
@@ -97,7 +102,7 @@ def pairs_of(
                 continue
             layers = {layer_name: predictor.layer(layer_name) for layer_name in served}
             if any(
-                way not in allowed or predictor.refusal(layers[layer_name], way)
+                way not in allowed or _reason(predictor, layers[layer_name], way)
                 for layer_name, way in needed.items()
             ):
                 continue

@@ -66,6 +66,12 @@ class Predictor:
             return "workers run ahead of one another, so servers own every layer"
         return kind.refusal(layer, self.cluster)
 
+    def unasked(self, layer: LayerProfile, strategy: str) -> str | None:
+        """Why a strategy that can serve a layer serves it only where a pin says so, or None."""
+        if layer.may_vary and self._roles[strategy].is_cut:
+            return f"{layer.may_vary}: pin it where every rank calls it as often as the others"
+        return None
+
     def layer(self, name: str) -> LayerProfile:
         """A layer by its name."""
         return self._layers[name]

@@ -114,6 +114,7 @@ def profile_model(
             layers=tuple(
                 replace(
                     _layer_profile(layer, step, outside[layer.name]),
+                    may_vary=readers.decided.get(layer.name, ""),
                     facts=tuple(found[layer.name] for found in facts),
                 )
                 for layer in layers
@@ -287,6 +288,7 @@ def _maximum_layer(ranks: Sequence[LayerProfile]) -> LayerProfile:
         rows=max(layer.rows for layer in ranks),
         calls=max(layer.calls for layer in ranks),
         calls_vary=any(layer.calls_vary or layer.calls != ranks[0].calls for layer in ranks),
+        may_vary=first(layer.may_vary for layer in ranks),
         needed_s=max(layer.needed_s for layer in ranks),
         forward_s=max(layer.forward_s for layer in ranks),
         backward_s=max(layer.backward_s for layer in ranks),

@@ -166,7 +166,7 @@ def _of_own_loss(sample: Sample) -> Seen:
 
     def loss_of(rows: Sequence[int]) -> float:
         with torch.enable_grad():  # by which the loss in a tuple is known
-            return float(own_loss(called(model, _picked(sample.x, number, rows))))
+            return float(own_loss(called(model, _picked(sample.x, number, rows))).detach())
 
     try:
         return Seen(_kind(loss_of, min(number, _FEW)), (place,))

@@ -30,13 +30,25 @@ _OWN_FUNCTION: dict[type[nn.Module], Callable[..., Tensor]] = {
 _NAMES = frozenset(kind.__name__ for kind in _OWN_FUNCTION)
 
 
+# what brings a tensor's values to Python, which may then do one thing or another
+_LOOKS = frozenset(
+    ("item", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+)
+
+
 class Readers(TorchFunctionMode):
-    """Notes which parameters are read, and a layer's first use but by its own forward."""
+    """Notes which parameters are read, and a layer's first use but by its own forward.
+
+    Also whether a module looks at values before a layer is called.
+    """
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         super().__init__()
         self.borrowed: dict[str, str] = {}
         self.read: set[str] = set()
+        # modules that are called after one has looked at numbers, by which it may decide
+        self.decided: dict[str, str] = {}
+        self._decides = ""
         self._model = model
         self._owners = {
             id(p): (layer, name) for layer in layers for name, p in layer.parameters.items()
@@ -51,6 +63,12 @@ class Readers(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self._running and not self._decides and getattr(func, "__name__", "") in _LOOKS:
+            name, module = self._running[-1]
+            self._decides = (
+                f"{name} ({type(module).__name__}) looks at a tensor's values ({func.__name__}), "
+                "by which other layers may be called in other steps or on other ranks"
+            )
         # asking for a shape or a type is no use of the weight
         if next(tensors_in(result), None) is not None:
             for tensor in tensors_in((args, kwargs or {})):
@@ -79,7 +97,12 @@ class Readers(TorchFunctionMode):
         """Watch what runs inside; the hooks that follow modules are removed at the end."""
 
         def enter(name: str) -> Callable[[nn.Module, Any], None]:
-            return lambda module, args: self._running.append((name, module))
+            def note(module: nn.Module, args: Any) -> None:
+                self._running.append((name, module))
+                if self._decides:
+                    self.decided.setdefault(name, self._decides)
+
+            return note
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._running.pop()

@@ -1,0 +1,180 @@
+"""What a sample shows: what rows are, where they are counted, and whether a loss is a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from shoal.contracts.sample import LossFn, Sample
+from shoal.core.errors import SampleError, UsageError
+from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, TARGET, Terms
+from shoal.profiling.terms import Seen, agreed_terms, count_of, seen
+
+
+class Model(nn.Module):
+    """Any function of its input; with a parameter, as a model has one."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.function = function
+
+    def forward(self, *args: Any) -> Tensor:
+        output: Tensor = self.function(*args) * self.scale
+        return output
+
+
+def shown(function: Any, loss_fn: LossFn | None, *ranks: tuple[Any, Any]) -> Terms:
+    """What the samples of all ranks show."""
+    return agreed_terms([seen(Sample.of(Model(function), loss_fn, each)) for each in ranks])
+
+
+def classes(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape) % 2
+
+
+def flat_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def pooled(nodes: Tensor, owner: Tensor) -> Tensor:
+    return torch.zeros(2, 3).index_add(0, owner, nodes)
+
+
+def bags(ids: Tensor, offsets: Tensor) -> Tensor:
+    return F.embedding_bag(ids, torch.ones(9, 2), offsets)
+
+
+def of_pictures(pictures: Sequence[Tensor]) -> Tensor:
+    return torch.stack([picture.mean((1, 2)) for picture in pictures])
+
+
+def of_packed(packed: PackedSequence) -> Tensor:
+    return packed.data.mean() * torch.ones(int(packed.batch_sizes[0]), 3)
+
+
+def test_rows_are_the_first_dimension() -> None:
+    samples = [(torch.rand(n, 3), classes(n)) for n in (5, 4)]
+    assert shown(lambda x: x, F.cross_entropy, *samples) == OF_ROWS
+
+
+def test_graphs_are_counted_at_the_output() -> None:
+    samples = [((torch.rand(n, 3), classes(n)), classes(2)) for n in (9, 3)]
+    terms = shown(pooled, F.cross_entropy, *samples)
+    assert terms.source == OUTPUT and count_of(terms, torch.rand(7, 3)) == 7
+
+
+def test_bags_are_counted_by_their_output_or_offsets() -> None:
+    samples = [((torch.arange(n) % 9, torch.tensor([0, 1, 2, 2])), classes(4)) for n in (8, 5)]
+    assert shown(bags, F.cross_entropy, *samples).source == OUTPUT
+
+
+def test_lists_have_as_many_rows_as_they_are_long() -> None:
+    samples = [([torch.rand(3, 4, 4 + i) for i in range(n)], classes(n)) for n in (3, 1)]
+    terms = shown(of_pictures, F.cross_entropy, *samples)
+    assert terms == OF_ROWS
+    assert count_of(terms, (([torch.rand(3, 2, 2)] * 5,), {})) == 5
+
+
+def test_packed_sequences_are_counted_by_sequence() -> None:
+    packed = [pack_sequence([torch.rand(4, 3), torch.rand(2, 3)][:n]) for n in (2, 1)]
+    samples = [(p, classes(n)) for p, n in zip(packed, (2, 1), strict=True)]
+    terms = shown(of_packed, F.cross_entropy, *samples)
+    assert terms.source == OUTPUT and count_of(terms, torch.rand(2, 3)) == 2
+
+
+def test_tokens_of_a_text_are_terms_where_the_loss_is_a_mean_over_them() -> None:
+    samples = [(torch.rand(2, t, 3), classes(2, t)) for t in (7, 5)]
+    terms = shown(lambda x: x, flat_entropy, *samples)
+    assert count_of(terms, ((torch.rand(2, 6, 3),), {})) == 12
+
+
+def test_the_columns_of_a_table_of_one_row() -> None:
+    samples = [(torch.rand(1, t, 3), classes(1, t)) for t in (9, 3)]
+    terms = shown(lambda x: x, flat_entropy, *samples)
+    assert count_of(terms, ((torch.rand(1, 6, 3),), {})) == 6
+
+
+def test_a_sum_along_time_and_a_mean_over_rows_counts_rows() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        each = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+        return each.view(target.shape).sum(1).mean()
+
+    samples = [(torch.rand(2, t, 3), classes(2, t)) for t in (7, 5)]
+    terms = shown(lambda x: x, loss_fn, *samples)
+    assert count_of(terms, ((torch.rand(2, 6, 3),), {})) == 2
+
+
+def test_time_first_is_not_taken_for_rows() -> None:
+    """Also where there are as many steps as rows, on every rank."""
+    for steps in ((5, 5), (8, 8)):
+        samples = [(torch.rand(t, 8, 3), classes(8)) for t in steps]
+        terms = shown(lambda x: x.mean(0), F.cross_entropy, *samples)
+        inputs, output = ((torch.rand(6, 4, 3),), {}), torch.rand(4, 3)
+        assert count_of(terms, inputs if terms.source == INPUT else output) == 4
+
+
+def test_what_neither_input_nor_output_tells_is_counted_at_the_target() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output.sum() * target).mean()
+
+    samples = [(torch.rand(3, 5), torch.rand(n)) for n in (4, 7)]
+    assert shown(lambda x: x.mean(0)[:2], loss_fn, *samples).source == TARGET
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "summed"),
+    [
+        (nn.CrossEntropyLoss(), False),
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (lambda out, y: F.cross_entropy(out, y, reduction="sum") / 32, True),
+        (lambda out, y: F.mse_loss(out[:, 0], y.float(), reduction="sum"), True),
+        (lambda out, y: F.cross_entropy(out, y) + 2.0, False),
+        (lambda out, y: out.logsumexp(0).sum(), False),  # over rows: neither
+    ],
+)
+def test_sums(loss_fn: LossFn, summed: bool) -> None:
+    samples = [(torch.rand(n, 3), classes(n)) for n in (5, 4)]
+    assert shown(lambda x: x, loss_fn, *samples).summed is summed
+
+
+def test_a_sum_and_something_else_is_refused() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction="sum") + 5.0
+
+    with pytest.raises(SampleError, match="does not grow with rows"):
+        shown(lambda x: x, loss_fn, (torch.rand(5, 3), classes(5)))
+
+
+@pytest.mark.parametrize(("reduction", "summed"), [("sum", True), ("mean", False)])
+def test_a_model_with_a_loss_of_its_own(reduction: str, summed: bool) -> None:
+    """Its dropout and its statistics are out of the way when it is tried."""
+
+    class Own(Model):
+        def forward(self, *args: Any) -> Tensor:
+            x, y = args
+            dropped = F.dropout(x * self.scale, 0.5, self.training)
+            return F.cross_entropy(dropped, y, reduction=reduction)
+
+    sample = (torch.rand(5, 3), classes(5)), None
+    found = agreed_terms([seen(Sample.of(Own(None), None, sample))])
+    assert found.summed is summed
+
+
+def test_an_input_of_another_form_than_the_samples_is_refused() -> None:
+    terms = Terms(INPUT, (0, 1), (0,))
+    assert count_of(terms, ((torch.rand(3), torch.rand(4)), {})) == 4
+    with pytest.raises(UsageError, match="count=lambda output, y"):
+        count_of(terms, ((torch.rand(3),), {}))
+
+
+def test_ranks_that_show_other_places_take_one_that_all_have() -> None:
+    by_first, by_output = Terms(), Terms(OUTPUT)
+    ranks = [Seen("mean", (by_first, by_output)), Seen("mean", (by_output,))]
+    assert agreed_terms(ranks) == by_output
