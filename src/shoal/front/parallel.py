@@ -87,9 +87,9 @@ def parallelize(
     Args:
         model: any module. Names, state_dict keys and parameter objects stay as they are. Compile
             blocks afterwards.
-        loss_fn: a module or function of (output, target) that gives a mean over local rows. None
-            where the model returns its own loss: a scalar, `.loss`, `["loss"]` or the one scalar of
-            a tuple, as in (logits, loss).
+        loss_fn: a module or function of (output, target) that gives a mean over local rows, or a
+            sum, as the sample shows. None where the model returns its own loss: a scalar, `.loss`,
+            `["loss"]` or the one scalar of a tuple, as in (logits, loss).
         optimizer: one optimizer, or a list of them.
         sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or
             a dict of keyword arguments of the model. A namedtuple is one argument. y is the target,
