@@ -12,10 +12,10 @@ from shoal.core.errors import UsageError
 from shoal.report.errors import foreign
 
 SCRIPT = """
-import shoal
+import shoal, torch
 shoal.init()
-def main():
-    raise shoal.UsageError("this is wrong", got="that", do="another thing")
+def main():  # torch stands between the script and Shoal, as in forward and backward
+    torch.no_grad()(shoal.plan_of)(torch.nn.Linear(1, 1))
 main()
 """
 
@@ -57,7 +57,8 @@ def test_a_script_that_ends_with_an_error_of_shoals_shows_its_message_last(
     command = (sys.executable, str(script))
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
-    message = str(UsageError("this is wrong", got="that", do="another thing"))
+    do = "call shoal.parallelize first"
+    message = str(UsageError("the model is not parallelised", got="Linear", do=do))
     assert done.stderr.endswith(f"{message}\n")
     if frames == "0":
         assert done.stderr == f'File "{script}", line 5\nshoal: {message}\n'

@@ -93,6 +93,8 @@ class Lookout:
             self._has_warned = True
             last = self._board.beats[late[0]].at
             _LOGGER.warning(
-                f"shoal: rank {first} waits for {named(late)} (last at: {last}), which works at "
-                f"something else, for {waited_s:.0f} s already, at: {wait.at}"
+                f"shoal: rank {first} waits for {named(late)} (last at: {last}), which has not "
+                f"come there, for {waited_s:.0f} s already, at: {wait.at}. It computes, or waits "
+                "outside Shoal, or makes other calls: all ranks call the model, evaluate and save "
+                "together"
             )

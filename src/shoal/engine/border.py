@@ -23,6 +23,7 @@ more. Guarded by tests/equivalence/test_rows.py, test_backward.py and test_terms
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -67,6 +68,7 @@ class Border:
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = _accumulator(self.anchor)
         self._hooks: list[RemovableHandle] = []  # on each parameter, once gradients are weighed
+        self.loss_weighs = False  # whether a loss is expected that weighs itself
 
     def check(self) -> None:
         """Raise UsageError if a parameter trains that was frozen, or has another type now.
@@ -133,6 +135,8 @@ class Border:
             self._check_whole()
             self._checked = task
         backward = self.engine.begin()
+        if self.loss_weighs and not backward.was_called:
+            self._warn_of_loss()
         if backward.weight is None:
             self.weigh_parameters()
         if weight.base is not weight:  # a loss that weighs itself
@@ -142,6 +146,17 @@ class Border:
         if relative is not None:
             self._refuse_hooks()
         return relative
+
+    def _warn_of_loss(self) -> None:
+        """Say, once, that the loss of a backward is not the one that weighs itself."""
+        self.loss_weighs = False
+        warnings.warn(
+            "a backward has come whose loss was not made by the loss_fn that parallelize returned: "
+            "its gradient is taken for a mean over this rank's rows. But that loss_fn has a count, "
+            "is a sum, or is a mean over rows that only its target shows. Call it: "
+            "loss = loss_fn(model(x), y)",
+            stacklevel=2,
+        )
 
     def _refuse_hooks(self) -> None:
         """Two calls meet that weigh otherwise: what a hook has kept is of one, nobody knows of

@@ -108,6 +108,11 @@ class BackwardRound(Round):
         self.latest = weight.base
         self._base.clear()
 
+    @property
+    def was_called(self) -> bool:
+        """Whether a call of the model, or of a loss that weighs itself, was weighed in it."""
+        return self._called
+
     def base(self, entered: Weight | None = None) -> Weight | None:
         """What all gradients of the running backward are weighed by.
 

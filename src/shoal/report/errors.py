@@ -66,7 +66,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if not isinstance(error, ShoalError):
         sys.__excepthook__(kind, error, trace)
         return
-    script = [frame for frame in _frames(error) if not _is_shoals(frame)]
+    script = [f for f in _frames(error) if not (_is_shoals(f) or _is_installed(f))]
     if script:  # the line of the script that asked for it
         code = script[-1].tb_frame.f_code
         print(f'File "{code.co_filename}", line {script[-1].tb_lineno}', file=sys.stderr)
@@ -85,6 +85,12 @@ def _from(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def _is_shoals(frame: TracebackType) -> bool:
     return Path(frame.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE)
+
+
+def _is_installed(frame: TracebackType) -> bool:
+    """Whether it is of a package that was installed, such as torch, or of Python's library."""
+    path = Path(frame.tb_frame.f_code.co_filename)
+    return any(each in path.parts for each in _INSTALLED) or _is_pythons(frame)
 
 
 def _is_pythons(frame: TracebackType) -> bool:

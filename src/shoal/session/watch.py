@@ -93,6 +93,7 @@ def watch(
     if not counting.by_loss:
         return loss_fn, Watched(hooks, ref(border))
     counted = _Counted(border, weigher, count, loss_fn)
+    border.loss_weighs = True
     if loss_fn is None:
         hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
     elif isinstance(loss_fn, nn.Module):
