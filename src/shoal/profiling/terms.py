@@ -132,7 +132,8 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def _of_loss(sample: Sample, loss_fn: LossFn) -> Seen:
-    output, y = sample.output(), sample.y
+    with torch.enable_grad():  # as in training: some models look (checkpointing)
+        output, y = sample.output(), sample.y
     target = next(_sizes(y), None)
     if target is None or not target[1][0]:
         return Seen(_UNKNOWN, (Terms(),))
