@@ -133,7 +133,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 def _of_loss(sample: Sample, loss_fn: LossFn) -> Seen:
     with torch.enable_grad():  # as in training: some models look (checkpointing)
-        output, y = sample.output(), sample.y
+        output, y = pytree.tree_map(_detached, sample.output()), sample.y
     target = next(_sizes(y), None)
     if target is None or not target[1][0]:
         return Seen(_UNKNOWN, (Terms(),))
@@ -154,6 +154,10 @@ def _of_loss(sample: Sample, loss_fn: LossFn) -> Seen:
         OUTPUT: list(_sizes(output))[:1],
     }
     return Seen(kind, tuple(_places(sources, [[target[1][d] for d in each] for each in counted])))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _of_own_loss(sample: Sample) -> Seen:

@@ -58,9 +58,9 @@ class Move:
     scale: float
     comm: Comm
     purpose: str  # of what it is part, for messages
-    leaves: bool
-    weighs: Weighing
-    layer: str
+    leaves: bool = False
+    weighs: Weighing = UNWEIGHED
+    layer: str = ""
 
     def back(self, grad: Tensor) -> _Coming:
         """Start moving a gradient back: weighed, where it is of this rank's own rows."""
