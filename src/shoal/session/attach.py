@@ -28,7 +28,7 @@ from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
-from shoal.core.terms import OF_ROWS, Terms
+from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
 from shoal.engine.common import Common
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
@@ -128,6 +128,8 @@ def attach(
         stage.weighs = weighing
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
+        if terms.source == OUTPUT:  # to look at the output would bring it
+            terms = replace(terms, source=INPUT, path=(), dims=OF_ROWS.dims)
     all_parts: list[Part] = []
     for number, optimizer in enumerate(optimizers):
         parts = _parts(optimizer, number, owners, boundary, stage, tables)
