@@ -144,6 +144,7 @@ CASES = (
         (1, 143),
         1,
         who=0,
+        at="7",  # the last, so that nobody meets it
         ends=False,
         timeout_s=2.0,
     ),

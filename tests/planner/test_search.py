@@ -381,11 +381,11 @@ def test_whole_parameters_cost_the_busiest_owners_link(carrier: str) -> None:
     }
     plans["one rank"] = search(net, where, pins=pins, placement={"*": 3}, options=a_layer_each)
     sent = {name: explain(plan, net, where).sent_bytes for name, plan in plans.items()}
-    assert sent["balanced"] == pytest.approx(2 * 16e6 * 3 / 4, rel=1e-4)
-    assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-4), (
+    assert sent["balanced"] == pytest.approx(2 * 16e6 * 3 / 4, rel=1e-3)
+    assert sent["round-robin"] == pytest.approx(sent["balanced"], rel=1e-3), (
         "each of four ranks owns one of four"
     )
-    assert sent["one rank"] == pytest.approx(16e6 * {"direct": 3, "ring": 2}[carrier], rel=1e-4)
+    assert sent["one rank"] == pytest.approx(16e6 * {"direct": 3, "ring": 2}[carrier], rel=1e-3)
     assert plans["one rank"].predicted_s > plans["balanced"].predicted_s
 
 

@@ -280,7 +280,7 @@ def test_a_layer_larger_than_a_bucket_comes_and_goes_in_parts() -> None:
         "updated side by side, 0.15 s"
     )
     one = sliced(fat, lanes=3, bucket_bytes=6_000_000)
-    assert found.sent_bytes == pytest.approx(one.sent_bytes, rel=2e-5)
+    assert found.sent_bytes == pytest.approx(one.sent_bytes, rel=1e-4)  # two shares and marks more
 
 
 def test_owners_update_their_share_on_a_lane() -> None:

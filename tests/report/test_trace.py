@@ -39,7 +39,7 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
         with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
             optimizer = torch.optim.SGD(mine.parameters(), 0.1)
             pins = {"0": "sliced:direct", "1": "replicate:ring"}
-            shoal.parallelize(
+            _, loss_fn, _ = shoal.parallelize(
                 mine,
                 lambda out, _: out.sum(),
                 optimizer,
@@ -48,10 +48,10 @@ def test_a_recorded_step_shows_what_the_plan_says() -> None:
             )
             attached = session.attached[mine]
             with attached.engine.recorded() as recorder:
-                mine(x[comm.rank]).sum().backward()
+                loss_fn(mine(x[comm.rank]), None).backward()
                 optimizer.step()
                 mine.state_dict()
-            mine(x[comm.rank]).sum().backward()  # not recorded
+            loss_fn(mine(x[comm.rank]), None).backward()  # not recorded
             plan = attached.plan
             predicted = Predictor(attached.profile, attached.cluster).predict(
                 plan.choices, plan.bucket_bytes, plan.lanes
@@ -78,12 +78,12 @@ def test_a_recorded_step_shows_what_the_main_thread_waits_for_in_cut_layers() ->
         with using(comm, Cluster(Topology(("host",) * comm.size), Link(1e-4, 1e8))) as session:
             optimizer = torch.optim.SGD(mine.parameters(), 0.1)
             sample = x[comm.rank], torch.zeros(3)
-            shoal.parallelize(
+            _, loss_fn, _ = shoal.parallelize(
                 mine, lambda out, _: out.sum(), optimizer, sample=sample, pins={"2": "column"}
             )
             with session.attached[mine].engine.recorded() as recorder:
-                mine(x[comm.rank]).sum().backward()
-            mine(x[comm.rank]).sum().backward()  # not recorded
+                loss_fn(mine(x[comm.rank]), None).backward()
+            loss_fn(mine(x[comm.rank]), None).backward()  # not recorded
             return recorder.events
 
     for events in run(2, work):

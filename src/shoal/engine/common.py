@@ -307,9 +307,9 @@ def _of_weights(told: Sequence[Mapping[str, Any]], alike: bool) -> _Difference |
                 rank,
                 other,
                 f"parameter {name}",
-                f"changed by hand, {changes[rank]} changes in all",
-                f"{changes[other]} changes",
-                _LOAD,
+                f"changed {changes[rank]} times, by steps or by hand",
+                f"{changes[other]} times",
+                _LOAD + ". Make as many backwards and steps on each",
             )
     return None
 
