@@ -224,7 +224,8 @@ def test_check_follows_a_saved_plan_in_float64_too(
     path = str(tmp_path / "plan.json")
     assert shoal("plan", RECIPE, "--ranks", "2", "--strategy", "sliced", "--save", path) == [0]
     capsys.readouterr()
-    assert shoal("check", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [0, 0]
+    got = shoal("check", RECIPE, "--steps", "2", "--plan", path, ranks=2)
+    assert got == [0, 0], capsys.readouterr()
     assert "sliced" in capsys.readouterr().out.partition("largest")[0]
 
 
