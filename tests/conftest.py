@@ -1,14 +1,15 @@
 """The quick set: of a test's cases as few as show every value of every parameter once.
 
-All other cases of a test are marked `slow`. `make test` runs the quick set, `make test-all`
-everything. A module or test marked `quick` keeps all of its cases: those are cheap. What takes long
-by itself is marked `slow` where it stands.
+All other cases of a test are marked `slow`. Of a test that starts processes the quick set has one
+case, as these cost seconds. `make test` runs the quick set, `make test-all` everything. A module or
+test marked `quick` keeps all of its cases: those are cheap. What takes long by itself is marked
+`slow` where it stands.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import pytest
 
@@ -24,8 +25,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not told:
             tests[item.nodeid.partition("[")[0]][item] = values_of(item)
     for cases in tests.values():
-        for case in cases.keys() - set(showing_all(cases)):
+        kept = list(cases)[:1] if _starts_processes(cases) else showing_all(cases)
+        for case in cases.keys() - set(kept):
             case.add_marker(pytest.mark.slow)
+
+
+def _starts_processes(cases: Iterable[pytest.Item]) -> bool:
+    return any(case.get_closest_marker("processes") for case in cases)
 
 
 def values_of(case: pytest.Function) -> list[Hashable]:

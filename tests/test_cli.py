@@ -57,6 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paces, "_BUDGET_S", 0.05)
 
 
+@pytest.mark.slow
 def test_servers_serve_until_the_workers_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_SERVERS", "1")
     command = [
@@ -480,6 +481,7 @@ def test_lab_passes_arguments_and_the_exit_code_on(capfd: pytest.CaptureFixture[
     ],
     ids=["two ranks a host", "a server"],
 )
+@pytest.mark.slow
 def test_ranks_of_a_lab_train_as_one_process(
     options: tuple[str, ...], pin: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_full_packets_that_are_lost(hosts: Hosts) -> None:
     assert not any(heard.findings for heard in hosts.doctors())
 
 
+@pytest.mark.slow
 def test_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     with hosts_of_a_lab(monkeypatch, 3) as hosts:
         slow = "tc qdisc replace dev eth0 root tbf rate 40mbit burst 128kb latency 50ms"
@@ -116,6 +117,7 @@ def test_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(heard.findings for heard in hosts.doctors())
 
 
+@pytest.mark.slow
 def test_a_port_that_another_program_has(hosts: Hosts) -> None:
     hosts.port, hosts.address = 29500, "10.0.0.1"
     with hosts.program_at(0, 29500):

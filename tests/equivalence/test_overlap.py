@@ -174,7 +174,8 @@ def test_random_starts_and_stops_of_overlap_under_delays_never_give_a_wrong_bit(
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("steps", [30, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [30, 150])
 def test_every_scheme_under_delays_and_random_acts_is_as_one_process(owner_way, steps):
     """Of each exchange and of factors a layer, or of servers; the same bits as without delays."""
     torch.manual_seed(0)

@@ -210,6 +210,7 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 5000 or hard <= 5000
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_a_rank_that_holds_the_store_listens_where_its_address_says_and_raises_its_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

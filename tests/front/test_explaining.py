@@ -8,6 +8,7 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.joining import using
 
 
@@ -18,7 +19,7 @@ def linear() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
 
 def test_each_layer_is_shown_with_its_choice_and_what_else_could_serve_it() -> None:
     def work(comm: ThreadComm) -> str:
-        with using(comm):
+        with using(comm, Cluster(Topology(("host",) * 2), Link(1e-4, 1e8))):
             model, loss_fn, optimizer = linear()
             sample = torch.randn(4, 8) + comm.rank, torch.randint(4, (4,))
             pins = {"0": "replicate:ring", "2": "factor"}

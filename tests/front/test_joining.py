@@ -58,6 +58,7 @@ def test_a_script_ends_on_a_server_behind_its_work(capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_program_that_serves_goes_on_behind_it(capfd: pytest.CaptureFixture[str]) -> None:
     job = Job((sys.executable, "-c", PROGRAM), 3, {"SHOAL_SERVERS": "1"})
     result, printed = Local().launch(job), capfd.readouterr()

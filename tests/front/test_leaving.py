@@ -74,6 +74,7 @@ def test_a_forked_child_waits_for_nothing_that_only_its_parent_brings(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_the_last_parameters_reach_the_others(capfd: pytest.CaptureFixture[str]) -> None:
     result = Local().launch(Job((sys.executable, "-c", TRAIN), 2))
     captured = capfd.readouterr()

@@ -17,7 +17,10 @@ from torch.optim.swa_utils import AveragedModel
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.joining import using
+
+HOSTS = Cluster(Topology(("host",) * 2), Link(1e-4, 1e8))  # nothing is measured
 
 WAYS = ["replicate", "sliced", "factor", "column"]
 
@@ -67,7 +70,7 @@ def test_a_copy_is_an_ordinary_module(way: str) -> None:
 
     def work(comm: ThreadComm) -> None:
         models[comm.rank].register_forward_hook(seen, with_kwargs=True)
-        with using(comm):
+        with using(comm, HOSTS):
             model, _ = trained(comm, models[comm.rank], way)
             copied, pickled = copy.deepcopy(model), saved(model)
             averaged = AveragedModel(model)
@@ -98,7 +101,7 @@ def test_a_copy_within_another_module_and_a_counted_loss() -> None:
     models = [Own() for _ in range(2)]
 
     def work(comm: ThreadComm) -> None:
-        with using(comm):
+        with using(comm, HOSTS):
             model, loss = trained(
                 comm, models[comm.rank], "replicate", count=lambda output, y: len(y)
             )
@@ -130,7 +133,7 @@ def test_a_class_that_copies_itself_names_nothing_of_shoals() -> None:
     models = [CopiesItself() for _ in range(2)]
 
     def work(comm: ThreadComm) -> None:
-        with using(comm):
+        with using(comm, HOSTS):
             model, _ = trained(comm, models[comm.rank], "replicate")
             copied = copy.deepcopy(model)
             assert b"shoal" not in saved(model) and b"shoal" not in saved(copied)
@@ -161,7 +164,7 @@ def test_a_saved_model_is_loaded_where_there_is_no_shoal(tmp_path: Any) -> None:
     models = [nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)) for _ in range(2)]
 
     def work(comm: ThreadComm) -> None:
-        with using(comm):
+        with using(comm, HOSTS):
             model, _ = trained(comm, models[comm.rank], "sliced")
             if comm.rank == 0:
                 torch.save(model, tmp_path / "model.pt")

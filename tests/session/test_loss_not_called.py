@@ -14,7 +14,10 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.joining import using
+
+HOSTS = Cluster(Topology(("host",) * 2), Link(1e-4, 1e8))  # nothing is measured
 
 CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
     "count": (nn.CrossEntropyLoss(), {"count": lambda output, y: (y != -100).sum()}),
@@ -28,7 +31,7 @@ def said(comm: ThreadComm, case: str, inline: bool) -> list[str]:
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x, y = torch.randn(4, 6) + comm.rank, torch.tensor([0, 1, 2, 0])
-    with using(comm):
+    with using(comm, HOSTS):
         _, counted, _ = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), **options)
         made: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if inline else counted
         with warnings.catch_warnings(record=True) as caught:
