@@ -30,6 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             case.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One measured step instead of up to 200: few tests depend on how exactly times are known."""
+    if not request.node.get_closest_marker("exact_times"):
+        monkeypatch.setattr("shoal.profiling.layers._FEWEST", 1)
+        monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
+
+
 def _starts_processes(cases: Iterable[pytest.Item]) -> bool:
     return any(case.get_closest_marker("processes") for case in cases)
 

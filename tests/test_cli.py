@@ -176,7 +176,8 @@ def test_a_plan_made_without_a_network_is_saved_and_followed(
         "plan", RECIPE, "--ranks", "3", "--rate", "200mbit", "--pin", "*=factor", "--save", path
     ) == [0]
     assert "plan for 3 ranks" in squeezed(capsys.readouterr().out)
-    assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=3) == [0, 0, 0]
+    got = shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=3)
+    assert got == [0, 0, 0], capsys.readouterr().err
     assert squeezed(capsys.readouterr().out).count(" factor ") == 2
     assert shoal("train", RECIPE, "--steps", "2", "--plan", path, ranks=2) == [2, 2]
     assert "another number of ranks" in capsys.readouterr().err

@@ -47,6 +47,7 @@ def test_ranks_of_one_host_are_one_host(capfd: pytest.CaptureFixture[str]) -> No
     assert "on 1 host" in printed.out and "[rank 1]" not in printed.out
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 @needs_lab
 def test_a_low_limit_of_files_is_found_in_a_lab(capfd: pytest.CaptureFixture[str]) -> None:

@@ -45,13 +45,6 @@ WORDS, CLASSES, STEPS = 19, 5, 3
 WAYS = list(HERE)
 
 
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One measured step instead of 25."""
-    monkeypatch.setattr("shoal.profiling.layers._FEWEST", 1)
-    monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
-
-
 class Net(nn.Module):
     """Something for every strategy: a table, a pair of layers, and a head."""
 

@@ -49,13 +49,6 @@ BATCHES = features(7, 3, steps=4)
 WAYS = [way for way in HERE if way not in ("embedding", "server_rows", "row_pair", "column_pair")]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One measured step instead of 25."""
-    monkeypatch.setattr("shoal.profiling.layers._FEWEST", 1)
-    monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
-
-
 def pins_of(way: str) -> dict[str, str]:
     return {"*": "replicate", "2" if way == "head" else "*": way}
 

@@ -20,8 +20,7 @@ class Rank:
     """One rank: a loader to train with, another one to look at."""
 
     def __init__(self, rank: int, *, trains: bool = True) -> None:
-        self.passes = Passes()
-        self.passes.models = int(trains)
+        self.passes = Passes(lambda: trains)
 
         def made() -> Loader:
             return sharded(DataLoader(range(24), 3, shuffle=True), Deal(rank, 2), 7, self.passes)

@@ -56,7 +56,7 @@ def test_a_rank_that_ends_for_an_error_abandons_its_lanes() -> None:
         with using(comm) as session:
             sessions.append(session)
             session.threads[0] = Threads(
-                ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm), None
+                ref(nn.Identity()), [Lane(comm, "lane")], Weigher(comm), None, lambda: None
             )
             session.others = (Servers(comm),)
             raise ValueError("a mistake of the script")

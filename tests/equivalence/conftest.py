@@ -1,18 +1,9 @@
-"""One measured step instead of 25: what these tests compare does not depend on how exactly times
-are known.
-"""
+"""Ways and options that many of these tests are repeated with."""
 
 import pytest
 from one_process import SMALL
 
 from shoal.planner.search_options import DEFAULT, SearchOptions
-
-
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten every profile."""
-    monkeypatch.setattr("shoal.profiling.layers._FEWEST", 1)
-    monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
 
 
 @pytest.fixture(params=["sliced", "sliced, low, small"])

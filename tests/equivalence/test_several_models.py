@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 from collections import Counter
 
 import pytest
@@ -181,6 +182,15 @@ def test_a_copy_parallelised_anew(way):
     assert_same(Training(model=copies[0], batches=looked_up()), 2, way)
 
 
+_collecting = threading.Lock()
+
+
+def collect() -> None:
+    """Collect what is gone; while another thread collects, Python's own does nothing."""
+    with _collecting:
+        gc.collect()
+
+
 def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
     """As in cross-validation; rank 0 keeps the second model longer than the others do."""
     opened, closed = Counter[str](), Counter[str]()
@@ -216,7 +226,7 @@ def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
                 if fold == 1 and comm.rank == 0:
                     kept.append(model)
                 del model, optimizer
-                gc.collect()
+                collect()
             return set(session.threads), len(kept)
 
     assert on_threads(2, work) == [({1, 3}, 1), ({1, 3}, 0)]
@@ -224,3 +234,30 @@ def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
         mine = {name for name in opened if name.startswith(f"model{fold}-")}
         assert {f"model{fold}-{which}" for which in ("boundary", "counts", "lane0")} <= mine
         assert all(closed[name] == opened[name] for name in mine)
+
+
+@pytest.mark.parametrize("way", ["replicate", "factor", "column"])
+def test_models_that_are_gone_hold_no_memory(way: str) -> None:
+    models = [[built(mlp) for _ in range(3)] for _ in range(2)]
+
+    def work(comm: ThreadComm) -> int:
+        batches = [rows_of(batch, comm.rank, 2) for batch in features(7, 3)]
+        with using(comm, cluster_of(2)) as session:
+            for model in models[comm.rank]:
+                optimizer = sgd(model.parameters())
+                shoal.parallelize(
+                    model,
+                    F.cross_entropy,
+                    optimizer,
+                    sample=batches[0],
+                    pins={"*": "replicate", "2": way},
+                )
+                plain(model, F.cross_entropy, optimizer, batches)
+            models[comm.rank].clear()
+            del model, optimizer
+            collect()
+            session.end_gone()
+            collect()
+            return len(session.passes.waits)
+
+    assert on_threads(2, work) == [0, 0]

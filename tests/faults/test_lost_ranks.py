@@ -366,7 +366,7 @@ for step in range(1000):
         ("servers", "2", 2),
         pytest.param("servers", "none", 2, marks=pytest.mark.slow),
         pytest.param("servers", "2", 1, marks=pytest.mark.slow),
-        ("tail", "0", 2),
+        pytest.param("tail", "0", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_server_a_tail_host_or_a_worker_of_theirs_that_dies_ends_the_job_with_its_name(

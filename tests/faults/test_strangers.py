@@ -121,6 +121,7 @@ def check_nothing_ran(ended: Ended, stranger: Stranger) -> None:
     assert not stranger.mark.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_stranger_at_every_port_neither_runs_nor_ends_anything(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

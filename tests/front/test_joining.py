@@ -48,6 +48,8 @@ else:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(120)
 def test_a_script_ends_on_a_server_behind_its_work(capfd: pytest.CaptureFixture[str]) -> None:
     job = Job((sys.executable, "-c", SCRIPT), 3, {"SHOAL_SERVERS": "1"})

@@ -30,7 +30,7 @@ NET = model(
 
 
 SEEDS = pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 12))]
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))]
 )
 WHOLE = ["replicate", "sliced", "factor", "server"]  # those that leave every rank whole layers
 

@@ -25,6 +25,8 @@ from shoal.profiling.layers import profile_model
 from shoal.profiling.products import ProductCost, ProductFacts
 from shoal.strategies.embedding import IdFacts
 
+pytestmark = pytest.mark.exact_times
+
 
 def profile(model: nn.Module, loss_fn: Any, sample: Any, **options: Any) -> ModelProfile:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

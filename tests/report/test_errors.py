@@ -40,7 +40,7 @@ def test_an_error_of_pythons_library_that_shoal_called_is_shoals() -> None:
 
 
 def test_an_error_of_a_recipe_is_the_recipes_also_within_pythons_library() -> None:
-    error = raised("import json\njson.loads('[')", "/home/user/recipe.py")
+    error = raised("import json\njson.loads('[')", "recipe.py")
     assert foreign(error).startswith("the recipe failed\nTraceback")
 
 

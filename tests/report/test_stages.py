@@ -26,6 +26,7 @@ def said(script: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("script", "heard"),
     [

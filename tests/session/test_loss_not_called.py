@@ -25,29 +25,34 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
 }
 
 
-def said(comm: ThreadComm, case: str, inline: bool) -> list[str]:
-    """What two steps warn of."""
-    loss_fn, options = deepcopy(CASES[case][0]), CASES[case][1]
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = torch.randn(4, 6) + comm.rank, torch.tensor([0, 1, 2, 0])
-    with using(comm, HOSTS):
-        _, counted, _ = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), **options)
-        made: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if inline else counted
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+def said(case: str, inline: bool) -> list[str]:
+    """What two steps on two ranks warn of, these being threads of one process."""
+
+    def work(comm: ThreadComm) -> None:
+        loss_fn, options = deepcopy(CASES[case][0]), CASES[case][1]
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, y = torch.randn(4, 6) + comm.rank, torch.tensor([0, 1, 2, 0])
+        with using(comm, HOSTS):
+            _, counted, _ = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), **options)
+            made: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy if inline else counted
             for _ in range(2):
                 made(model(x), y).backward()
                 optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(2, work)
     return [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_loss_made_beside_it_is_warned_of_once(case: str) -> None:
-    (message,) = run(2, lambda comm: said(comm, case, inline=True))[0] or [""]
-    assert "not made by the loss_fn that parallelize returned" in message
+def test_a_loss_made_beside_it_is_warned_of_once_a_rank(case: str) -> None:
+    messages = said(case, inline=True)
+    assert len(messages) == 2
+    assert all("not made by the loss_fn that parallelize returned" in each for each in messages)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_its_own_is_not(case: str) -> None:
-    assert run(2, lambda comm: said(comm, case, inline=False)) == [[], []]
+    assert said(case, inline=False) == []

@@ -14,7 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
+from weakref import WeakSet
 
 _MOST_DRAWN = 64  # passes that are kept until a backward comes
 
@@ -32,14 +33,29 @@ class Pass:
     thread: int = 0  # that has drawn its last batch
 
 
+class Waiting(Protocol):
+    """What a model waits for other ranks by."""
+
+    def waited_s(self) -> float:
+        """Seconds that the main thread has waited there."""
+
+
+def _never() -> bool:
+    return False
+
+
 @final
 class Passes:
-    """Those of one session."""
+    """Those of one session.
 
-    def __init__(self) -> None:
+    Args:
+        is_trained: whether any model is parallelised now.
+    """
+
+    def __init__(self, is_trained: Callable[[], bool] = _never) -> None:
+        self.is_trained = is_trained
         self.loaders = 0  # that were sharded
-        self.models = 0  # that are parallelised
-        self.waits: list[Callable[[], float]] = []  # seconds that models have waited for others
+        self.waits = WeakSet[Waiting]()  # of the models that there are still
         self._trainer = 0  # the thread that calls models
         self._drawn: list[Pass] = []  # since the last backward
         self._current: Pass | None = None  # that the last backward belongs to
@@ -69,11 +85,11 @@ class Passes:
 
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for other ranks."""
-        return sum(waited_s() for waited_s in self.waits)
+        return sum(each.waited_s() for each in self.waits)
 
     def counts(self, one: Pass) -> bool:
         """Whether it is an epoch, and no peek."""
-        return one.trained or (one.complete and not self.models)
+        return one.trained or (one.complete and not self.is_trained())
 
     def current(self) -> Pass | None:
         """The pass that the last backward belongs to.

@@ -11,6 +11,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch.utils.data import Sampler
 
 from shoal.core.errors import UsageError
 from shoal.profiling.untraced import RANDOM_STATE
@@ -30,7 +31,7 @@ def drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
     """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
-    with drawing_from(seed + epoch, _generators(sampler)):
+    with _with_generators(sampler), drawing_from(seed + epoch, _generators(sampler)):
         if isinstance(sampler, Sized):
             return list(sampler)
         found = list(islice(sampler, _MOST))
@@ -65,6 +66,23 @@ def _generators(sampler: Any) -> list[torch.Generator]:
     """Of a sampler, and of the sampler in a batch sampler."""
     found = [getattr(each, "generator", None) for each in (sampler, getattr(sampler, "sampler", 0))]
     return [each for each in found if isinstance(each, torch.Generator)]
+
+
+@contextmanager
+def _with_generators(sampler: Any) -> Iterator[None]:
+    """Lend generators to torch's samplers that have none: another thread may draw from torch's."""
+    lent = [
+        each
+        for each in (sampler, getattr(sampler, "sampler", None))
+        if isinstance(each, Sampler) and vars(each).get("generator", 0) is None
+    ]
+    try:
+        for each in lent:
+            vars(each)["generator"] = torch.Generator()
+        yield
+    finally:
+        for each in lent:
+            vars(each)["generator"] = None
 
 
 @final

@@ -146,7 +146,7 @@ class Source(ABC, Generic[T]):
     def _current(self) -> Begun | None:
         """The pass that training belongs to; as long as there is no model, the last one."""
         trained = [begun for begun in self._begun if begun.noted.trained]
-        if not trained and not self._passes.models:
+        if not trained and not self._passes.is_trained():
             trained = [begun for begun in self._begun if begun.drawn]
         return trained[-1] if trained else None
 

@@ -32,7 +32,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
@@ -67,7 +66,6 @@ class Border:
         # every crossing hangs on it: see `_trains`
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = _accumulator(self.anchor)
-        self._hooks: list[RemovableHandle] = []  # on each parameter, once gradients are weighed
         self.loss_weighs = False  # whether a loss is expected that weighs itself
 
     def check(self) -> None:
@@ -181,16 +179,11 @@ class Border:
 
     def weigh_parameters(self) -> None:
         """Multiply each parameter's gradient as it comes, from here on, where it is to be."""
-        if not self._hooks:
+        if not self.engine.hooks:
             for parameter, accumulator in zip(self._trainable, self._accumulators, strict=True):
                 if not is_cut(parameter):  # which are weighed on the way
-                    self._hooks.append(parameter.register_hook(_Weighs(self.engine, accumulator)))
-
-    def release(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+                    weighs = _Weighs(self.engine, accumulator)
+                    self.engine.hooks.append(parameter.register_hook(weighs))
 
     def _check_whole(self) -> None:
         """Raise UsageError if the model trains others than it was given with.

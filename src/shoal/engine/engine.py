@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from typing import final
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
@@ -81,6 +82,7 @@ class Engine(Rounds):
         )
         self._accumulating = 0  # contexts inside one another
         self._before_accumulating: Callable[[], None] = _nothing
+        self.hooks: list[RemovableHandle] = []  # on parameters that weigh their gradients
         self._round = self._next_round()
         for transfer in self.transfers:
             transfer.connect(self)
@@ -155,6 +157,18 @@ class Engine(Rounds):
     def compare(self, common: Common) -> bool:
         """Have ranks compare what they have in common in each backward, if a transfer can tell."""
         return self.routes.compare(common, self._landing)
+
+    def release_weighing(self) -> None:
+        """Weigh no parameter's gradient any more."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def release(self) -> None:
+        """Take all hooks off parameters: what autograd holds of them no collector finds."""
+        self.release_weighing()
+        for transfer in self.transfers:
+            transfer.release()
 
     def listen(self, event: Event, listener: Callable[[], None]) -> None:
         """Have a function called whenever that event happens, before transfers go on it."""

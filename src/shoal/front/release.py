@@ -128,7 +128,6 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
     if servers is not None and running.at_servers is not None:
         servers.close_model(running.at_servers)
     del session.attached[model]
-    session.passes.models -= 1
-    session.passes.waits.remove(running.engine.routes.waited_s)
+    session.passes.waits.discard(running.engine.routes)
     for parameter in model.parameters():
         session.served.pop(parameter, None)

@@ -29,10 +29,11 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
+from shoal.engine.border import Border
 from shoal.engine.common import Common
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
-from shoal.engine.weights import Weigher
+from shoal.engine.weights import Weigher, Weight
 from shoal.optim.cut import CutPart
 from shoal.optim.extend import add_parts
 from shoal.optim.owned import OwnedPart
@@ -113,12 +114,16 @@ def attach(
             weigher.compare(common)
     model_number = session.models
     session.threads[model_number] = Threads(
-        ref(model), engine.routes.lanes, weigher, boundary, lasting=servers is not None
+        ref(model),
+        engine.routes.lanes,
+        weigher,
+        boundary,
+        ref(engine),
+        lasting=servers is not None,
     )
     session.models += 1
     engine.listen(Event.ROUND_OPENED, weigher.opened)
-    session.passes.models += 1
-    session.passes.waits.append(engine.routes.waited_s)
+    session.passes.waits.add(engine.routes)
     engine.listen(Event.FORWARD_ENTERED, session.passes.forward)
     engine.listen(Event.BACKWARD_ENTERED, session.passes.backward)
     for table in tables.all if tables else ():
@@ -136,12 +141,23 @@ def attach(
         add_parts(optimizer, model, engine, parts, left_alone)
         all_parts += parts
     loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners, terms)
-    if (border := watched.border()) is not None:
-        weighing.of_backward, weighing.call = border.weighs, lambda: engine.latest
+    _join(weighing, watched.border)
     add(model, engine)
     return loss_fn, Running(
         model_number, rewritten, engine, owners, tuple(all_parts), watched, tables, at_servers
     )
+
+
+def _join(weighing: Weighing, border: ref[Border]) -> None:
+    """Have a border say what rows weigh. It is not kept alive: parameters lead here."""
+
+    def of_backward(call: Any) -> float | None:
+        return None if (found := border()) is None else found.weighs(call)
+
+    def call() -> Weight | None:
+        return None if (found := border()) is None else found.engine.latest
+
+    weighing.of_backward, weighing.call = of_backward, call
 
 
 def _parts(

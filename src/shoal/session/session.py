@@ -8,7 +8,7 @@ train. How a session begins and ends: joining.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -94,7 +94,13 @@ class Threads:
     lanes: Sequence[SessionPart]
     counts: SessionPart  # of rows; the end of a program does not wait for them
     boundary: Comm | None  # of cut layers: weights are read over it as long as there is the model
+    engine: Callable[[], Engine | None]  # as long as there is the model
     lasting: bool = False  # whether hosts that do not train keep their ends until the session ends
+
+    def release(self) -> None:
+        """Let parameters of a model that is gone hold nothing of it."""
+        if (engine := self.engine()) is not None:
+            engine.release()
 
     def drain(self) -> None:
         """Finish what other ranks wait for."""
@@ -133,7 +139,7 @@ class Session:
     released: WeakSet[nn.Module] = field(default_factory=WeakSet)  # ordinary again
     # parameters, also of models gone
     served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
-    passes: Passes = field(default_factory=Passes)  # over sharded loaders
+    passes: Passes = field(init=False)  # over sharded loaders
     # of a lone process, by which it knows what it trains on
     step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = field(
         default_factory=WeakKeyDictionary
@@ -141,6 +147,10 @@ class Session:
     models: int = 0  # that were parallelised, whether they are gone or not
     broken: bool = False  # this rank ends for an error
     process: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        optimizers = self.optimizers
+        self.passes = Passes(lambda: bool(optimizers))
 
     def other(self, kind: type[AnyPart]) -> AnyPart | None:
         """The way to hosts of that kind, if there are any."""
@@ -153,13 +163,11 @@ class Session:
             self.step_hooks[optimizer] = optimizer.register_step_post_hook(
                 lambda *_: passes.backward()
             )
-        passes.models = len(self.optimizers)
 
     def ignore_steps(self, optimizer: Optimizer) -> None:
         """Undo it."""
         if optimizer in self.step_hooks:
             self.step_hooks.pop(optimizer).remove()
-            self.passes.models = len(self.optimizers)
 
     def end_gone(self) -> None:
         """End the threads of models that are gone on every rank (a collective)."""
@@ -179,6 +187,7 @@ class Session:
             ended.drain()
             ended.close()
             ended.close_boundary()
+            ended.release()
 
     def drain(self) -> None:
         """Finish what other ranks wait for: models' lanes first, then what goes to other hosts."""

@@ -58,7 +58,7 @@ class Watched:
         for hook in self.hooks:
             hook.remove()
         if (border := self.border()) is not None:
-            border.release()
+            border.engine.release_weighing()
         if self.counted is not None and (counted := self.counted()) is not None:
             counted.release()
 
