@@ -22,14 +22,15 @@ sys.path.insert(0, str(ROOT / "examples"))
 import alexnet  # noqa: E402  (a recipe, which is in no package)
 
 RANKS = 4
-WIDTH, ROW, LEFT, RIGHT, TOP = 720, 34, 118, 196, 44
+# drawn for a phone's width, where 13 pixels are still 10, and shown no wider than SHOWN
+WIDTH, SHOWN, ROW, LEFT, RIGHT, TOP = 470, 640, 34, 88, 116, 44
 BARS = WIDTH - LEFT - RIGHT
 STYLE = """
   text { font: 13px system-ui, sans-serif; fill: #24292f }
   .small { fill: #57606a } .before { fill: #c8ccd1 } .after { fill: #0f8b8d }
   @media (prefers-color-scheme: dark) {
     text { fill: #e6edf3 } .small { fill: #9198a1 }
-    .before { fill: #484f58 } .after { fill: #35c4c6 }
+    .before { fill: #6e7681 } .after { fill: #35c4c6 }
   }
 """
 
@@ -47,7 +48,7 @@ def layers() -> list[tuple[str, str, float, float]]:
     return [
         (
             row.layer,
-            f"{row.chosen.choice.strategy} {row.chosen.choice.exchange}".strip(),
+            row.chosen.choice.way,
             2 * 4 * row.parameters * (RANKS - 1) / RANKS / 1e6,
             row.chosen.sent_bytes / 1e6,
         )
@@ -61,7 +62,8 @@ def drawn(rows: list[tuple[str, str, float, float]]) -> str:
     total = [sum(row[column] for row in rows) for column in (2, 3)]
     height = TOP + ROW * len(rows) + 30
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{SHOWN}" height="{SHOWN * height // WIDTH}" role="img" '
         'aria-label="Megabytes that each layer of AlexNet sends in a step, before and after">',
         f"<style>{STYLE}</style>",
         f'<text x="{LEFT}" y="18">Megabytes that a rank sends in a step, '

@@ -12,6 +12,7 @@ from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
+from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
 from shoal.front.parallel import parallelize, plan, plan_of
@@ -30,6 +31,8 @@ __all__ = [
     "Plan",
     "SearchOptions",
     "Served",
+    "ShardedBatches",
+    "ShardedLoader",
     "ShoalError",
     "Topology",
     "UsageError",

@@ -7,7 +7,9 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,13 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.front.joining import using
 from shoal.launch.lab import Lab
 
-FUNCTIONS = [name for name in shoal.__all__ if inspect.isfunction(getattr(shoal, name))]
+def _is_raised(public: object) -> bool:
+    return isinstance(public, type) and issubclass(public, BaseException)
+
+
+# errors and the end of a server's script are raised, not called
+CALLED = [name for name in shoal.__all__ if not _is_raised(getattr(shoal, name))]
+API = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 
 
 def examples() -> Iterator[doctest.DocTest]:
@@ -45,7 +53,13 @@ def test_an_example_gives_what_it_shows(name: str) -> None:
     assert results.failed == 0 and results.attempted
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_functions_have_an_example(name: str) -> None:
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CALLED)
+def test_what_is_public_has_an_example(name: str) -> None:
     public = getattr(shoal, name)
     assert f"{public.__module__}.{public.__name__}" in EXAMPLES
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    entries = re.findall(r"(?m)^::: shoal\.(\w+)$", API.read_text())
+    assert sorted(entries) == sorted(shoal.__all__)

@@ -19,13 +19,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 from shoal.core.errors import SampleError, ShoalError, WorldError
+from shoal.core.nothing import nothing
 
 _NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
-
-
-def _nothing() -> None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Sample:
     loss_fn: LossFn | None
     x: Any
     y: Any
-    renew: Callable[[], None] = field(default=_nothing, repr=False, compare=False)  # x and y
+    renew: Callable[[], None] = field(default=nothing, repr=False, compare=False)  # x and y
 
     @classmethod
     def of(cls, model: nn.Module, loss_fn: LossFn | None, sample: Any) -> Sample:

@@ -21,8 +21,12 @@ from shoal.core.terms import OF_ROWS, Terms
 class Topology:
     """Which host each rank runs on: `hosts[rank]` is a host's name.
 
-    The last `servers` ranks are servers; or the last `tail` of them run the end of the model
-    (strategies/stage.py).
+    The last `servers` ranks are servers; or the last `tail` of them run the end of the model.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.Topology(("one", "one", "other", "other")).ranks_per_host
+        2
     """
 
     hosts: tuple[str, ...]
@@ -74,6 +78,11 @@ class Link:
 
     The ranks of one host share its link: `bytes_per_s` is a rank's share while all of them send to
     other hosts.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.Link(latency_s=1e-4, bytes_per_s=125e6)  # 1 Gbit/s
+        Link(latency_s=0.0001, bytes_per_s=125000000.0, cpu_s_per_byte=0.0, burst_bytes=0.0)
     """
 
     latency_s: float
@@ -93,7 +102,13 @@ class Cluster:
     """The ranks and the links between them, with each exchange's measured pace.
 
     `cores_per_rank` says how much compute a rank has for its main thread and what its lanes compute
-    and send.
+    and send. Give it to `plan` to plan for hosts that you only imagine.
+
+    Examples:
+        >>> import shoal
+        >>> hosts = shoal.Topology(("one", "other"))
+        >>> shoal.Cluster(hosts, shoal.Link(latency_s=1e-4, bytes_per_s=125e6)).size
+        2
     """
 
     topology: Topology

@@ -43,6 +43,11 @@ class Choice:
 
     Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among
     themselves.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.Choice("classifier.6", "replicate", "ring").way
+        'replicate:ring'
     """
 
     layer: str
@@ -81,9 +86,16 @@ class Plan:
       If owners update it, it is cut.
     * `lanes` is the number of exchanges in flight at once.
     * `predicted_s` is the step time that the planner expects.
-    * With a `staleness` other than 0 workers run ahead of one another (strategies/server.py).
-    * `placement` says who owns what (core/placement.py): a policy's name, or ranks by dotted name
-      or glob.
+    * With a `staleness` other than 0 workers run ahead of one another.
+    * `placement` says who owns what: a policy's name, or ranks by dotted name or glob.
+
+    Examples:
+        >>> import shoal
+        >>> choice = shoal.Choice("fc", "replicate", "ring")
+        >>> plan = shoal.Plan(ranks=2, model="", choices=(choice,), bucket_bytes=1 << 20, lanes=3)
+        >>> print(plan.with_choice(shoal.Choice("fc", "factor")))
+        plan for 2 ranks, buckets of 1 MiB, 3 in flight
+          fc  factor
     """
 
     ranks: int

@@ -91,16 +91,17 @@ def register(cls: type[C]) -> type[C]:
         UsageError: it is abstract, of no or several contracts, without a name (or a strategy's
             role), or the name is another class's.
 
-    >>> import shoal
-    >>> from shoal.contracts.launcher import Launcher
-    >>> @shoal.register
-    ... class Nobody(Launcher):
-    ...     name = "nobody"
-    ...     def missing(self):
-    ...         return "it starts nothing"
-    ...     def launch(self, job):
-    ...         raise NotImplementedError
-    >>> shoal.unregister(Nobody)
+    Examples:
+        >>> import shoal
+        >>> from shoal.contracts.launcher import Launcher
+        >>> @shoal.register
+        ... class Nobody(Launcher):
+        ...     name = "nobody"
+        ...     def missing(self):
+        ...         return "it starts nothing"
+        ...     def launch(self, job):
+        ...         raise NotImplementedError
+        >>> shoal.unregister(Nobody)
     """
     contract = _contract_of(cls)
     with _lock:

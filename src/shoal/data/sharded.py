@@ -51,7 +51,18 @@ class Positioned(Generic[T]):
 
 
 class ShardedLoader(Positioned[T], DataLoader[T]):
-    """A DataLoader of this rank's own rows; it has all options of the loader it was made of."""
+    """A DataLoader of this rank's own rows: what `shard` makes of a DataLoader.
+
+    It has all options of the loader that it was made of.
+
+    Examples:
+        >>> import shoal
+        >>> from torch.utils.data import DataLoader
+        >>> _ = shoal.init()
+        >>> loader = shoal.shard(DataLoader(range(4), batch_size=2))
+        >>> isinstance(loader, shoal.ShardedLoader), len(loader)
+        (True, 2)
+    """
 
     def __iter__(self) -> Iterator[T]:  # type: ignore[override]  # torch names its own class
         return self.source.passed(super().__iter__)
@@ -62,7 +73,17 @@ class ShardedLoader(Positioned[T], DataLoader[T]):
 
 @final
 class ShardedBatches(Positioned[T]):
-    """This rank's own of the batches that an iterable gives."""
+    """This rank's own of the batches that an iterable gives: what `shard` makes of one.
+
+    It has the three methods of a `ShardedLoader`.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> batches = shoal.shard([torch.ones(2), torch.zeros(2)])
+        >>> [batch.tolist() for batch in batches]
+        [[1.0, 1.0], [0.0, 0.0]]
+    """
 
     def __init__(self, batches: Iterable[Any], source: Source[T]) -> None:
         self.batches, self.source = batches, source

@@ -35,16 +35,13 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Rounds, Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import UsageError
+from shoal.core.nothing import nothing
 from shoal.core.trace import Recorder
 from shoal.engine.common import Common
 from shoal.engine.round import BackwardRound
 from shoal.engine.routes import Routes
 from shoal.engine.timetable import Timetable
 from shoal.engine.weights import Weight
-
-
-def _nothing() -> None:
-    return None
 
 
 @final
@@ -81,7 +78,7 @@ class Engine(Rounds):
             transfer for transfer in transfers if transfer.cadence.on is Event.GRADIENTS_LANDED
         )
         self._accumulating = 0  # contexts inside one another
-        self._before_accumulating: Callable[[], None] = _nothing
+        self._before_accumulating: Callable[[], None] = nothing
         self.hooks: list[RemovableHandle] = []  # on parameters that weigh their gradients
         self._round = self._next_round()
         for transfer in self.transfers:

@@ -31,13 +31,10 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Mark, OwnedTransfer, Round, Transfer
 from shoal.core.buckets import BUCKETS_A_LANE, Buckets
 from shoal.core.errors import WorldError
+from shoal.core.nothing import nothing
 from shoal.engine.lanes import Errand, after, this_moment
 from shoal.engine.routes import Routes
 from shoal.engine.weights import Weight
-
-
-def _nothing() -> None:
-    return None
 
 
 @final
@@ -72,7 +69,7 @@ class BackwardRound(Round):
         self._base: dict[int, Weight | None] = {}  # of each backward, by autograd's number of it
         self._task: int | None = None  # autograd's number of the backward, once it is open
         # gives what that one calls at its end, as long as gradients may land; then None
-        self.running: Callable[[], object | None] = _nothing
+        self.running: Callable[[], object | None] = nothing
         self._opening = RLock()  # autograd has a thread for each device
         # and since when: each on the stream that brought it
         self._ready: dict[Transfer, torch.Event | None] = {}
@@ -220,7 +217,7 @@ class BackwardRound(Round):
         routes = self._routes
         routes.note("backward", self._began_s)  # walk 8
         waits_s = perf_counter()
-        self.running = _nothing
+        self.running = nothing
         self._send_in_order(everything=True)
         for errand, transfer in zip(self._sent, self._transfers, strict=True):
             if not isinstance(transfer, OwnedTransfer):

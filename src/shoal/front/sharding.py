@@ -70,8 +70,9 @@ def shard(
             ends with the first of these streams that ends.
 
     Returns:
-        A copy of the loader, with `state_dict()` and `load_state_dict()`: the position in the
-        global order, in the middle of an epoch too, for any number of ranks. And `set_epoch(n)`.
+        Of a DataLoader a copy, a `ShardedLoader`. Of other batches a `ShardedBatches`. Both have
+        `state_dict()` and `load_state_dict()`: the position in the global order, in the middle of
+        an epoch too, for any number of ranks. And `set_epoch(n)`.
 
     Raises:
         UsageError: not a loader, fewer rows than ranks, a batch of all ranks smaller than their

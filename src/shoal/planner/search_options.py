@@ -14,9 +14,6 @@ _START_BYTES = 4 << 20
 class SearchOptions:
     """What a search of plans tries. The defaults suit training; narrow them to try something.
 
-    >>> SearchOptions(bucket_bytes=(1 << 20,), chunks=(1,)).start_bytes
-    1048576
-
     Args:
         bucket_bytes: sizes of buckets, ascending.
         least_part_bytes: the least size of the parts that a layer with owners is cut into.
@@ -27,6 +24,11 @@ class SearchOptions:
 
     Raises:
         UsageError: one of them leaves nothing to try.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.SearchOptions(bucket_bytes=(1 << 20,), chunks=(1,)).start_bytes
+        1048576
     """
 
     bucket_bytes: tuple[int, ...] = tuple(mib << 20 for mib in (1, 2, 4, 8, 16, 25, 50, 100))

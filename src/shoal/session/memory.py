@@ -29,13 +29,25 @@ class Memory:
 
     In the process's peak alone: activations, the gradient that autograd has just made, and what
     exchanges and `factor` receive into.
+
+    Args:
+        parameters: of the model.
+        gradients: `.grad`s, buckets and slices that they are kept in between backwards.
+        optimizer_state: of this rank's own pieces, and of all that nobody owns.
+        buckets_peak: the most at any moment since `parallelize` of buckets for owners (`sliced`).
+        process_peak: the process so far: of the model's CUDA device, else resident. None where that
+            is not known.
+
+    Examples:
+        >>> import shoal
+        >>> print(shoal.Memory(4_000_000, 4_000_000, 8_000_000, 0, None))
+        parameters 4.0 MB, gradients 4.0 MB, optimizer state 8.0 MB
     """
 
     parameters: int
-    gradients: int  # `.grad`s, buckets and slices that they are kept in between backwards
-    optimizer_state: int  # of this rank's own pieces, and of all that nobody owns
-    buckets_peak: int  # the most at any moment since `parallelize` of buckets for owners (`sliced`)
-    # the process so far: of the model's CUDA device, else resident (None where not known)
+    gradients: int
+    optimizer_state: int
+    buckets_peak: int
     process_peak: int | None
 
     def __str__(self) -> str:

@@ -33,7 +33,13 @@ from shoal.session.running import Running
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `rank` of `size` ranks, on `host`."""
+    """This process's place: `rank` of `size` ranks, on `host`.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.init().size
+        1
+    """
 
     rank: int
     size: int
