@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import inspect
 import os
 import pkgutil
 import re
@@ -17,6 +16,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.front.joining import using
 from shoal.launch.lab import Lab
+
 
 def _is_raised(public: object) -> bool:
     return isinstance(public, type) and issubclass(public, BaseException)
