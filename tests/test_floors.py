@@ -18,7 +18,7 @@ FLOORS = {
     "contracts": 1,
     "tensors": 2,
     **dict.fromkeys(["comm", "launch", "report"], 3),
-    **dict.fromkeys(["remote", "doctor"], 4),
+    **dict.fromkeys(["remote", "doctor", "checkpoint"], 4),
     **dict.fromkeys(["profiling", "exchange", "codecs"], 5),
     **dict.fromkeys(["strategies", "data"], 6),
     **dict.fromkeys(["planner", "rewrite", "engine"], 7),

@@ -17,6 +17,7 @@ from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
 from shoal.front.parallel import parallelize, plan, plan_of
 from shoal.front.release import unparallelize
+from shoal.front.saving import load, save
 from shoal.front.sharding import shard
 from shoal.front.together import gather, mean
 from shoal.planner.search_options import SearchOptions
@@ -41,12 +42,14 @@ __all__ = [
     "explain",
     "gather",
     "init",
+    "load",
     "mean",
     "memory",
     "parallelize",
     "plan",
     "plan_of",
     "register",
+    "save",
     "serve",
     "shard",
     "unparallelize",

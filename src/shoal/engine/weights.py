@@ -55,7 +55,7 @@ class Weigher:
         self._asked = 0
         self._first = True  # no call has counted yet
         self._common: Common | None = None
-        self._usual = 1.0  # rows of the rank that has most of them in the first forward
+        self._usual: float | None = None  # rows of the rank that has most in the first forward
 
     def begin(self) -> Weight:
         """The weight of a call that begins, whose rows are counted later."""
@@ -64,7 +64,16 @@ class Weigher:
         where = f"forward {self._asked}"
         self._comm.reached(where)
         self._asked += 1
-        return Weight(self._comm, self._usual, f"{where}, row counts")
+        return Weight(self._comm, self._usual or 1.0, f"{where}, row counts")
+
+    @property
+    def usual(self) -> float | None:
+        """The usual number of rows, of which results depend by rounding; None before a forward."""
+        return self._usual
+
+    def go_on(self, usual: float) -> None:
+        """Take that number from a checkpoint of as many ranks, on every rank alike."""
+        self._usual = usual
 
     def counted(self, weight: Weight, count: float, batch: Any = None) -> None:
         """Say the rows of a call. The first that has a batch also looks whether batches differ.
@@ -107,7 +116,8 @@ class Weigher:
 
         weight.counted(count, ask)
         if first:
-            self._usual = weight.usual = max(weight.counts() or ()) or 1.0
+            most = max(weight.counts() or ()) or 1.0
+            self._usual = weight.usual = most if self._usual is None else self._usual
             if not self._alike and weight.same_batch():
                 raise RanksDiffer(
                     f"all {self._comm.size} ranks were fed the same batch, so every rank would "

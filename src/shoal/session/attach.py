@@ -101,6 +101,8 @@ def attach(
         comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
     )
     weigher = Weigher(counts, inputs_alike)
+    if (usual := session.usual_rows.get(model, {}).get(comm.size)) is not None:
+        weigher.go_on(usual)
     waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     main = [comm for comm in waited_for if comm is not None]
     of_state = _of_state(session, model, loss_fn, moving)
@@ -144,7 +146,15 @@ def attach(
     _join(weighing, watched.border)
     add(model, engine)
     return loss_fn, Running(
-        model_number, rewritten, engine, owners, tuple(all_parts), watched, tables, at_servers
+        model_number,
+        rewritten,
+        engine,
+        owners,
+        tuple(all_parts),
+        watched,
+        weigher,
+        tables,
+        at_servers,
     )
 
 

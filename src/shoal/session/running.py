@@ -8,6 +8,7 @@ from torch import nn
 
 from shoal.core.errors import UsageError, WorldError
 from shoal.engine.engine import Engine
+from shoal.engine.weights import Weigher
 from shoal.optim.owners import Owners
 from shoal.optim.part import Part
 from shoal.remote.tables import Tables
@@ -25,6 +26,7 @@ class Running:
     owners: Owners | None  # where any parameter has owners
     parts: tuple[Part, ...]  # of all its optimizers
     watched: Watched
+    weigher: Weigher
     tables: Tables | None  # where servers have any
     at_servers: int | None  # the model's number there, where they own any parameter
 

@@ -146,6 +146,10 @@ class Session:
     # parameters, also of models gone
     served: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     passes: Passes = field(init=False)  # over sharded loaders
+    # of models that were loaded: the usual rows of that number of ranks
+    usual_rows: WeakKeyDictionary[nn.Module, dict[int, float]] = field(
+        default_factory=WeakKeyDictionary
+    )
     # of a lone process, by which it knows what it trains on
     step_hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = field(
         default_factory=WeakKeyDictionary

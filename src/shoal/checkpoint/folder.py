@@ -1,0 +1,145 @@
+"""Folders that are there whole or not at all, whatever ends the process that writes them.
+
+    1  write     into NAME.tmp-HOST-PROCESS-NUMBER beside it; each file is flushed to the disk
+    2  flush     the folder itself
+    3  rename    to NAME, in one step of the file system; over an older one, both change places
+    4  flush     the parent, so that the name lasts
+    5  LATEST    names it, and gets its place in the same way
+
+Guarded by tests/checkpoint/test_folder.py and tests/faults/test_killed_saves.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shoal.core.errors import UsageError
+
+STATE = "state.json"
+LATEST = "LATEST"
+_TMP, _OLD = ".tmp-", ".old-"
+_EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new folder to write into, which gets that name at the end.
+
+    If the block fails the folder is removed, and what had the name before stays.
+
+    Raises:
+        UsageError: there is something at that name that is no checkpoint.
+        OSError: the file system refuses.
+    """
+    if path.exists() and not (path / STATE).is_file():
+        raise UsageError(
+            "there is something else where the checkpoint is to be",
+            got=str(path),
+            expected="a new name, or that of an older checkpoint",
+            do="give another path",
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    clean(path)
+    folder = path.with_name(f"{path.name}{_TMP}{_mark()}-{secrets.token_hex(4)}")
+    folder.mkdir()  # 1
+    try:
+        yield folder
+        flush(folder)  # 2
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _rename(folder, path)  # 3
+    flush(path.parent)  # 4
+
+
+def flush(path: Path) -> None:
+    """Bring a folder to the disk: what names it has."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file, durably, in the place of an older one."""
+    new = path.with_name(f"{path.name}{_TMP}{_mark()}-{secrets.token_hex(4)}")
+    try:
+        with open(new, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    flush(path.parent)
+
+
+def _rename(folder: Path, path: Path) -> None:
+    if not path.exists():
+        folder.rename(path)
+        return
+    if _changed_places(folder, path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    # A file system that cannot do it in one step. If the process ends in between, `found` knows
+    # the older one by its name.
+    old = path.with_name(f"{path.name}{_OLD}{_mark()}-{secrets.token_hex(4)}")
+    path.rename(old)
+    folder.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _changed_places(one: Path, other: Path) -> bool:
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    done: int = rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
+    return done == 0
+
+
+def found(path: Path) -> Path | None:
+    """The checkpoint of that name; None where there is none."""
+    if (path / STATE).is_file():
+        return path
+    with contextlib.suppress(OSError):
+        older = sorted(path.parent.glob(f"{path.name}{_OLD}*"), key=lambda one: one.stat().st_mtime)
+        for old in reversed(older):
+            if (old / STATE).is_file():
+                return old
+    return None
+
+
+def clean(path: Path) -> None:
+    """Remove what a process of this host that has ended left of its work on that name."""
+    for left in path.parent.glob(f"{path.name}{_TMP}*"):
+        host, _, rest = left.name.partition(_TMP)[2].rpartition("-")[0].rpartition("-")
+        if host == _host() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
+            remove(left)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, as far as that can be done."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _mark() -> str:
+    return f"{_host()}-{os.getpid()}"
+
+
+def _host() -> str:
+    return socket.gethostname().replace("/", "-")

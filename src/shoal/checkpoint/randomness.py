@@ -1,0 +1,76 @@
+"""The random state of a process: what the next draws of torch, Python and numpy depend on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_DERIVED = 2**63 - 25
+
+
+def drawn() -> dict[str, Any]:
+    """The state of all generators that a script draws from unless it makes its own."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": [str(name), words_of_numpy, position, has_gauss, cached],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(states: Sequence[Any], rank: int, size: int) -> None:
+    """Go on drawing where those who saved left off.
+
+    Args:
+        states: of all that trained, in their order; one where all had the same.
+        rank: of this process.
+        size: how many train now. If that is another number than before, the states are other ones,
+            which follow from those.
+    """
+    if len(states) == 1 or len(states) == size:
+        _put(states[rank % len(states)])
+        return
+    seed = 0
+    for state in states:
+        words: Tensor = state["torch"]
+        for word in words[:64].tolist():
+            seed = (seed * 1_000_003 + word) % _DERIVED
+    seed = (seed * 1_000_003 + rank) % _DERIVED
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _put(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states are the same."""
+    if one.keys() != other.keys():
+        return False
+    return all(_same(one[name], other[name]) for name in one)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return bool(torch.equal(one, other))
+    if isinstance(one, list):
+        return all(map(_same, one, other))
+    return bool(one == other)

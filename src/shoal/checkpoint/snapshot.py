@@ -1,0 +1,126 @@
+"""A snapshot: what is to be written, as it was at one moment, and what was read.
+
+It has plain data as JSON, and tensors by file and name. What it takes of tensors it copies into
+memory that is used again, so that training goes on meanwhile.
+Guarded by tests/checkpoint/test_snapshot.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint import tensors
+from shoal.checkpoint.folder import replacing
+from shoal.checkpoint.state import State
+from shoal.checkpoint.tree import Path as Keys
+from shoal.checkpoint.tree import decoded, encoded
+
+SUFFIX = ".safetensors"
+
+
+@final
+class Memory:
+    """Copies of tensors, in memory that is kept from one snapshot to the next."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], Tensor] = {}
+
+    def copied(self, file: str, name: str, tensor: Tensor) -> Tensor:
+        """A copy on the CPU, which stands until the same name comes again."""
+        kept = self._kept.get((file, name))
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            self._kept[file, name] = kept
+        return kept.copy_(tensor.detach())
+
+
+@dataclass
+class Snapshot:
+    """What is to be written.
+
+    Args:
+        memory: for copies; None takes tensors as they are, which then must not change.
+        keeps: whether this process writes; else tensors are let go.
+    """
+
+    memory: Memory | None = None
+    keeps: bool = True
+    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    forms: dict[str, dict[str, tensors.Form]] = field(default_factory=dict)
+
+    def encoded(self, file: str, value: Any, strip: str = "") -> Any:
+        """A value as JSON; its tensors go into the file of that name, `strip` not in their names.
+
+        Raises:
+            UsageError: something in it is not plain data.
+        """
+        return encoded(value, partial(self._take, file, strip), (file,))
+
+    def _take(self, file: str, strip: str, path: Keys, tensor: Tensor) -> str:
+        wanted = "/".join(path[1:]).removeprefix(strip) or file
+        there, name, number = self.forms.setdefault(file + SUFFIX, {}), wanted, 2
+        while name in there:
+            name, number = f"{wanted}#{number}", number + 1
+        there[name] = tensors.form_of(name, tensor)
+        if self.keeps:
+            kept = tensor if self.memory is None else self.memory.copied(file, name, tensor)
+            self.files.setdefault(file + SUFFIX, {})[name] = kept
+        return name
+
+    def write(self, path: Path, state: State) -> None:
+        """Write it all into a folder of that name, whole or not at all.
+
+        Raises:
+            UsageError: there is something else at that name.
+            OSError: the file system refuses.
+        """
+        with replacing(path) as folder:
+            files = {
+                name: tensors.write(folder / name, forms, self.files[name].__getitem__)
+                for name, forms in self.forms.items()
+            }
+            replace(state, files=files).write(folder)
+
+
+@final
+class Saved:
+    """A checkpoint that is read: each file once, when something in it is asked for.
+
+    Args:
+        folder: where it is, or was on the rank that sent it.
+        state: what its state.json holds.
+        sent: the bytes of files that this rank was sent.
+    """
+
+    def __init__(
+        self, folder: Path, state: State, sent: Mapping[str, bytes | None] | None = None
+    ) -> None:
+        self.folder, self.state = folder, state
+        self._sent = sent or {}
+        self._read: dict[str, dict[str, Tensor]] = {}
+
+    def value(self, keyword: str) -> Any:
+        """What was saved under a keyword.
+
+        Raises:
+            UsageError: a file is corrupted.
+        """
+        return self.decoded(keyword, self.state.objects[keyword])
+
+    def decoded(self, file: str, form: Any) -> Any:
+        """The value of a form whose tensors are in that file."""
+        return decoded(form, lambda name: self._tensors(file + SUFFIX)[name])
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        if name not in self._read:
+            content = self._sent.get(name)
+            checksums = self.state.files[name]
+            self._read[name] = tensors.read(self.folder / name, checksums, content)
+        return self._read[name]

@@ -1,0 +1,95 @@
+"""state.json: all of a checkpoint but the elements of its tensors.
+
+    format, version    of the checkpoint, whatever else changes
+    crc32              of `state`, written as JSON without spaces
+    state              objects · random · models · residuals · outer · step · files · written_by
+
+Nothing in it is keyed by a rank. Guarded by tests/checkpoint/test_state.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint.folder import STATE, write_text
+from shoal.checkpoint.tensors import Checksums, checksum
+from shoal.core.errors import UsageError
+
+FORMAT, VERSION = "shoal checkpoint", 1
+
+
+@dataclass(frozen=True)
+class State:
+    """What state.json holds. Values are as checkpoint/tree.py encodes them."""
+
+    objects: dict[str, Any]  # by the keyword that they were saved under
+    random: Any = None  # of those who trained, in their order; one where all have the same
+    # that were parallelised, by keyword: ranks, usual_rows, plan
+    models: dict[str, Any] = field(default_factory=dict)
+    residuals: dict[str, Any] = field(default_factory=dict)  # of codecs: sums over the ranks
+    outer: Any = None  # of local steps: what the outer optimizer has
+    step: int | None = None  # of who counts them
+    files: dict[str, Checksums] = field(default_factory=dict)
+    written_by: dict[str, str] = field(default_factory=dict)  # versions
+
+    def text(self) -> str:
+        """The text of the file."""
+        state = asdict(self)
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "crc32": checksum(_packed(state)),
+            "state": state,
+        }
+        return json.dumps(document, indent=1) + "\n"
+
+    def write(self, folder: Path) -> None:
+        """Write the file, durably."""
+        write_text(folder / STATE, self.text())
+
+
+def _packed(state: Any) -> bytes:
+    return json.dumps(state, separators=(",", ":")).encode()
+
+
+def parsed(text: bytes, where: str) -> State:
+    """What the text of a state.json holds.
+
+    Args:
+        text: all of it.
+        where: it is from, for messages.
+
+    Raises:
+        UsageError: it is none, is corrupted, or of a newer format.
+    """
+    try:
+        document = json.loads(text)
+        name, version = document["format"], int(document["version"])
+        crc, state = document["crc32"], document["state"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _corrupted(where, f"{type(error).__name__}: {error}") from error
+    if name != FORMAT or version > VERSION:
+        raise UsageError(
+            "the checkpoint is of a newer format than this release of Shoal reads",
+            where=where,
+            got=f"{name}, version {version}",
+            expected=f"{FORMAT}, version {VERSION} at most",
+            do="install the release that wrote it: "
+            + str(state.get("written_by", {}) if isinstance(state, dict) else ""),
+        )
+    if crc != checksum(_packed(state)):
+        raise _corrupted(where, "another checksum than that of what was written")
+    known = {each.name for each in fields(State)}
+    return State(**{key: value for key, value in state.items() if key in known})
+
+
+def _corrupted(where: str, got: str) -> UsageError:
+    return UsageError(
+        "state.json of the checkpoint is corrupted",
+        where=where,
+        got=got,
+        do="load another checkpoint, and look at the disk",
+    )

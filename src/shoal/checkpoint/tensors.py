@@ -1,0 +1,178 @@
+"""A file of whole tensors by name, as safetensors has it, written piece by piece.
+
+    8 bytes: length of the header │ header, JSON │ elements of the first tensor │ of the second │ …
+
+The library's own writer wants all tensors at once, in memory of their own. This one takes one after
+the other, and finds each one's checksum (CRC-32) as it goes by. Reading is the library's. Costs a
+pass over memory, and no lock of Python's is held.
+Format: https://huggingface.co/docs/safetensors. Guarded by tests/checkpoint/test_tensors.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file
+from torch import Tensor
+
+from shoal.core.errors import UsageError
+
+HEADER = ""  # the name that a header's checksum has
+CHUNK_BYTES = 4 << 20
+_MOST_HEADER_BYTES = 1 << 30
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+Checksums = dict[str, str]  # of each tensor, and of the header
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+
+def form_of(name: str, tensor: Tensor) -> Form:
+    """The form of a tensor.
+
+    Raises:
+        UsageError: safetensors knows no such tensors.
+    """
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPES:
+        raise UsageError(
+            f"the tensor {name} cannot be saved",
+            got=f"{tensor.dtype}, {tensor.layout}",
+            expected="a dense tensor of " + ", ".join(sorted(DTYPES.values())),
+            do="leave it out, or convert it before",
+        )
+    return Form(tensor.dtype, tuple(tensor.shape))
+
+
+def write(path: Path, forms: Mapping[str, Form], tensor: Callable[[str], Tensor]) -> Checksums:
+    """Write a file, durably.
+
+    Args:
+        path: a new file.
+        forms: of each tensor.
+        tensor: gives the tensor of a name; asked once each, in the order of the file.
+
+    Returns:
+        The checksums.
+    """
+    names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
+    header = _header(names, forms)
+    checksums = {HEADER: checksum(header)}
+    with open(path, "wb") as file:
+        file.write(header)
+        for name in names:
+            whole, crc = memory_of(tensor(name)), 0
+            for begin in range(0, len(whole), CHUNK_BYTES):
+                chunk = whole[begin : begin + CHUNK_BYTES]
+                crc = zlib.crc32(chunk, crc)
+                file.write(chunk)
+            checksums[name] = f"{crc:08x}"
+        file.flush()
+        os.fsync(file.fileno())
+    return checksums
+
+
+def _header(names: list[str], forms: Mapping[str, Form]) -> bytes:
+    told: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in names:
+        form = forms[name]
+        offsets = [at, at + form.nbytes]
+        told[name] = {"dtype": DTYPES[form.dtype], "shape": form.shape, "data_offsets": offsets}
+        at += form.nbytes
+    text = json.dumps(told, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The elements of a tensor, in row-major order."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    elements: Any = flat.view(torch.uint8).numpy()
+    return memoryview(elements)
+
+
+def checksum(memory: bytes | memoryview) -> str:
+    """CRC-32, in hexadecimal."""
+    return f"{zlib.crc32(memory):08x}"
+
+
+def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict[str, Tensor]:
+    """All tensors of a file, on the CPU, checked.
+
+    Args:
+        path: the file.
+        checksums: what they were when it was written.
+        content: its bytes, where they were sent.
+
+    Raises:
+        UsageError: it is not what was written. It names the tensor.
+    """
+    try:
+        header = _read_header(path) if content is None else content[: _header_bytes(content[:8])]
+        if checksum(header) != checksums[HEADER]:
+            raise _corrupted(path, "its header")
+        tensors = load_file(path) if content is None else load(content)
+    except SafetensorError as error:
+        raise _corrupted(path, str(error)) from error
+    except FileNotFoundError as error:
+        raise _corrupted(path, "the file is missing") from error
+    for name, tensor in tensors.items():
+        if checksum(memory_of(tensor)) != checksums[name]:
+            raise _corrupted(path, f"the tensor {name}")
+    return tensors
+
+
+def _read_header(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        length = file.read(8)
+        return length + file.read(min(_header_bytes(length) - 8, _MOST_HEADER_BYTES))
+
+
+def _header_bytes(length: bytes) -> int:
+    return 8 + int.from_bytes(length, "little")
+
+
+def _corrupted(path: Path, what: str) -> UsageError:
+    return UsageError(
+        f"a file of the checkpoint is corrupted: {what}",
+        where=str(path),
+        got="another checksum than that of what was written",
+        do="load another checkpoint, and look at the disk",
+    )

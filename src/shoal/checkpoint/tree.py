@@ -1,0 +1,176 @@
+"""Plain data as JSON, with tensors beside it: what state.json has of each object.
+
+    None, booleans, whole numbers, text, finite numbers    as they are
+    lists, and dicts whose keys are text                   as they are
+    all else that is known                                 {"$": its kind, …}
+    a tensor                                               {"$": "tensor", "name": in its file}
+
+No pickle: whoever reads a checkpoint runs nothing of its writer's. What is unknown is refused, with
+the way to it. Guarded by tests/checkpoint/test_tree.py.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.core.errors import UsageError
+
+KIND = "$"
+Path = tuple[str, ...]
+Take = Callable[[Path, Tensor], str]  # keeps a tensor that is at a place; its name
+Give = Callable[[str], Tensor]  # the tensor of a name
+
+_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_LISTS: dict[str, type] = {
+    "tuple": tuple,
+    "Size": torch.Size,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": deque,
+}
+_DICTS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "defaultdict": dict,  # what makes its missing values is code
+}
+
+
+def encoded(value: Any, take: Take, path: Path = ()) -> Any:
+    """A value as JSON knows it.
+
+    Args:
+        value: plain data and tensors.
+        take: is given each tensor with its place, and names it.
+        path: the keys that lead to the value.
+
+    Raises:
+        UsageError: something in it is not plain data.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (str, int):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, float):
+        number = float(value)
+        finite = number - number == 0
+        return number if finite else {KIND: "float", "value": repr(number)}
+    if isinstance(value, Tensor):
+        return {KIND: "tensor", "name": take(path, value)}
+    if isinstance(value, Mapping):
+        return _encoded_dict(value, take, path)
+    name = type(value).__name__
+    if type(value) is list or isinstance(value, tuple) or type(value) in _LISTS.values():
+        items = [encoded(item, take, (*path, str(i))) for i, item in enumerate(value)]
+        if type(value) is list:
+            return items
+        return {KIND: name if name in _LISTS else "tuple", "items": items}
+    return _encoded_other(value, take, path)
+
+
+def _encoded_dict(value: Mapping[Any, Any], take: Take, path: Path) -> Any:
+    kind = type(value).__name__ if type(value).__name__ in _DICTS else "dict"
+    parts = [(key, encoded(part, take, (*path, str(key)))) for key, part in value.items()]
+    are_text = all(isinstance(key, str) for key, _ in parts) and KIND not in value
+    versions = _versions(value)
+    if are_text and kind == "dict":
+        return dict(parts)
+    form: dict[str, Any] = {KIND: kind}
+    if versions:
+        form["versions"] = versions
+    if are_text:
+        return {**form, "values": dict(parts)}
+    pairs = [[encoded(key, take, path), part] for key, part in parts]
+    return {**form, "pairs": pairs}
+
+
+def _encoded_other(value: Any, take: Take, path: Path) -> Any:
+    if isinstance(value, bytes):
+        return {KIND: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, complex):
+        return {KIND: "complex", "value": repr(value)}
+    if isinstance(value, torch.dtype):
+        return {KIND: "dtype", "value": str(value)}
+    if isinstance(value, torch.device):
+        return {KIND: "device", "value": str(value)}
+    if isinstance(value, np.generic):
+        return encoded(value.item(), take, path)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {KIND: "array", "name": take(path, torch.tensor(value))}
+    raise UsageError(
+        f"{'.'.join(path)} cannot be saved",
+        got=f"a {type(value).__module__}.{type(value).__qualname__}",
+        expected="an object with state_dict and load_state_dict, or plain data: tensors, numbers, "
+        "strings, bytes, booleans, None, and lists, tuples and dicts of these",
+        do="leave it out, or give what it is made of",
+    )
+
+
+def _versions(value: Any) -> dict[str, int]:
+    """Versions of the modules of a state_dict, but for those that are 1."""
+    found = {name: facts.get("version") for name, facts in _metadata(value).items()}
+    return {name: version for name, version in found.items() if version not in (None, 1)}
+
+
+def _metadata(value: Any) -> Mapping[str, Mapping[str, Any]]:
+    metadata = getattr(value, "_metadata", None)
+    return metadata if isinstance(metadata, Mapping) else {}
+
+
+def decoded(form: Any, give: Give) -> Any:
+    """The value that was encoded.
+
+    Args:
+        form: what JSON has of it.
+        give: the tensor of a name.
+
+    Raises:
+        ValueError: this is no such form.
+    """
+    if isinstance(form, list):
+        return [decoded(item, give) for item in form]
+    if not isinstance(form, dict):
+        return form
+    if KIND not in form:
+        return {key: decoded(part, give) for key, part in form.items()}
+    kind = form[KIND]
+    if kind == "tensor":
+        return give(form["name"])
+    if kind == "array":
+        return give(form["name"]).numpy()
+    if kind in _LISTS:
+        return _LISTS[kind](decoded(item, give) for item in form["items"])
+    if kind in _DICTS:
+        return _decoded_dict(form, give)
+    makers: dict[str, Callable[[str], Any]] = {
+        "float": float,
+        "complex": complex,
+        "bytes": base64.b64decode,
+        "dtype": _DTYPES.__getitem__,
+        "device": torch.device,
+    }
+    if kind not in makers:
+        raise ValueError(f"no kind of value has the name {kind!r}")
+    return makers[kind](form["value"])
+
+
+def _decoded_dict(form: Mapping[str, Any], give: Give) -> Any:
+    pairs = form["pairs"] if "pairs" in form else form["values"].items()
+    values = _DICTS[form[KIND]]({_key(key, give): decoded(part, give) for key, part in pairs})
+    if "versions" in form:
+        values._metadata = OrderedDict(
+            (name, {"version": version}) for name, version in form["versions"].items()
+        )
+    return values
+
+
+def _key(key: Any, give: Give) -> Any:
+    return key if isinstance(key, str) else decoded(key, give)

@@ -1,0 +1,212 @@
+"""`save` and `load`: a checkpoint that any number of ranks can go on from, under any plan.
+
+    1  take     every rank takes part; rank 0 has all of it
+    2  write    rank 0, whole or not at all                          (checkpoint/snapshot.py)
+    3  read     each rank that sees the files, which checks them; others are sent them
+    4  put      into the objects, then the random state
+
+Guarded by tests/front/test_saving.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.checkpoint import randomness
+from shoal.checkpoint.fetched import fetched
+from shoal.checkpoint.snapshot import Saved, Snapshot
+from shoal.checkpoint.state import State
+from shoal.comm.agreement import agreed
+from shoal.contracts.comm import Comm
+from shoal.contracts.versions import versions
+from shoal.core.errors import UsageError
+from shoal.front.stateful import members, modules_of, put_back, state_of
+from shoal.session.session import current, found, ranks, uncompiled
+
+_RANDOM = "random-state"  # no keyword is called that
+_WRITING = "shoal.save: writing the checkpoint"
+
+
+def save(path: str | Path, /, **objects: Any) -> None:
+    """Write a checkpoint: all ranks call it, and it is there when the call returns.
+
+    A folder with safetensors of whole tensors under one process's names, and state.json with all
+    else. It is there whole or not at all, also if the process is killed, and takes the place of an
+    older checkpoint of that name. Rank 0 writes it.
+
+    Args:
+        path: the folder, also relative. Its parents are made.
+        objects: under names of your own: all with a `state_dict` and `load_state_dict` (model,
+            optimizer, scheduler, scaler, the loader that `shoal.shard` gave, averaged weights),
+            lists and dicts of such, and plain data. Before or after `parallelize`.
+
+    Random states, and the plan, are saved too.
+
+    Raises:
+        UsageError: it cannot be written, or something in it is neither.
+        WorldError: a rank was lost.
+
+    Examples:
+        >>> import shoal, torch, tempfile
+        >>> _ = shoal.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> folder = tempfile.mkdtemp() + "/saved"
+        >>> shoal.save(folder, model=model, epoch=3)
+        >>> shoal.load(folder, model=model, epoch=0)
+        {'epoch': 3}
+    """
+    comm = ranks()
+    snapshot = Snapshot(keeps=comm.rank == 0)
+    state = taken(snapshot, objects, comm)
+    agreed(comm, lambda: written(snapshot, Path(path), state), _WRITING)
+
+
+def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
+    """Go on from a checkpoint: all ranks call it.
+
+    Any number of ranks may have saved it, under any plan. Files are read where they are seen, and
+    each tensor's checksum is compared. Ranks that do not see them are sent them.
+
+    Args:
+        path: what `save` was given.
+        objects: under the names that they were saved under, made as they were then; before or after
+            `parallelize`. What is left out is not loaded. Plain data, such as `epoch=0`, is
+            returned.
+
+    If an optimizer is among them, the random state is restored too.
+
+    Returns:
+        The plain data that was asked for, by name.
+
+    Raises:
+        UsageError: there is no such checkpoint, a file of it is corrupted, it is of a newer format,
+            or of other objects. A corrupted tensor is named.
+        WorldError: a rank was lost.
+
+    Examples:
+        >>> import shoal, torch, tempfile
+        >>> _ = shoal.init()
+        >>> model, folder = torch.nn.Linear(4, 2), tempfile.mkdtemp() + "/saved"
+        >>> shoal.save(folder, model=model, best=0.5)
+        >>> shoal.load(folder, model=model)
+        {}
+    """
+    comm = ranks()
+    saved = fetched(comm, Path(path), list(objects))
+    return restored(saved, objects, comm)
+
+
+def taken(
+    snapshot: Snapshot, objects: Mapping[str, Any], comm: Comm, step: int | None = None
+) -> State:
+    """Take all that is to be saved (a collective)."""
+    if not objects:
+        raise UsageError(
+            "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
+        )
+    modules = modules_of(objects)
+    forms = {}
+    for keyword, value in objects.items():
+        optimizer = isinstance(value, Optimizer)
+        forms[keyword] = snapshot.encoded(
+            keyword, state_of(value, modules), strip="state/" if optimizer else ""
+        )
+    states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")
+    if all(randomness.is_alike(states[0], state) for state in states):
+        states = states[:1]
+    software = versions()
+    return State(
+        objects=forms,
+        random=snapshot.encoded(_RANDOM, states),
+        models=_parallelised(objects),
+        step=step,
+        written_by={"shoal": software.shoal, "torch": software.torch},
+    )
+
+
+def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of models that are parallelised, but for their state."""
+    told: dict[str, Any] = {}
+    for path, model in _models(objects):
+        attached = current().attached.get(model)
+        if attached is not None:
+            told[path] = {
+                "ranks": attached.plan.ranks,
+                "usual_rows": attached.running.weigher.usual,
+                "plan": json.loads(attached.plan.to_json()),
+            }
+    return told
+
+
+def _go_on(told: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """Weigh rows as before, where as many ranks go on: else the last bit may be another."""
+    for path, model in _models(objects):
+        usual, ranks = (told.get(path, {}).get(name) for name in ("usual_rows", "ranks"))
+        if usual is None:
+            continue
+        session = current()
+        session.usual_rows[model] = {ranks: usual}
+        attached = session.attached.get(model)
+        if attached is not None and ranks == session.comm.size:
+            attached.running.weigher.go_on(usual)
+
+
+def _models(objects: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules among objects, if there is a session that may have parallelised them."""
+    if found() is not None:
+        for keyword, value in objects.items():
+            for path, member in members(value, keyword):
+                if isinstance(member, nn.Module):
+                    yield path, uncompiled(member)
+
+
+def written(snapshot: Snapshot, path: Path, state: State) -> None:
+    """Write it, where this process does (UsageError if it cannot)."""
+    if not snapshot.keeps:
+        return
+    try:
+        snapshot.write(path, state)
+    except OSError as error:
+        raise UsageError(
+            "the checkpoint cannot be written",
+            where=str(path),
+            got=f"{type(error).__name__}: {error}",
+            do="make room, or give a folder in which rank 0 may write",
+        ) from error
+
+
+@torch.no_grad()
+def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, Any]:
+    """Put what was saved into objects; the plain data (a collective)."""
+
+    def values() -> dict[str, Any]:
+        unknown = [keyword for keyword in objects if keyword not in saved.state.objects]
+        if unknown:
+            raise UsageError(
+                f"the checkpoint has nothing under {', '.join(unknown)}",
+                where=str(saved.folder),
+                got="it has " + ", ".join(saved.state.objects),
+                do="give what was saved, under the same names",
+            )
+        return {keyword: saved.value(keyword) for keyword in objects}
+
+    read = agreed(comm, values, "shoal.load: reading the checkpoint")
+    modules, plain = modules_of(objects), {}
+    for keyword, value in objects.items():
+        if any(members(value, keyword)):
+            put_back(value, read[keyword], modules, keyword)
+        else:
+            plain[keyword] = read[keyword]
+    inner = [member for keyword, value in objects.items() for _, member in members(value, keyword)]
+    if any(isinstance(member, Optimizer) for member in inner):
+        states = saved.decoded(_RANDOM, saved.state.random)
+        randomness.restore(states, comm.rank, comm.size)
+    _go_on(saved.state.models, objects)
+    return plain
