@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.core.facts import MovingState
+from shoal.core.facts import MovingState, SyncNorm
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Choice
 
@@ -75,6 +75,7 @@ class Explanation:
     # ranks that are there to serve layers, or to run the last, and were given none
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that agrees in each backward
+    norms: tuple[SyncNorm, ...] = ()  # batch norms over the rows of all ranks
 
     @property
     def step_s(self) -> float:

@@ -320,6 +320,32 @@ class MovingState:
 
 
 @dataclass(frozen=True)
+class SyncNorm:
+    """A batch norm over the rows of all ranks: what a rank sends to every other one in a step."""
+
+    name: str  # dotted, of the module
+    channels: int
+    itemsize: int  # of a sum as it is sent
+    calls: int = 1
+    returns: bool = True  # its rows take a gradient
+
+    @property
+    def forward_bytes(self) -> int:
+        """Of a call: means, squares and the number of rows."""
+        return (2 * self.channels + 1) * self.itemsize
+
+    @property
+    def backward_bytes(self) -> int:
+        """Of a call: two sums a channel."""
+        return 2 * self.channels * self.itemsize * self.returns
+
+    @property
+    def nbytes(self) -> int:
+        """Of a step."""
+        return self.calls * (self.forward_bytes + self.backward_bytes)
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """A model's step on one rank: layers in the order of their gradients, and its times."""
 
@@ -330,6 +356,7 @@ class ModelProfile:
     digest: str  # of names, shapes and types: two models with one digest take the same plan
     state_bytes: float = 0.0  # what the optimizers keep for all parameters
     moving: tuple[MovingState, ...] = ()
+    norms: tuple[SyncNorm, ...] = ()
     terms: Terms = OF_ROWS  # what the loss is a mean over
 
     @property

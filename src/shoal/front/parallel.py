@@ -33,6 +33,7 @@ from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.request import (
     Request,
     check_moving,
+    check_sync_norms,
     checked,
     exchanges_of,
     listed,
@@ -57,6 +58,7 @@ from shoal.session.additions import add
 from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.session import Attached, Session, current, ranks, uncompiled
+from shoal.strategies.sync_batchnorm import alone as sync_norms_alone
 
 _CHECKING = "parallelize: checking what was given"
 
@@ -79,6 +81,7 @@ def parallelize(
     search_options: SearchOptions = DEFAULT,
     left_alone: Iterable[nn.Parameter] = (),
     buffers: str | Mapping[str, str] = "agree",
+    sync_batchnorm: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -126,6 +129,9 @@ def parallelize(
             backward all ranks have the same, rank 0's of what training reads, the mean of what it
             only writes, as the sample shows. "local": each rank keeps its own. Or by dotted name or
             glob "first", "mean" or "local": {"*.center": "first"}; the others agree.
+        sync_batchnorm: whether BatchNorm layers normalise by the rows of all ranks, as one process
+            does on the global batch. Their statistics cross the network in forward and backward,
+            and main threads wait for them. nn.SyncBatchNorm layers always do.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.
@@ -175,6 +181,7 @@ def parallelize(
         search_options,
         tuple(left_alone),
         buffers,
+        sync_batchnorm,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -195,7 +202,9 @@ def parallelize(
     comm.reached("parallelize: measuring the model")
     first = tail is not None and tail.calls == 1  # whose end may be elsewhere
     pieces = (given_plan.micro_batches if given_plan else micro_batches) if first else None
-    profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces, buffers=buffers)
+    with sync_norms_alone(model, sync_batchnorm) as norms:
+        profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces, buffers=buffers)
+    profile = replace(profile, norms=norms.described(profile))
     alike = inputs_alike(comm, *sample)
     stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")
@@ -208,6 +217,8 @@ def parallelize(
     if comm.rank == 0:
         warn_of_rounding(comm.topology, chosen)
     check_moving(chosen, profile.moving)
+    has_tail = any(named(Strategy, choice.strategy).role.is_at_tail for choice in chosen.choices)
+    check_sync_norms(chosen, profile.norms, has_tail=has_tail)
     stage = _open_tail(session, model, loss_fn, chosen, profile)
     loss_fn, running = attach(
         session,
@@ -222,12 +233,13 @@ def parallelize(
         left_alone=asked.left_alone,
         moving=profile.moving,
         terms=profile.terms,
+        norms=norms,
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = replace(cluster, ahead=chosen.staleness != 0)
     session.attached[model] = Attached(running, chosen, placed, cluster)
-    stages.say(summary(chosen, profile.moving))
+    stages.say(summary(chosen, profile.moving, profile.norms))
     return model, loss_fn, optimizer
 
 
@@ -279,6 +291,7 @@ def plan(
     micro_batches: int = MICRO_BATCHES,
     search_options: SearchOptions = DEFAULT,
     buffers: str | Mapping[str, str] = "agree",
+    sync_batchnorm: bool = False,
 ) -> Plan:
     """Plan without changing anything.
 
@@ -306,15 +319,17 @@ def plan(
     comm = ranks() if cluster else current().comm
     tail = cluster.tail if cluster else current().other(TailHosts)
     check_ways(buffers, model, loss_fn)
-    profile = profile_model(
-        model,
-        loss_fn,
-        listed(optimizer),
-        sample,
-        comm,
-        micro_batches if tail else None,
-        buffers=buffers,
-    )
+    with sync_norms_alone(model, sync_batchnorm) as norms:
+        profile = profile_model(
+            model,
+            loss_fn,
+            listed(optimizer),
+            sample,
+            comm,
+            micro_batches if tail else None,
+            buffers=buffers,
+        )
+    profile = replace(profile, norms=norms.described(profile))
     where = cluster or measured_cluster(current(), exchanges_of(None, pins), device_of(model))
     return from_first(
         comm,

@@ -116,6 +116,8 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
     threads.drain()
     threads.counts.drain()
     running.watched.release()  # 4
+    if running.norms is not None:
+        running.norms.release()
     release_layers(model, running.rewritten)  # 5
     session.comm.gather_objects(
         "released", "unparallelize: all have released"

@@ -19,7 +19,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
-from shoal.core.facts import MovingState
+from shoal.core.facts import MovingState, SyncNorm
 from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Plan
@@ -32,6 +32,7 @@ from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
 from shoal.session.session import Session
 from shoal.session.watch import is_counted
+from shoal.strategies.sync_batchnorm import norms_of
 from shoal.tensors.cut import is_cut
 
 # of a plan, beside its choices and placement
@@ -64,6 +65,7 @@ class Request:
     search_options: SearchOptions = DEFAULT
     left_alone: tuple[nn.Parameter, ...] = ()  # the program's own business
     buffers: Ways = "agree"
+    sync_batchnorm: bool = False
 
 
 def checked(
@@ -92,6 +94,7 @@ def checked(
     _check_optimizers(optimizers, parameters)
     _check_limits(asked)
     check_ways(asked.buffers, model, loss_fn)
+    _check_norms(asked, model)
     check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
     _check_staleness(asked.staleness, asked, session)
@@ -148,6 +151,16 @@ def _check_limits(asked: Request) -> None:
             got=type(asked.search_options).__name__,
             do="give shoal.SearchOptions(…), or leave it out",
         )
+
+
+def _check_norms(asked: Request, model: nn.Module) -> None:
+    if not isinstance(asked.sync_batchnorm, bool):
+        raise UsageError(
+            "sync_batchnorm is True or False",
+            got=repr(asked.sync_batchnorm)[:80],
+            do="give sync_batchnorm=True to normalise by the rows of all ranks",
+        )
+    norms_of(model, asked.sync_batchnorm)
 
 
 def _require_nothing_beside_plan(asked: Request) -> None:
@@ -314,6 +327,26 @@ def check_moving(plan: Plan, moving: Sequence[MovingState]) -> None:
         )
 
 
+def check_sync_norms(plan: Plan, norms: Sequence[SyncNorm], *, has_tail: bool) -> None:
+    """Refuse norms over all ranks where these do not keep step, or do not have all of the model."""
+    if not norms or (plan.staleness == 0 and not has_tail):
+        return
+    do = "leave out sync_batchnorm, and use nn.BatchNorm in place of nn.SyncBatchNorm"
+    where = ", ".join(norm.name for norm in norms[:3])
+    if has_tail:
+        raise PlanError(
+            "batch norms over all ranks are not served where the end of the model has hosts of "
+            "its own",
+            where=where,
+            do=f'{do}; or leave "stage" out of strategies',
+        )
+    raise PlanError(
+        "workers that run ahead of one another cannot normalise by the rows of all",
+        where=where,
+        do=f"{do}; or give staleness=0",
+    )
+
+
 def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]:
     """The exchanges that a plan or pins ask for, as plans write them."""
     asked = [pin.partition(":")[::2] for pin in (pins or {}).values()]
@@ -361,6 +394,7 @@ def require_same(
         "memory_limit": asked.memory_limit,
         "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
+        "sync_batchnorm": asked.sync_batchnorm,
         "buffers": asked.buffers if isinstance(asked.buffers, str) else list(asked.buffers.items()),
         **{
             f"optimizer {number}": _settings(optimizer)

@@ -66,6 +66,7 @@ def explain(
         stage=_stage(plan, predictor, cluster),
         idle=_idle(plan, predictor, cluster),
         moving=profile.moving,
+        norms=profile.norms,
     )
 
 

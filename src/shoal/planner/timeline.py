@@ -7,14 +7,14 @@ What is worked out for a site is kept, so that a search pays for it once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
-from shoal.core.cost import Cost, total
+from shoal.core.cost import Cost, Phase, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
 from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site
 from shoal.core.registry import of
@@ -22,6 +22,7 @@ from shoal.core.role import Role
 from shoal.planner.lanes import Lanes
 from shoal.planner.step import Compute, Priced, Step, Timeline
 from shoal.strategies.moving import phase_of
+from shoal.strategies.sync_batchnorm import phases_of
 
 _BURST = 0.01  # of the step: what is less does not change it
 
@@ -40,15 +41,8 @@ class Predictor:
         self.cluster = cluster
         self._layers = {layer.name: layer for layer in profile.layers}
         self._nbytes = {layer.name: layer.nbytes for layer in profile.layers}
-        in_forward = sorted(profile.layers, key=attrgetter("needed_s"))
-        self._compute = Compute(
-            profile.forward_s,
-            profile.backward_s,
-            profile.optimizer_s,
-            needed_s=tuple((layer.name, layer.needed_s) for layer in in_forward),
-            ready_s=tuple((layer.name, layer.ready_s) for layer in profile.layers),
-            nbytes=self._nbytes,
-        )
+        self._norms = phases_of(profile.norms, cluster)
+        self._compute = _compute(profile, self._nbytes, self._norms)
         self._strategies = {name: kind() for name, kind in of(Strategy).items()}
         self._roles = {name: kind.role for name, kind in self._strategies.items()}
         self._placed = any(
@@ -190,6 +184,9 @@ class Predictor:
         if self.cluster.link.burst_s > _BURST * timeline.step_s:
             anew = Lanes(self.cluster, plan.lanes, timeline.burst_s)
             timeline = Step(self._compute, sites, anew, *moved).run(late)
+        if self._norms is not None:
+            sent = (phase.traffic for phase in self._norms)
+            timeline = replace(timeline, traffics=(*timeline.traffics, *sent))
         return timeline
 
     def _priced(self, site: Site) -> Priced:
@@ -207,6 +204,7 @@ class Predictor:
         costs = [self.cost(site) for site in self._sites(plan)]
         if self._of_state is not None:
             costs.append(Cost(in_backward=self._of_state))
+        costs += [Cost(in_backward=phase) for phase in self._norms or ()]
         lanes = Lanes(self.cluster, plan.lanes)
         lanes_s = sum(cost.processor_s / lanes.turn + cost.lane_s for cost in costs)
         spared = owned = 0.0  # parts of the main thread's own updates
@@ -216,8 +214,32 @@ class Predictor:
             spared += share * (1 - update.main)
             owned += share * bool(update.lane)
         changes_s = sum(cost.forward_s + cost.backward_s for cost in costs)
-        main_s = self.profile.forward_s + self.profile.backward_s + changes_s
+        main_s = self._compute.forward_s + self._compute.backward_s + changes_s
         main_s += self.profile.optimizer_s * (1 - spared)
         lanes_s += self.profile.optimizer_s * owned / self.cluster.size
         compute_s = max(main_s, (main_s + lanes_s) / lanes.processors)
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
+
+
+def _compute(
+    profile: ModelProfile, nbytes: Mapping[str, int], norms: tuple[Phase, Phase] | None
+) -> Compute:
+    """A step in which nothing is sent but by norms over all ranks.
+
+    The main thread waits for those. They are taken to be all over the model, so that every moment
+    of it comes later by the same factor.
+    """
+    forward_s, backward_s = profile.forward_s, profile.backward_s
+    if norms is not None:
+        forward_s, backward_s = forward_s + norms[0].alone_s, backward_s + norms[1].alone_s
+    later = forward_s / profile.forward_s if profile.forward_s else 1.0
+    later_back = backward_s / profile.backward_s if profile.backward_s else 1.0
+    in_forward = sorted(profile.layers, key=attrgetter("needed_s"))
+    return Compute(
+        forward_s,
+        backward_s,
+        profile.optimizer_s,
+        needed_s=tuple((layer.name, layer.needed_s * later) for layer in in_forward),
+        ready_s=tuple((layer.name, layer.ready_s * later_back) for layer in profile.layers),
+        nbytes=nbytes,
+    )

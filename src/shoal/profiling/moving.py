@@ -35,6 +35,7 @@ from shoal.core.facts import MovingState
 from shoal.profiling.identity import content
 from shoal.profiling.traces import Traces
 from shoal.profiling.untraced import RANDOM_STATE, drop_gradients
+from shoal.tensors.sync_norm import Synchronised
 
 Ways = str | Mapping[str, str]  # what the user says of buffers
 _WAYS = ("first", "mean", "local")
@@ -242,7 +243,7 @@ def _rows_alike(batch: Any) -> Any:
 def _known_alike(state: State) -> bool:
     """Whether all ranks have the same by what it is."""
     module = state.module()
-    return isinstance(module, nn.SyncBatchNorm) or (
+    return isinstance(module, nn.SyncBatchNorm | Synchronised) or (
         isinstance(module, _NormBase) and state.leaf == "num_batches_tracked"
     )
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.core.explanation import Explanation, LayerExplanation, Stage
-from shoal.core.facts import Cluster, MovingState
+from shoal.core.facts import Cluster, MovingState, SyncNorm
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Plan
 
@@ -170,6 +170,7 @@ def _step(explanation: Explanation) -> Text:
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
         + _moving(explanation.moving)
+        + _norms(explanation.norms)
         + _placed(explanation.placement)
         + _idle(explanation.idle)
     )
@@ -195,6 +196,24 @@ def moved(moving: Sequence[MovingState]) -> str:
         if sizes:
             told.append(f"{len(sizes)} {words} ({sum(sizes):,} bytes)")
     return f"buffers: {', '.join(told)}"
+
+
+def _norms(norms: Sequence[SyncNorm]) -> str:
+    return f"\n{synchronised(norms)}" if norms else ""
+
+
+def synchronised(norms: Sequence[SyncNorm]) -> str:
+    """How many batch norms go by the rows of all ranks, and what for, in one line.
+
+    Examples:
+        >>> from shoal.core.facts import SyncNorm
+        >>> from shoal.report.text import synchronised
+        >>> synchronised((SyncNorm("one", channels=8, itemsize=4),))
+        'batch norm over all ranks: 1 layer (132 bytes to every other rank a step)'
+    """
+    layers = f"{len(norms)} layer{'s' * (len(norms) > 1)}"
+    nbytes = sum(norm.nbytes for norm in norms)
+    return f"batch norm over all ranks: {layers} ({nbytes:,} bytes to every other rank a step)"
 
 
 def _placed(placement: Placement) -> str:
@@ -279,10 +298,10 @@ def differences(rows: Sequence[tuple[str, float]]) -> Table:
     return table
 
 
-def summary(plan: Plan, moving: Sequence[MovingState] = ()) -> str:
+def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[SyncNorm] = ()) -> str:
     """A plan in one line: how many layers each way serves, and the predicted step.
 
-    With `moving` also what buffers agree.
+    With `moving` also what buffers agree, with `norms` what batch norms send.
 
     Examples:
         >>> from shoal.core.plan import Choice, Plan
@@ -295,6 +314,7 @@ def summary(plan: Plan, moving: Sequence[MovingState] = ()) -> str:
     served = ", ".join(f"{count} {way}" for way, count in ways)
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
     state = f"; {moved(moving)}" if moving else ""
+    state += f"; {synchronised(norms)}" if norms else ""
     return f"{plan.ranks} ranks, {len(plan.choices)} layers: {served}{predicted}{state}"
 
 

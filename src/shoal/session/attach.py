@@ -52,6 +52,7 @@ from shoal.session.session import Session, Threads
 from shoal.session.watch import watch
 from shoal.strategies.moving import transfers_of
 from shoal.strategies.stage import loss_at_tail
+from shoal.strategies.sync_batchnorm import SyncNorms
 
 
 def attach(
@@ -69,19 +70,22 @@ def attach(
     left_alone: Sequence[nn.Parameter] = (),
     moving: Sequence[MovingState] = (),
     terms: Terms = OF_ROWS,
+    norms: SyncNorms | None = None,
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
     `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
     inputs on purpose, `moving` what state agrees after each backward. Parameters of optimizers that
-    are `left_alone` are nobody's here. `terms` say what a loss without a `count` is a mean over.
+    are `left_alone` are nobody's here. `terms` say what a loss without a `count` is a mean over,
+    `norms` which batch norms go by the rows of all ranks.
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
     servers = session.other(Servers)
     num_servers = len(servers.hosts) if servers else 0
     check(plan, model, comm.size, num_servers)
-    boundary = comm.channel(f"model{session.models}-boundary") if cuts(plan) else None
+    norms, is_cut = norms if norms is not None and norms.names else None, cuts(plan)
+    boundary = comm.channel(f"model{session.models}-boundary") if is_cut or norms else None
     sites = placed(model, plan, comm.rank, num_servers, buckets)
     tables, weighing = _open_tables(session, sites, plan, optimizers), Weighing()
     rewritten = apply(
@@ -97,6 +101,9 @@ def attach(
         ],
         comm,
     )
+    if norms is not None:
+        assert boundary is not None
+        norms.join(boundary, weighing)
     counts = (
         comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
     )
@@ -139,7 +146,7 @@ def attach(
             terms = replace(terms, source=INPUT, path=(), dims=OF_ROWS.dims)
     all_parts: list[Part] = []
     for number, optimizer in enumerate(optimizers):
-        parts = _parts(optimizer, number, owners, boundary, stage, tables)
+        parts = _parts(optimizer, number, owners, boundary if is_cut else None, stage, tables)
         add_parts(optimizer, model, engine, parts, left_alone)
         all_parts += parts
     loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners, terms)
@@ -155,6 +162,7 @@ def attach(
         weigher,
         tables,
         at_servers,
+        norms,
     )
 
 

@@ -1,0 +1,211 @@
+"""Synchronised batch norm: modules whose statistics are those of all ranks' rows.
+
+    found     torch's own BatchNorm layers where they are asked for, nn.SyncBatchNorm always
+    alone     while a model is profiled: the same code among one rank, so that its time is seen
+    joined    from parallelize on, over a channel that main threads wait for
+    released  the layers are of their own classes again
+
+Only the object's class changes. Running statistics come to the same bits on every rank, so nobody
+sends them. What it costs: tensors/sync_norm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.comm.threads import ThreadComm
+from shoal.contracts.comm import Comm
+from shoal.contracts.weighing import UNWEIGHED, Weighing
+from shoal.core.cost import Phase, Traffic, total
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, ModelProfile, SyncNorm, Topology
+from shoal.strategies.copies import plain
+from shoal.strategies.cutting import move
+from shoal.tensors.guarded import ComingParameter, keeper
+from shoal.tensors.sync_norm import NormOfRanks, Synchronised, normalised, sums_kind
+
+_SLOT = "_shoal_sync_norm"  # where a module has what it asks
+
+
+def norms_of(model: nn.Module, asked: bool) -> dict[str, _BatchNorm]:
+    """The norms whose statistics are to be those of all ranks, by dotted name.
+
+    Args:
+        model: any module.
+        asked: whether torch's BatchNorm layers are to be served, too; nn.SyncBatchNorm is always,
+            but where it has a process group of its own.
+
+    Raises:
+        UsageError: a BatchNorm layer has a forward of its own, and they were asked for.
+    """
+    found: dict[str, _BatchNorm] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm) or isinstance(module, Synchronised):
+            continue
+        is_sync = isinstance(module, nn.SyncBatchNorm)
+        if is_sync and module.process_group is not None:
+            continue
+        own_forward = not type(module).forward.__module__.startswith("torch.nn.")
+        if asked and own_forward:
+            raise UsageError(
+                f"{type(module).__name__} has a forward of its own, and cannot be synchronised",
+                where=f"layer {name}",
+                do="use nn.BatchNorm1d, 2d or 3d there, or leave out sync_batchnorm",
+            )
+        if (asked or is_sync) and not own_forward:
+            found[name] = module
+    return found
+
+
+@contextmanager
+def alone(model: nn.Module, asked: bool) -> Iterator[SyncNorms]:
+    """Have the model's norms run as they will, but by themselves."""
+    norms = SyncNorms(model, asked)
+    norms.join(ThreadComm())
+    try:
+        yield norms
+    finally:
+        norms.release()
+
+
+@final
+class SyncNorms:
+    """The synchronised norms of one model. Keeps none of them alive.
+
+    Args:
+        model: the module.
+        asked: as for `norms_of`.
+    """
+
+    def __init__(self, model: nn.Module, asked: bool) -> None:
+        self._modules = {name: ref(norm) for name, norm in norms_of(model, asked).items()}
+        self._seen: dict[str, _Asked] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Their dotted names."""
+        return list(self._modules)
+
+    def join(self, comm: Comm, weighs: Weighing = UNWEIGHED) -> None:
+        """Have them take the rows of all ranks of a channel into account."""
+        for name, module in self._living():
+            self._seen[name] = _Asked(NormOfRanks(name, comm, weighs))
+            module.__class__ = _class_of(type(module))
+            module.__dict__[_SLOT] = self._seen[name]
+
+    def release(self) -> None:
+        """Make them what they were."""
+        for _, module in self._living():
+            del module.__dict__[_SLOT]
+            module.__class__ = _kind_of(module)
+
+    def _living(self) -> Iterator[tuple[str, Any]]:
+        for name, held in self._modules.items():
+            if (module := held()) is not None:
+                yield name, module
+
+    def described(self, profile: ModelProfile) -> tuple[SyncNorm, ...]:
+        """What each sends in a step, as the model was profiled."""
+        calls = {layer.name: layer.calls for layer in profile.layers}
+        return tuple(
+            SyncNorm(name, asked.channels, asked.itemsize, calls.get(name, 1), asked.returns)
+            for name, asked in self._seen.items()
+            if asked.channels
+        )
+
+
+def phases_of(norms: Sequence[SyncNorm], cluster: Cluster) -> tuple[Phase, Phase] | None:
+    """What all of them cost in a step: in forward, and in backward."""
+    if not norms:
+        return None
+    topology, pace = cluster.topology, cluster.move_pace
+    there = [_traffic(norm, norm.forward_bytes, topology) for norm in norms]
+    back = [_traffic(norm, norm.backward_bytes, topology) for norm in norms if norm.returns]
+    return Phase(total(there), pace), Phase(total(back), pace)
+
+
+def _traffic(norm: SyncNorm, nbytes: int, topology: Topology) -> Traffic:
+    calls = move(topology, lambda source, to: nbytes * norm.calls)
+    return Traffic(calls.sent, calls.received, norm.calls, calls.leaving)
+
+
+@dataclass
+class _Asked:
+    """What a norm asks, and what it was called with."""
+
+    ranks: NormOfRanks
+    channels: int = 0
+    itemsize: int = 0
+    returns: bool = False  # its rows take a gradient
+
+    def saw(self, x: Tensor) -> None:
+        self.channels, self.itemsize = x.shape[1], sums_kind(x.dtype).itemsize
+        self.returns = self.returns or x.requires_grad
+
+
+class _Synchronised(Synchronised):
+    """A batch norm over the rows of all ranks, with the same parameters, names and repr.
+
+    A copy of it is an ordinary layer.
+    """
+
+    @torch.compiler.disable
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        if not self.training:
+            output: Tensor = super().forward(*args, **kwargs)
+            return output
+        (x,) = (*args, *kwargs.values())
+        self._check_input_dim(x)  # type: ignore[no-untyped-call]
+        asked: _Asked = self.__dict__[_SLOT]
+        asked.saw(x)
+        weight, bias = self.weight, self.bias
+        for parameter in (weight, bias):
+            if isinstance(parameter, ComingParameter):
+                keeper(parameter).arrive(parameter)
+        statistics = asked.ranks.statistics(x)
+        if self.track_running_stats and self.running_mean is not None:
+            unbiased = statistics.var * (statistics.count / (statistics.count - 1))
+            self._follow(statistics.mean, unbiased)
+        return normalised(x, weight, bias, self.eps, statistics, asked.ranks)
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, var: Tensor) -> None:
+        """Have the running statistics follow."""
+        assert self.running_mean is not None and self.running_var is not None
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if momentum is None:  # the mean of all batches
+            assert self.num_batches_tracked is not None
+            momentum = 1.0 / float(self.num_batches_tracked)
+        for running, new in ((self.running_mean, mean), (self.running_var, var)):
+            running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
+
+    def _get_name(self) -> str:
+        return _kind_of(self).__name__
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return plain(self, _kind_of(self), _SLOT)
+
+
+def _class_of(kind: Any) -> Any:
+    """Norms of a kind, synchronised: one class for all, of the name by which plans know them."""
+    as_before = {"__module__": kind.__module__}
+    return _CLASSES.setdefault(kind, type(kind.__name__, (_Synchronised, kind), as_before))
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _kind_of(norm: nn.Module) -> type[nn.Module]:
+    """What it was before."""
+    kind: type[nn.Module] = type(norm).__bases__[1]
+    return kind

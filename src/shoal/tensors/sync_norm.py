@@ -1,0 +1,193 @@
+"""Batch normalisation by the rows of all ranks, as autograd sees it.
+
+    forward    mean, squared deviations and number of this rank's rows  ─▶ every rank
+               all ranks add them up in rank order, so that they come to the same bits
+    backward   this rank's sums of dy and of dy·x̂, weighed as its rows are  ─▶ every rank
+               dx = γ/σ · (dy − mean dy − x̂ · mean(dy·x̂)), over the rows of all ranks
+
+γ and β have this rank's own gradients, which travel as any other layer's. The gradients of the rows
+weigh as this rank's do (contracts/weighing.py): the sums are weighed as they leave, and what comes
+of them is divided by that again.
+
+Costs a rank 2C+1 numbers to every other one in forward and 2C in backward, for C channels, and one
+more pass over the rows in each. The main thread waits for both. Guarded by
+tests/equivalence/test_sync_batchnorm.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.weighing import UNWEIGHED, Weighing
+from shoal.core.errors import UsageError
+from shoal.tensors.boundary import refuse_second_derivative
+
+
+class Synchronised(_BatchNorm):
+    """What a batch norm is that goes by the rows of all ranks (strategies/sync_batchnorm.py)."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of each channel, over the rows of all ranks."""
+
+    mean: Tensor
+    var: Tensor  # biased, as it normalises
+    count: float  # rows times places
+
+
+@dataclass(frozen=True)
+class NormOfRanks:
+    """How one norm's statistics come to be those of all ranks' rows."""
+
+    layer: str
+    comm: Comm
+    weighs: Weighing = UNWEIGHED
+
+    def gathered(self, numbers: Tensor, purpose: str) -> Tensor:
+        """Every rank's numbers, a row a rank."""
+        self.comm.begins(purpose)
+        everyone = numbers.new_empty(self.comm.size, len(numbers))
+        self.comm.all_gather(everyone.unbind(), numbers)
+        return everyone
+
+    def statistics(self, x: Tensor) -> Statistics:
+        """Those of x, (K, C, …) on each rank, of which some ranks may have no row.
+
+        Raises:
+            UsageError: all ranks together have one value a channel, or none.
+        """
+        mode = "training" if torch.is_grad_enabled() else "training, but no_grad"
+        with torch.no_grad():
+            return self._statistics(x, f"{mode}, batch norm {self.layer}")
+
+    def _statistics(self, x: Tensor, purpose: str) -> Statistics:
+        channels, kind = x.shape[1], sums_kind(x.dtype)
+        count = x.numel() // max(channels, 1)
+        own = torch.zeros(2 * channels + 1, dtype=kind, device=x.device)
+        if count:
+            own[:channels], own[channels:-1] = _mean_and_squares(x, kind)
+            own[-1] = count
+        everyone = self.gathered(own, purpose)
+        counts, means = everyone[:, -1:], everyone[:, :channels]
+        total = float(counts.sum())
+        if total <= 1:
+            raise UsageError(
+                "batch norm needs more than one value a channel in training, on all ranks together",
+                where=f"layer {self.layer}",
+                got=f"{total:g}",
+                do="give more rows a step, or leave out a last batch of one row",
+            )
+        mean = (means * counts).sum(0) / total
+        squares = everyone[:, channels:-1].sum(0) + (counts * (means - mean).square()).sum(0)
+        return Statistics(mean, squares / total, total)
+
+
+def normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    statistics: Statistics,
+    ranks: NormOfRanks,
+) -> Tensor:
+    """x normalised by these statistics, as which its gradient takes them to depend on x.
+
+    Args:
+        x: (K, C, …) rows of this rank.
+        weight: (C,), γ, or None.
+        bias: (C,), β, or None.
+        eps: is added to the variance.
+        statistics: of x on all ranks.
+        ranks: where they are from.
+    """
+    out: Tensor = _Normalise.apply(x, weight, bias, eps, statistics, ranks)  # type: ignore[no-untyped-call]
+    return out
+
+
+def sums_kind(dtype: torch.dtype) -> torch.dtype:
+    """What sums over values of that type are kept and sent in."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _mean_and_squares(x: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of each channel the mean, and the sum of squared deviations from it."""
+    wide = x.to(kind)
+    if x.device.type == "cpu":  # in one pass, as torch's own batch norm
+        mean, var = torch.batch_norm_update_stats(wide, None, None, 0.0)
+    else:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        var, mean = torch.var_mean(wide, dims, correction=0)
+    return mean, var * (x.numel() // x.shape[1])
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        statistics: Statistics,
+        ranks: NormOfRanks,
+    ) -> Tensor:
+        kind = sums_kind(x.dtype) if weight is None else weight.dtype
+        mean, var = statistics.mean.to(kind), statistics.var.to(kind)
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.eps, ctx.count, ctx.ranks = eps, statistics.count, ranks
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        ranks: NormOfRanks = ctx.ranks
+        refuse_second_derivative(ranks.layer)
+        x, weight, mean, var = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if x.numel():
+            dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+                dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+            )
+        else:
+            dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
+        if needs_x:
+            means = _mean_sums(torch.cat([dbias, dweight]), x, ctx.count, ranks)
+            mean_dy, mean_dy_x = means.to(mean.dtype).chunk(2)
+            scale = torch.rsqrt(var + ctx.eps)
+            if weight is not None:
+                scale = scale * weight
+            # x̂ · γ/σ·mean(dy·x̂) + γ/σ·mean dy, in the one pass of a norm
+            dx -= F.batch_norm(
+                x, mean, var, scale * mean_dy_x, scale * mean_dy, False, 0.0, ctx.eps
+            )
+        return (
+            dx if needs_x else None,
+            dweight if needs_weight else None,
+            dbias if needs_bias else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _mean_sums(own: Tensor, x: Tensor, count: float, ranks: NormOfRanks) -> Tensor:
+    """The sums of all ranks over all rows, in terms of this rank's own loss."""
+    weight = ranks.weighs()
+    if weight == 0 and x.numel():
+        raise UsageError(
+            "this rank's rows weigh nothing in the loss, yet batch norm takes them into account",
+            where=f"layer {ranks.layer}",
+            do="leave out rows that the loss does not count, on every rank",
+        )
+    wide = own.to(sums_kind(x.dtype))
+    everyone = ranks.gathered(
+        wide if weight is None else wide * weight, f"backward, batch norm {ranks.layer}"
+    )
+    return everyone.sum(0) / (count * (weight or 1.0))
