@@ -17,46 +17,56 @@ import random
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from one_process import cluster_of, difference, on_threads, state
+from one_process import cluster_of, difference, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.threads import ThreadComm
+from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import ShoalError
 from shoal.front.joining import using
+from shoal.servers.servers import serve
 
 WITHIN = 1e-9
 TERMS = ("attribute", "list", "side", "hook", "output", "penalty", "one", "gradient", "weight")
 STEPS = ("plain", "plain", "accumulate", "backwards", "two", "unlike", "late", "again")
 OF_LINEAR = ("replicate", "sliced", "factor", "column", "row")
 OF_TABLE = ("replicate", "sliced", "factor", "embedding")
+BESIDE = ("", "", "", "head", "pair", "server", "server", "tail")  # over the pins of `_pins`
 IGNORED = -100
 
 
 class Net(nn.Module):
-    """Layers of every kind, which keep some of what they compute."""
+    """Layers of every kind, which keep some of what they compute.
 
-    def __init__(self, of_ids: bool, with_scale: bool) -> None:
+    In a chain what is kept comes before a, b and c, which nothing else reads.
+    """
+
+    def __init__(self, of_ids: bool, with_scale: bool, in_chain: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 6) if of_ids else None
-        self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.first = nn.Linear(6, 8) if in_chain else None
+        self.a = nn.Linear(8 if in_chain else 6, 8)
+        self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 3)
         self.side = nn.Linear(8, 1)
         self.scale = nn.Parameter(torch.ones(3)) if with_scale else None
 
     def forward(self, x: Tensor) -> Tensor:
         inputs = x if self.table is None else self.table(x).mean(1)
+        if self.first is not None:
+            inputs = torch.tanh(self.first(inputs))
         hidden = torch.tanh(self.a(inputs))
-        self.inputs = inputs
-        self.aux = hidden.square().mean()
-        self.sided = self.side(hidden)
         second = torch.tanh(self.b(hidden))
-        self.parts = [hidden.sin(), second]
+        self.inputs = inputs
+        kept = hidden if self.first is None else inputs
+        self.aux = kept.square().mean()
+        self.sided = self.side(kept)
+        self.parts = [kept.sin(), second if self.first is None else kept.cos()]
         output = self.c(second)
         return output if self.scale is None else output * self.scale
 
@@ -73,6 +83,9 @@ class Case:
     terms: tuple[str, ...]
     step: str
     pins: dict[str, str]
+    beside: str  # one of BESIDE
+    servers: int
+    tail: int
     rows: tuple[tuple[tuple[int, ...], ...], ...]  # of each rank, by step and by call
 
     @classmethod
@@ -84,6 +97,8 @@ class Case:
             terms = tuple(term for term in terms if term != "gradient")
         if step == "unlike":  # of which call these are, nobody knows
             terms = tuple(term for term in terms if term not in ("hook", "weight"))
+        others = random.Random(f"beside {number}")
+        beside, hosts = others.choice(BESIDE), others.choice((1, 2))
         calls = 1 if step in ("plain", "again") else 2 if step in ("two", "unlike") else 3
         return cls(
             number,
@@ -93,7 +108,10 @@ class Case:
             dice.choice(("mean", "mean", "sum", "count")),
             terms,
             step,
-            _pins(dice),
+            _pins(dice) | _pins_beside(others, beside),
+            beside,
+            hosts if beside == "server" else 0,
+            hosts if beside == "tail" else 0,
             tuple(_rows(dice, ranks, calls, alike=step == "two") for _ in range(2)),
         )
 
@@ -212,6 +230,21 @@ def _pins(dice: random.Random) -> dict[str, str]:
     return pins
 
 
+def _pins_beside(dice: random.Random, beside: str) -> dict[str, str]:
+    """A head, a pair of layers, or what hosts that do not train have."""
+    if beside == "head":
+        return {"c": "head"}
+    if beside == "pair":
+        return {"a": "column_pair", "b": "row_pair"}
+    if beside == "server":
+        at_servers = dice.sample("abc", dice.choice((1, 2, 3)))
+        table = {"table": "server_rows"} if dice.random() < 0.5 else {}
+        return dict.fromkeys(at_servers, "server") | table
+    if beside == "tail":
+        return {"c": "stage"}
+    return {}
+
+
 def _rows(dice: random.Random, ranks: int, calls: int, alike: bool) -> tuple[tuple[int, ...], ...]:
     of_calls = []
     for _ in range(calls):
@@ -242,31 +275,44 @@ def judged(number: int) -> str:
     """
     case = Case.of(number)
     torch.manual_seed(number)
-    model = Net(case.of_ids, case.with_scale).double()
+    in_chain = case.beside in ("head", "pair", "tail")
+    model = Net(case.of_ids, case.with_scale and not in_chain, in_chain).double()
     alone = copy.deepcopy(model)
     case.train(alone, case.loss_fn(), optimizer_of(alone), None)
-    copies = [copy.deepcopy(model) for _ in range(case.ranks)]
+    copies = [copy.deepcopy(model) for _ in range(case.ranks + case.tail)]
+    cluster = cluster_of(case.ranks, case.servers)
+    cluster = replace(cluster, tail=tuple(f"tail{t}" for t in range(case.tail)))
     training = [False] * case.ranks
 
-    def work(comm: ThreadComm) -> dict[str, Tensor]:
+    def work(comm: ThreadComm) -> dict[str, Tensor] | None:
+        if comm.rank >= case.ranks and case.servers:
+            return serve(comm)
         mine = copies[comm.rank]
-        with using(comm, cluster_of(case.ranks)):
+        with using(comm, cluster), suppress(SystemExit):  # which ends tail hosts
             names = {name.rpartition(".")[0] for name, _ in mine.named_parameters()}
             pins = {name: way for name, way in case.pins.items() if name in names or name == "*"}
             mine, loss_fn, optimizer = shoal.parallelize(
                 mine,
                 case.loss_fn(),
                 optimizer_of(mine),
-                sample=case.sample(comm.rank),
+                sample=case.sample(min(comm.rank, case.ranks - 1)),
                 pins=pins,
                 count=_kept if case.reduction == "count" else None,
             )
             training[comm.rank] = True
             case.train(mine, loss_fn, optimizer, comm.rank)
             return state(mine)
+        return None
 
     try:
-        states = on_threads(case.ranks, work)
+        states = run(
+            case.ranks + case.servers + case.tail,
+            work,
+            timeout_s=20,
+            hosts=cluster.topology.hosts + cluster.servers + cluster.tail,
+            servers=case.servers,
+            tail=case.tail,
+        )[: case.ranks]
     except ShoalError as error:
         refused = str(error).partition("\n")[0]
         assert not any(training) or "pins={" in str(error) or _OF_CALLS in str(error), str(error)
@@ -294,7 +340,7 @@ def main() -> None:
     begin = time.perf_counter()
     for number in [options.case] if options.case is not None else numbers:
         try:
-            found[judged(number)] += 1
+            found[f"{Case.of(number).beside or 'here':8} {judged(number)}"] += 1
         except Exception as error:  # also what is raised by mistake
             found["WRONG"] += 1
             print(f"WRONG {Case.of(number)}\n  {type(error).__name__}: {error}", flush=True)

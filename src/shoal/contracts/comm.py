@@ -240,11 +240,12 @@ class Comm(ABC):
         return
 
     def unlike(self, rank: int, theirs: str, own: str) -> ShoalError:
-        """The error where a rank says that it does `theirs` ("": nothing that can be read)."""
-        at = {rank: theirs or "(cannot be read)", self.rank: own}
-        odd = rank if is_usual(own) or not theirs else self.rank
+        """The error where a rank says that it does `theirs` ("": it sent what carries no name)."""
+        at = {rank: theirs or "an exchange that carries no name", self.rank: own}
+        odd, other = (rank, self.rank) if is_usual(own) else (self.rank, rank)
         return RanksDiffer(
-            f"rank {rank} does something else than rank {self.rank}: rank {odd} is at {at[odd]}",
+            f"rank {odd} does something else than rank {other}: rank {odd} is at {at[odd]}, "
+            f"rank {other}: {at[other]}",
             got="; ".join(f"rank {number}: {purpose}" for number, purpose in at.items()),
             do="where layers are cut, on every rank alike: call the model (also to evaluate) and "
             "state_dict(), read cut parameters and gradients, or let none be cut: "

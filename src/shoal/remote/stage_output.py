@@ -297,12 +297,17 @@ def _leaves(args: Any, kwargs: Any) -> list[Any]:
     return pytree.tree_leaves((args, kwargs))
 
 
+def micro_batch_sizes(rows: int, count: int, *, alike: bool = False) -> list[int]:
+    """Rows of each of at most so many micro-batches, or of exactly so many (`alike`)."""
+    return [size for size in cut_sizes(rows, count) if size or alike] or [0]
+
+
 def in_micro_batches(batch: Any, rows: int, count: int, *, alike: bool = False) -> list[Any]:
     """A batch cut into at most so many, or exactly so many (`alike`).
 
     Cut are the rows of every tensor that has as many.
     """
-    sizes = [size for size in cut_sizes(rows, count) if size or alike] or [0]
+    sizes = micro_batch_sizes(rows, count, alike=alike)
 
     def split(leaf: Any) -> Any:
         whole = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == rows

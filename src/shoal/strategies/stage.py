@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -41,8 +42,9 @@ from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_tail import AtTail, FarTail
-from shoal.remote.stage_output import Run, StageOutput, in_micro_batches
+from shoal.remote.stage_output import Run, StageOutput, in_micro_batches, micro_batch_sizes
 from shoal.strategies.copies import plain
+from shoal.strategies.pieces import Pieces
 from shoal.tensors.cut import cut
 
 _LEAST_S = 1e-12
@@ -175,12 +177,17 @@ class _Body:
             if isinstance(leaf, Tensor) and leaf.dim()
         ]
         rows = len(tensors[0]) if tensors else 1
+        sizes = micro_batch_sizes(rows, tail.micro_batches, alike=tail.alike)
         pieces = in_micro_batches((args, kwargs), rows, tail.micro_batches, alike=tail.alike)
         run = Run(tail)
         tickets: list[Tensor] = []
+        beside = Pieces(tail.model, tail.layers) if len(pieces) > 1 else None
         try:
-            for its_args, its_kwargs in pieces:
-                output = forward(*its_args, **its_kwargs)
+            for (its_args, its_kwargs), its_rows in zip(pieces, sizes, strict=True):
+                with beside.hooked() if beside is not None else nullcontext():
+                    output = forward(*its_args, **its_kwargs)
+                if beside is not None:
+                    beside.ended(its_rows)
                 if not isinstance(output, StageOutput) or not output.is_of(run):
                     raise UsageError(
                         "the model's output is not what its end has put out, which runs on tail "
@@ -189,6 +196,8 @@ class _Body:
                         do=f"return it as it is, or give parallelize {pins(tail.layers)}",
                     )
                 tickets += output.tickets
+            if beside is not None:
+                beside.join()
             for _ in range(len(pieces), tail.micro_batches):
                 run.tell_forward(None, back=False)
         finally:
