@@ -331,7 +331,7 @@ def test_complex_numbers_are_refused() -> None:
         exchange_named("direct+toy").carrier(even_bucket(2, torch.complex64))
 
 
-@pytest.mark.parametrize("exchange", ["allreduce", "tree", "nothing", "ring", "hierarchical"])
+@pytest.mark.parametrize("exchange", ["allreduce", "tree", "nothing", "collective"])
 def test_what_adds_up_on_the_way_takes_no_codec(exchange: str) -> None:
     with pytest.raises(PlanError, match=rf'takes no codec(.|\n)*"direct\+toy", or "{exchange}"'):
         exchange_named(f"{exchange}+toy")

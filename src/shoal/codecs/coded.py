@@ -2,6 +2,7 @@
 
     scatter  rank r, slice of owner o   v = g + lost[o]    code = enc(v)    lost[o] = v − dec(code)
     owner                               s = its own part, exact, and each dec(code), in rank order
+             on a ring                  g is what has come, decoded, and this rank's own
     gather   owner, of a sum            v = s + lost       code = enc(v)    lost = v − dec(code)
              owner, of a change         code = enc(change); whoever changed it keeps what is lost
              every rank, the owner too  takes dec(code): replicas keep the same bits
@@ -15,32 +16,33 @@ ICML 2019; Tang et al., "DoubleSqueeze", ICML 2019, for the second leg.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from shoal.codecs.runs import LOST, Runs
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import (
     Bucket,
     Carrier,
-    DeliveringExchange,
+    Coding,
+    CodingExchange,
     Exchange,
     LiveBucket,
     Span,
     SplitExchange,
     StateDict,
 )
-from shoal.core.cost import Traffic
+from shoal.core.cost import Pace, Traffic
 from shoal.core.errors import PlanError, UsageError
-from shoal.core.facts import Topology
+from shoal.core.facts import Cluster, Topology
 from shoal.core.registry import of
-from shoal.core.written import built, parsed
+from shoal.core.written import built, parsed, read
 
-_LOST = "lost"  # what codes have lost of a slice's values
 # legs, each of which has a memory of its own
 _SCATTER, _GATHER, _CHANGES, _OWNER = "scatter", "gather", "changes", "owner"
 
@@ -65,15 +67,20 @@ def exchange_named(text: str) -> Exchange:
     if len(codecs) > 1:
         raise PlanError(f"{text!r} has more than one codec", do='write one, as "direct+int8"')
     codec = built(Codec, codecs[0])
-    if not isinstance(exchange, DeliveringExchange):
-        able = [name for name, kind in of(Exchange).items() if issubclass(kind, DeliveringExchange)]
+    if not isinstance(exchange, CodingExchange):
+        able = [name for name, kind in of(Exchange).items() if issubclass(kind, CodingExchange)]
         raise PlanError(
             f"{exchange} takes no codec: it adds up values on their way",
             got=text,
-            expected="an exchange that owners add up behind: " + ", ".join(able),
+            expected="an exchange of messages that may be codes: " + ", ".join(able),
             do=f'write "{able[0]}+{codec}", or "{exchange}" without a codec',
         )
     return Coded(exchange, codec)
+
+
+def codec_named(text: str) -> Codec:
+    """The codec that a plan writes, such as `int8(block=128)` (PlanError where there is none)."""
+    return read(Codec, text)
 
 
 @final
@@ -84,11 +91,21 @@ class Coded(SplitExchange):
     name: ClassVar[str] = "coded"  # that no plan writes
     exact: ClassVar[bool] = False
 
-    exchange: DeliveringExchange
+    exchange: CodingExchange
     codec: Codec
 
     def __str__(self) -> str:
         return f"{self.exchange}+{self.codec}"
+
+    @property
+    def runs(self) -> Runs:
+        """The codec, run after run."""
+        return Runs(self.codec)
+
+    @property
+    def least_dims(self) -> int:
+        """As the codec has it."""
+        return self.codec.least_dims
 
     def fits(self, topology: Topology) -> bool:
         """Where the exchange does."""
@@ -107,6 +124,19 @@ class Coded(SplitExchange):
         )
         return self.exchange.traffic(Bucket(sum(sizes), 1, sizes), topology)
 
+    def pace(self, cluster: Cluster) -> Pace:
+        """That of the exchange's own messages: coding has a price of its own."""
+        return self.exchange.pace(cluster)
+
+    def coding_s(self, bucket: Bucket, cluster: Cluster, ranks: int) -> tuple[float, float]:
+        """Seconds to code foreign slices and read what comes of the own one; and to code that, and
+        read all.
+        """
+        values, pace = bucket.slice_values(ranks), cluster.coding(str(self.codec))
+        own, foreign = max(values), sum(values) - min(values)
+        there_s = foreign * pace.encode_s + (ranks - 1) * own * pace.decode_s
+        return there_s, own * pace.encode_s + sum(values) * pace.decode_s
+
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
         """One number for each value, or none where codes lose nothing."""
         keeps = self.codec.feedback and not self.codec.exact
@@ -121,12 +151,11 @@ class Coded(SplitExchange):
         self.carrier(_anonymous(slices)).gather(comm)
 
     def _message_bytes(self, numel: int, control_bytes: int, itemsize: int) -> int:
-        code_bytes = self.codec.nbytes(numel, _wide_bytes(itemsize)) if numel else 0
-        return code_bytes + control_bytes
+        return self.runs.nbytes(numel, _wide_bytes(itemsize)) + control_bytes
 
 
 @final
-class CodedCarrier(Carrier):
+class CodedCarrier(Carrier, Coding):
     """Carries one bucket's codes."""
 
     def __init__(self, coded: Coded, bucket: LiveBucket) -> None:
@@ -138,56 +167,60 @@ class CodedCarrier(Carrier):
             )
         self.exact = coded.codec.exact
         self.bucket = bucket
-        self._exchange, self._codec = coded.exchange, coded.codec
+        self._exchange, self._runs = coded.exchange, coded.runs
         self._wide = torch.float64 if bucket.flat.dtype == torch.float64 else torch.float32
         self._feedback = coded.codec.feedback and not coded.codec.exact
         # of each leg and slice, by what it is
         self._memory: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     def reduce(self, comm: Comm) -> None:
-        bucket, rank = self.bucket, comm.rank
-        outgoing = [
-            self._message(owner, self._fed(_SCATTER, owner, bucket.values(owner)), _SCATTER)
-            if owner != rank
-            else bucket.flat.new_empty(0, dtype=torch.uint8)
-            for owner in range(comm.size)
-        ]
-        size = self._message_bytes(rank)
-        landing = [
-            bucket.flat.new_empty(size * (worker != rank), dtype=torch.uint8)
-            for worker in range(comm.workers)
-        ]
-        control = bucket.control(rank)
-        total = torch.zeros(bucket.num_values[rank], dtype=self._wide, device=control.device)
-        counted = torch.zeros_like(control)
-        for worker in self._exchange.deliver(outgoing, landing, comm):
-            if worker == rank:
-                total.add_(bucket.values(rank))
-                counted.add_(control)
-            else:
-                code, behind = self._parted(landing[worker], rank)
-                if total.numel():
-                    self._codec.decode_add(code, total)
-                counted.add_(behind)
-        bucket.values(rank).copy_(total)
-        control.copy_(counted)
+        self._exchange.reduce_codes(self, comm)
 
     def gather(self, comm: Comm) -> None:
-        values = self._fed(_GATHER, comm.rank, self.bucket.values(comm.rank))
-        for rank, sent in self._gathered(values, _GATHER, comm):
-            self.bucket.values(rank).copy_(sent)
+        values = self.bucket.values(comm.rank)
+        for rank, code in self._gathered(values, _GATHER, comm):
+            self._put(code, self.bucket.values(rank))
 
     def gather_changes(self, changes: Tensor, comm: Comm) -> None:
-        for rank, sent in self._gathered(changes.to(self._wide), _CHANGES, comm):
+        for rank, code in self._gathered(changes, _CHANGES, comm):
             values = self.bucket.values(rank)
-            values.copy_(values.to(self._wide).add_(sent))
+            if values.dtype == self._wide:
+                self._runs.decode_add(code, values)
+            else:
+                wide = values.to(self._wide)
+                self._runs.decode_add(code, wide)
+                values.copy_(wide)
+
+    def message(self, owner: int) -> Tensor:
+        return self._message(owner, self.bucket.values(owner), _SCATTER)
+
+    def landing(self, owner: int) -> Tensor:
+        return self.bucket.flat.new_empty(self._message_bytes(owner), dtype=torch.uint8)
+
+    def add(self, owner: int, parts: Iterable[Tensor | None]) -> None:
+        values, control = self.bucket.values(owner), self.bucket.control(owner)
+        total: Tensor | None = None
+        counted = torch.zeros_like(control)
+        for part in parts:
+            code, behind = (None, control) if part is None else self._parted(part, owner)
+            counted.add_(behind)
+            if total is None:
+                total = values.to(self._wide)
+                if code is not None:
+                    total = torch.empty_like(total)
+                    self._runs.decode(code, total)
+            elif code is not None:
+                self._runs.decode_add(code, total)
+            else:  # a + b has the bits of b + a
+                total = total.add_(values)
+        if total is not None:
+            values.copy_(total)
+        control.copy_(counted)
 
     def kept(self, label: str, rank: int) -> Tensor:
         memory = self._memory.setdefault((_OWNER, rank), {})
         if label not in memory:
-            memory[label] = torch.zeros(
-                self.bucket.num_values[rank], dtype=self._wide, device=self.bucket.flat.device
-            )
+            memory[label] = self._zeros(rank)
         return memory[label]
 
     def tensors(self) -> Sequence[Tensor]:
@@ -225,66 +258,49 @@ class CodedCarrier(Carrier):
                     self._memory.setdefault((leg, rank), {})[label] = numbers
 
     def _gathered(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's values as they were sent; its control is in its place by then."""
+        """Every rank's code of its values; its control is in its place by then."""
         messages = [
-            self._message(rank, values, leg)
-            if rank == comm.rank
-            else self.bucket.flat.new_empty(self._message_bytes(rank), dtype=torch.uint8)
+            self._message(rank, values, leg) if rank == comm.rank else self.landing(rank)
             for rank in range(comm.size)
         ]
         self._exchange.all_gather(messages, comm)
         for rank, message in enumerate(messages):
             code, control = self._parted(message, rank)
-            sent = values.new_empty(self.bucket.num_values[rank], dtype=self._wide)
-            if sent.numel():
-                self._codec.decode(code, sent)
             if rank != comm.rank:
                 self.bucket.control(rank).copy_(control)
-            yield rank, sent
+            yield rank, code
 
-    def _fed(self, leg: str, rank: int, values: Tensor) -> Tensor:
-        """Values in the codec's type, with what was lost of those before."""
-        values = values.to(self._wide)
-        lost = self._memory.get((leg, rank), {}).get(_LOST)
-        return values if lost is None or not self._feedback else values + lost
+    def _put(self, code: Tensor, values: Tensor) -> None:
+        """Write what a code stands for, in the bucket's own type."""
+        if values.dtype == self._wide:
+            self._runs.decode(code, values)
+        else:
+            wide = torch.empty_like(values, dtype=self._wide)
+            self._runs.decode(code, wide)
+            values.copy_(wide)
 
     def _message(self, rank: int, values: Tensor, leg: str) -> Tensor:
-        """The code of a slice's values, and its control."""
-        control = self.bucket.control(rank).view(torch.uint8)
-        if not values.numel():
-            return control.clone()
+        """The code of a slice's values, with what was lost of those before, and its control."""
+        message = self.landing(rank)
+        numel = self._runs.nbytes(len(values), self._wide.itemsize)
+        message[numel:].copy_(self.bucket.control(rank).view(torch.uint8))
+        if not len(values):
+            return message
         memory = self._memory.setdefault((leg, rank), {})
-        state = {label: numbers for label, numbers in memory.items() if label != _LOST}
-        code = self._codec.encode(values, state)
-        self._check(code, state, len(values))
+        lost = None
         if self._feedback and leg != _CHANGES:
-            sent = torch.empty_like(values)
-            self._codec.decode(code, sent)
-            state[_LOST] = values - sent
-        self._memory[leg, rank] = state
-        return torch.cat([code, control])
+            lost = memory.pop(LOST, None)
+            lost = self._zeros(rank) if lost is None else lost
+        self._runs.encode(
+            values.to(self._wide) if lost is None else values, message[:numel], lost, memory
+        )
+        if lost is not None:
+            memory[LOST] = lost
+        return message
 
-    def _check(self, code: Tensor, state: Mapping[str, Tensor], numel: int) -> None:
-        """Refuse what a codec gave that is not what it stated."""
-        nbytes = self._codec.nbytes(numel, self._wide.itemsize)
-        if code.dtype != torch.uint8 or code.shape != (nbytes,):
-            raise UsageError(
-                f"the codec {self._codec} gave another code than it stated",
-                got=f"{code.dtype} of shape {tuple(code.shape)}",
-                expected=f"{nbytes} bytes, uint8, for {numel} values",
-                do="mend its encode, or its nbytes",
-            )
-        for label, numbers in state.items():
-            shape = tuple(numbers.shape) if isinstance(numbers, Tensor) else None
-            if shape != (numel,) or label == _LOST:
-                raise UsageError(
-                    f"the codec {self._codec} keeps {label!r}, which cannot be saved",
-                    got=repr(numbers) if shape is None else f"a tensor of shape {shape}",
-                    expected=f"a tensor of {numel} numbers, as many as there are values",
-                    do=f"take another key than {_LOST!r}, which is Shoal's own"
-                    if label == _LOST
-                    else "put in one number for each value, as torch.zeros_like(values) has",
-                )
+    def _zeros(self, rank: int) -> Tensor:
+        device = self.bucket.flat.device
+        return torch.zeros(self.bucket.num_values[rank], dtype=self._wide, device=device)
 
     def _parted(self, message: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """The code, and the control that stood behind it."""
@@ -293,8 +309,7 @@ class CodedCarrier(Carrier):
         return code, behind.clone().view(control.dtype)
 
     def _message_bytes(self, rank: int) -> int:
-        numel = self.bucket.num_values[rank]
-        code_bytes = self._codec.nbytes(numel, self._wide.itemsize) if numel else 0
+        code_bytes = self._runs.nbytes(self.bucket.num_values[rank], self._wide.itemsize)
         return code_bytes + self.bucket.control(rank).nbytes
 
 

@@ -81,13 +81,21 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         memory: str,
         memory_limit: float | None,
         micro_batches: int,
+        codec: tuple[str, ...],
         plan: str = "auto",
         **own: Any,
     ) -> None:
         loaded = load(recipe)
         pins = _pins(pin) or None
         options = PlanOptions(
-            plan, pins, strategy or None, memory, placement, memory_limit, micro_batches
+            plan,
+            pins,
+            strategy or None,
+            memory,
+            placement,
+            memory_limit,
+            micro_batches,
+            codecs="all" if codec == ("all",) else codec,
         )
         distributed(workers)
         function(loaded, options, **own)
@@ -129,6 +137,12 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
             default=MICRO_BATCHES,
             show_default=True,
             help="That a batch is cut into where the end of the model has hosts of its own.",
+        ),
+        click.option(
+            "--codec",
+            multiple=True,
+            metavar="NAME",
+            help="Let the planner send fewer bytes so, not exactly, where it pays; or all.",
         ),
     ]
     for option in reversed(shared):

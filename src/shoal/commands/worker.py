@@ -26,7 +26,8 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Plan
-from shoal.front.cluster import measured_cluster
+from shoal.front.carriers import all_codecs, codecs_of
+from shoal.front.cluster import measured_cluster, with_codings
 from shoal.front.joining import init, is_tail_host, serve_and_end
 from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
@@ -62,6 +63,7 @@ class PlanOptions:
     memory_limit: float | None = None
     micro_batches: int = MICRO_BATCHES
     staleness: int | None = 0
+    codecs: str | tuple[str, ...] = ()
 
 
 def train(
@@ -346,10 +348,12 @@ def plan(
     stages = Stages(speaks=session.comm.rank == 0)
     profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, pieces)
     stages.done("measuring the model")
-    where = cluster or measured_cluster(session)
+    codecs = codecs_of(options.codecs)
+    wanted = all_codecs(None, options.pins, codecs)
+    where = with_codings(cluster or measured_cluster(session), session.comm, wanted)
     stages.done("measuring the links")
     asked = {name: value for name, value in vars(options).items() if name != "plan"}
-    made = plan_for(profile, where, **asked)
+    made = plan_for(profile, where, **{**asked, "codecs": codecs})
     stages.done("planning")
     if session.comm.rank == 0:
         explanation = explain(made, profile, where, alternatives=reasons)

@@ -32,6 +32,12 @@ class Codec(Contract, ABC):
     exact: ClassVar[bool] = False
     # what a code loses is sent with the next
     feedback: ClassVar[bool] = True
+    # values may be coded in runs of 131,072, each by itself: these stay in a core's cache
+    in_runs: ClassVar[bool] = False
+    # parameters of fewer dimensions travel as they are: biases and scales are small, and err most
+    least_dims: ClassVar[int] = 1
+    # of the mean over 100 steps, by which a layer may be off and still travel so (codecs/guard.py)
+    most_error: ClassVar[float] = 1.0
 
     def __str__(self) -> str:
         """As plans write it: the name, and the options that are not the default."""
@@ -55,6 +61,10 @@ class Codec(Contract, ABC):
             A flat uint8 tensor of `nbytes` bytes.
         """
 
+    def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
+        """As `encode`, written into `code` where that saves a pass over memory; the code."""
+        return self.encode(values, state)
+
     @abstractmethod
     def decode(self, code: Tensor, into: Tensor) -> None:
         """Write the values that a code stands for into `into`, which is like those encoded.
@@ -67,3 +77,9 @@ class Codec(Contract, ABC):
         values = torch.empty_like(into)
         self.decode(code, values)
         into.add_(values)
+
+    def decode_subtract(self, code: Tensor, into: Tensor) -> None:
+        """Subtract them, likewise."""
+        values = torch.empty_like(into)
+        self.decode(code, values)
+        into.sub_(values)

@@ -12,7 +12,7 @@ control in its own bytes behind that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -21,8 +21,8 @@ from typing import ClassVar, NamedTuple, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm
-from shoal.core.cost import Traffic
-from shoal.core.facts import Topology
+from shoal.core.cost import Pace, Traffic
+from shoal.core.facts import Cluster, Topology
 from shoal.core.pieces import cut, cut_sizes
 from shoal.core.registry import Contract
 from shoal.core.written import written
@@ -198,6 +198,19 @@ class Exchange(Contract, ABC):
         """What carries one bucket from now on."""
         return PlainCarrier((partial(self.reduce, bucket.flat), partial(self.gather, bucket.flat)))
 
+    @property
+    def least_dims(self) -> int:
+        """Parameters of fewer dimensions travel as control does: exactly, behind the others."""
+        return 0
+
+    def pace(self, cluster: Cluster) -> Pace:
+        """What a message and a byte of it take."""
+        return cluster.pace(str(self))
+
+    def coding_s(self, bucket: Bucket, cluster: Cluster, ranks: int) -> tuple[float, float]:
+        """Seconds that a lane computes beside moving: for `reduce`, and for `gather`."""
+        return 0.0, 0.0
+
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
         """Bytes that a rank keeps for a bucket from round to round, beside the bucket itself."""
         return 0.0
@@ -244,10 +257,38 @@ class SplitExchange(Exchange):
         self.all_gather(cut(flat, comm.size), comm)
 
 
-class DeliveringExchange(SplitExchange):
+class Coding(ABC):
+    """One round of a bucket whose slices travel as messages: codes, with control behind them."""
+
+    @abstractmethod
+    def message(self, owner: int) -> Tensor:
+        """What this rank has now of an owner's slice, as a message. Once a round for each."""
+
+    @abstractmethod
+    def landing(self, owner: int) -> Tensor:
+        """Where a message of an owner's slice may land: flat, empty if nothing is sent of it."""
+
+    @abstractmethod
+    def add(self, owner: int, parts: Iterable[Tensor | None]) -> None:
+        """Have this rank's slice be the sum of these messages in their order; None stands for what
+        is there.
+        """
+
+
+class CodingExchange(SplitExchange):
+    """A split exchange that carries codes, too."""
+
+    @abstractmethod
+    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
+        """As `reduce_scatter`, by messages: they are of the bytes that `reduce_scatter` sends of
+        slices as long as these.
+        """
+
+
+class DeliveringExchange(CodingExchange):
     """A split exchange that brings every rank's part of a slice to its owner unsummed, who adds.
 
-    So parts may be anything, codes too: these carry codecs.
+    So parts may be anything, codes too.
     """
 
     @abstractmethod
@@ -263,6 +304,16 @@ class DeliveringExchange(SplitExchange):
                 itself, and nothing where there is no element.
             comm: the ranks.
         """
+
+    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
+        """Codes of foreign slices go to their owners, who add in the order of the ranks."""
+        rank, nothing = comm.rank, coding.landing(comm.rank)[:0]
+        outgoing = [coding.message(r) if r != rank else nothing for r in range(comm.size)]
+        landing = [coding.landing(rank) if r != rank else nothing for r in range(comm.workers)]
+        coding.add(
+            rank,
+            (None if r == rank else landing[r] for r in self.deliver(outgoing, landing, comm)),
+        )
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send foreign slices to their owners; add up one's own, in the order of the ranks."""

@@ -103,6 +103,17 @@ class Pace:
     cpu: Price  # seconds of one rank's processor
 
 
+@dataclass(frozen=True)
+class CodingPace:
+    """What a codec does to values of four bytes on a rank's processor, with all ranks at it.
+
+    Seconds a value. Unmeasured, they are those of about 2 GB/s.
+    """
+
+    encode_s: float = 2e-9  # what it loses is kept meanwhile
+    decode_s: float = 2e-9
+
+
 class Direction(IntEnum):
     """What a phase takes of a rank's link."""
 

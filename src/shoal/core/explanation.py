@@ -76,6 +76,8 @@ class Explanation:
     idle: tuple[str, ...] = ()
     moving: tuple[MovingState, ...] = ()  # state that agrees in each backward
     norms: tuple[SyncNorm, ...] = ()  # batch norms over the rows of all ranks
+    # the same plan without its codecs, where it has some: seconds of a step, and bytes sent
+    without_codecs: tuple[float, float] | None = None
 
     @property
     def step_s(self) -> float:

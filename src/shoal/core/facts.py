@@ -12,7 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
-from shoal.core.cost import Pace, Price, Traffic
+from shoal.core.cost import CodingPace, Pace, Price, Traffic
 from shoal.core.placement import Owner
 from shoal.core.terms import OF_ROWS, Terms
 
@@ -125,6 +125,8 @@ class Cluster:
     # of its rate what each direction of a link keeps while servers' buckets go and come
     duplex: float = 1.0
     ahead: bool = False  # workers run ahead of one another, so that servers own all
+    # of codecs, as plans write them
+    codings: Mapping[str, CodingPace] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def size(self) -> int:
@@ -140,6 +142,10 @@ class Cluster:
             Price(0.0, self.link.cpu_s_per_byte),
         )
         return self.paces.get(exchange, unmeasured)
+
+    def coding(self, codec: str) -> CodingPace:
+        """What a codec takes, as measured."""
+        return self.codings.get(codec, CodingPace())
 
     @property
     def move_pace(self) -> Pace:

@@ -25,7 +25,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Bucket, SplitExchange
+from shoal.contracts.exchange import Bucket, Coding, CodingExchange
 from shoal.core.cost import Traffic
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
@@ -35,7 +35,7 @@ from shoal.exchange.arrivals import arrivals, landing_beside
 
 @final
 @dataclass(frozen=True)
-class Ring(SplitExchange):
+class Ring(CodingExchange):
     """Reduce-scatter and all-gather among neighbours, in messages of at most `chunk_bytes`."""
 
     name: ClassVar[str] = "ring"
@@ -63,6 +63,27 @@ class Ring(SplitExchange):
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up each slice on its way to its owner."""
         self._pass_on(slices, comm, first=comm.rank - 1, add=True)
+
+    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
+        """Likewise, but each rank codes anew what it has added: a slice goes on when it is whole.
+
+        So what a codec loses on the way is kept by the rank that lost it.
+        """
+        left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        order = [(comm.rank - 1 - step) % comm.size for step in range(comm.size)]
+        incoming = [coding.landing(owner) for owner in order[1:]]
+        arriving = arrivals(
+            comm, left, [chunk for part in incoming for chunk in chunked(part, self.chunk_bytes)]
+        )
+        sends = []
+        for outgoing, coming, message in zip(order, order[1:], incoming, strict=False):
+            sent = coding.message(outgoing)
+            sends += [comm.send(chunk, right) for chunk in chunked(sent, self.chunk_bytes)]
+            for _ in chunked(message, self.chunk_bytes):
+                next(arriving)
+            coding.add(coming, (None, message))
+        for send in sends:
+            send.wait()
 
     def all_gather(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Send each summed slice once round."""

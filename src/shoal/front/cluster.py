@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from shoal.codecs.coded import exchange_named
+from shoal.codecs.paces import probe_codings
+from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.core.cores import bound_cores, container, quota_cores
 from shoal.core.facts import Cluster, Link
@@ -40,14 +42,19 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def measured_cluster(
-    session: Session, asked: Iterable[str] = (), device: torch.device = CPU
+    session: Session,
+    asked: Iterable[str] = (),
+    device: torch.device = CPU,
+    codecs: Iterable[str] = (),
 ) -> Cluster:
     """The session's ranks and links, measured at the first call (a collective).
 
-    Exchanges that are `asked` for are measured too, where others were and they were not. Buckets
-    are on the `device` as they are measured.
+    Exchanges that are `asked` for are measured too, where others were and they were not, and
+    `codecs`. Buckets are on the `device` as they are measured.
     """
     cluster = _measured(session, device)
+    if cluster.paces:
+        session.cluster = cluster = with_codings(cluster, session.comm, codecs, device)
     more = {text: exchange_named(text) for text in asked if text not in cluster.paces}
     if more and cluster.paces:
         comm = session.comm
@@ -58,6 +65,16 @@ def measured_cluster(
             lane.close()
         session.cluster = replace(cluster, paces={**cluster.paces, **paces})
     return _measured(session, device)
+
+
+def with_codings(
+    cluster: Cluster, comm: Comm, codecs: Iterable[str], device: torch.device = CPU
+) -> Cluster:
+    """The cluster with what codecs take, as plans write them; known ones are not measured again."""
+    unknown = [codec for codec in codecs if codec not in cluster.codings]
+    if not unknown:
+        return cluster
+    return replace(cluster, codings={**cluster.codings, **probe_codings(comm, unknown, device)})
 
 
 def _measured(session: Session, device: torch.device) -> Cluster:

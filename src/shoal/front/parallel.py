@@ -28,14 +28,14 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.engine.weights import inputs_alike
-from shoal.front.cluster import device_of, measured_cluster
+from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
+from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.request import (
     Request,
     check_moving,
     check_sync_norms,
     checked,
-    exchanges_of,
     listed,
     require_same,
 )
@@ -82,6 +82,7 @@ def parallelize(
     left_alone: Iterable[nn.Parameter] = (),
     buffers: str | Mapping[str, str] = "agree",
     sync_batchnorm: bool = False,
+    codecs: str | Iterable[str] = (),
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -182,6 +183,7 @@ def parallelize(
         tuple(left_alone),
         buffers,
         sync_batchnorm,
+        codecs if isinstance(codecs, str) or not isinstance(codecs, Iterable) else tuple(codecs),
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -208,7 +210,12 @@ def parallelize(
     alike = inputs_alike(comm, *sample)
     stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")
-    cluster = measured_cluster(session, exchanges_of(given_plan, pins), device_of(model))
+    cluster = measured_cluster(
+        session,
+        exchanges_of(given_plan, pins),
+        device_of(model),
+        all_codecs(given_plan, pins, codecs_of(asked.codecs)),
+    )
     give_back_freed()
     stages.done("measuring the links")
     comm.reached("parallelize: planning and rewriting")
@@ -292,6 +299,7 @@ def plan(
     search_options: SearchOptions = DEFAULT,
     buffers: str | Mapping[str, str] = "agree",
     sync_batchnorm: bool = False,
+    codecs: str | Iterable[str] = (),
 ) -> Plan:
     """Plan without changing anything.
 
@@ -319,6 +327,7 @@ def plan(
     comm = ranks() if cluster else current().comm
     tail = cluster.tail if cluster else current().other(TailHosts)
     check_ways(buffers, model, loss_fn)
+    allowed = codecs_of(codecs)
     with sync_norms_alone(model, sync_batchnorm) as norms:
         profile = profile_model(
             model,
@@ -330,7 +339,9 @@ def plan(
             buffers=buffers,
         )
     profile = replace(profile, norms=norms.described(profile))
-    where = cluster or measured_cluster(current(), exchanges_of(None, pins), device_of(model))
+    wanted, device = all_codecs(None, pins, allowed), device_of(model)
+    where = cluster or measured_cluster(current(), exchanges_of(None, pins), device)
+    where = with_codings(where, comm, wanted, device)
     return from_first(
         comm,
         Plan,
@@ -343,6 +354,7 @@ def plan(
             memory_limit=memory_limit,
             micro_batches=micro_batches,
             options=search_options,
+            codecs=allowed,
         ),
     )
 
@@ -404,6 +416,7 @@ def _chosen(
             memory_limit=asked.memory_limit,
             micro_batches=asked.micro_batches,
             options=asked.search_options,
+            codecs=codecs_of(asked.codecs),
         )
     check_served(given_plan, profile, cluster)
     cluster = replace(cluster, ahead=given_plan.staleness != 0)

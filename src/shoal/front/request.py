@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from shoal.codecs.coded import exchange_named
+from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -24,6 +24,7 @@ from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import from_outside, named
+from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
@@ -66,6 +67,7 @@ class Request:
     left_alone: tuple[nn.Parameter, ...] = ()  # the program's own business
     buffers: Ways = "agree"
     sync_batchnorm: bool = False
+    codecs: Any = ()  # see `codecs_of`
 
 
 def checked(
@@ -97,6 +99,7 @@ def checked(
     _check_norms(asked, model)
     check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
+    codecs_of(asked.codecs)
     _check_staleness(asked.staleness, asked, session)
     server_hosts = session.other(Servers)
     servers = len(server_hosts.hosts) if server_hosts else 0
@@ -180,6 +183,11 @@ def _require_nothing_beside_plan(asked: Request) -> None:
     if asked.memory_limit is not None:
         raise PlanError(
             "there are both a plan and a memory_limit", do='let plan="auto" make one that keeps it'
+        )
+    if asked.codecs:
+        raise PlanError(
+            "there are both a plan and codecs",
+            do='write a codec behind an exchange of the plan, as "direct+int8"',
         )
     if asked.search_options != DEFAULT:
         raise PlanError(
@@ -347,14 +355,6 @@ def check_sync_norms(plan: Plan, norms: Sequence[SyncNorm], *, has_tail: bool) -
     )
 
 
-def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]:
-    """The exchanges that a plan or pins ask for, as plans write them."""
-    asked = [pin.partition(":")[::2] for pin in (pins or {}).values()]
-    asked += [(choice.strategy, choice.exchange) for choice in plan.choices] if plan else []
-    texts = [text for name, text in asked if text and named(Strategy, name).role.takes_exchange]
-    return sorted({str(exchange_named(text)) for text in texts})
-
-
 def listed(optimizer: Any) -> list[Optimizer]:
     """One optimizer, or several, as a list."""
     listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -376,7 +376,7 @@ def require_same(
         other["plan's placement"] = _in_order(plan.placement)
     registered = {
         f"{contract.__name__.lower()} {name!r} of its own": place
-        for contract in (Strategy, Exchange)
+        for contract in (Strategy, Exchange, Codec)
         for name, place in from_outside(contract).items()
     }
     request = {
@@ -395,6 +395,7 @@ def require_same(
         "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
         "sync_batchnorm": asked.sync_batchnorm,
+        "codecs": list(codecs_of(asked.codecs)),
         "buffers": asked.buffers if isinstance(asked.buffers, str) else list(asked.buffers.items()),
         **{
             f"optimizer {number}": _settings(optimizer)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from shoal.codecs.coded import codec_named
 from shoal.contracts.strategy import Strategy
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation, Route, Stage
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
+from shoal.planner.lossy import ways
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.tails import tail_of
@@ -67,7 +71,17 @@ def explain(
         idle=_idle(plan, predictor, cluster),
         moving=profile.moving,
         norms=profile.norms,
+        without_codecs=_without_codecs(plan, predictor),
     )
+
+
+def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:
+    """Step and bytes of the same plan where nothing is lossy, if anything of it is."""
+    bare = replace(plan, choices=tuple(predictor.without_codec(c) for c in plan.choices))
+    if bare == plan:
+        return None
+    timeline = predictor.as_is(bare)
+    return timeline.step_s, timeline.sent_bytes
 
 
 def _idle(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[str, ...]:
@@ -125,11 +139,14 @@ def _layer(
 
 
 def _choices(name: str, predictor: Predictor) -> list[Choice]:
-    return [
+    exact = [
         Choice(name, strategy, exchange)
         for strategy in of(Strategy)
         for exchange in predictor.carriers(strategy)
     ]
+    codecs = map(codec_named, predictor.cluster.codings)
+    coded = [way for codec in codecs for way in ways(predictor, predictor.layer(name), codec)]
+    return [*exact, *coded]
 
 
 def _alternative(
@@ -154,13 +171,20 @@ def _cheapest(name: str, predictor: Predictor) -> Choice:
         for choice in _choices(name, predictor)
         if predictor.refusal(layer, choice.strategy) is None
         and predictor.unasked(layer, choice.strategy) is None
+        and "+" not in choice.exchange
     ]
     by_itself = [choice for choice in able if not predictor.needs(name, choice.strategy)]
     return min(by_itself, key=predictor.added_s)
 
 
 def _reason(chosen: Alternative, alternatives: list[Alternative]) -> str:
-    rivals = [other for other in alternatives if other.choice.strategy != chosen.choice.strategy]
+    coded = "+" in chosen.choice.exchange  # what is lossy is no rival of what is not
+    rivals = [
+        other
+        for other in alternatives
+        if other.choice.strategy != chosen.choice.strategy
+        and (coded or "+" not in other.choice.exchange)
+    ]
     if not rivals:
         return "no other strategy serves it"
     rival = min(rivals, key=lambda other: other.step_s)

@@ -6,6 +6,7 @@ times those of one, and the layers are served as those of any job.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
+from shoal.planner.lossy import with_codecs
+from shoal.planner.options import known, resolve
 from shoal.planner.search import repredicted, search
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.tails import tail_of
@@ -28,9 +31,10 @@ def plan_for(
     micro_batches: int = MICRO_BATCHES,
     staleness: int | None = 0,
     options: SearchOptions = DEFAULT,
+    codecs: Sequence[str] = (),
     **how: Any,
 ) -> Plan:
-    """The plan that `search` finds, with its chunks of rows and how tail hosts share.
+    """The plan that `search` finds, with codecs, its chunks of rows and how tail hosts share.
 
     Args:
         profile: the model, as profiled in so many micro-batches.
@@ -38,13 +42,27 @@ def plan_for(
         micro_batches: that a batch is cut into where the end of the model has hosts of its own.
         staleness: steps that a worker may be ahead of the slowest, with servers.
         options: what is tried.
+        codecs: that it may use, as plans write them.
         how: as for `search`.
     """
     cluster = replace(cluster, ahead=staleness != 0)
     made = replace(
         search(profile, cluster, stale=cluster.ahead, options=options, **how),
         micro_batches=micro_batches,
+        staleness=staleness,
     )
+    if codecs:
+        pins = resolve(how.get("pins") or {}, [layer.name for layer in profile.layers])
+        made = with_codecs(
+            made,
+            profile,
+            cluster,
+            codecs,
+            strategies=known(how.get("strategies")),
+            pinned=list(pins),
+            options=options,
+            memory_limit=how.get("memory_limit"),
+        )
     if any(of(Strategy)[choice.strategy].role.is_cut for choice in made.choices):
         made = min(
             (repredicted(replace(made, chunks=c), profile, cluster) for c in options.chunks),
@@ -55,7 +73,7 @@ def plan_for(
             (repredicted(replace(made, joined=j), profile, cluster) for j in options.joined),
             key=_predicted,
         )
-    return with_sharing(replace(made, staleness=staleness), profile, cluster, options)
+    return with_sharing(made, profile, cluster, options)
 
 
 def with_sharing(

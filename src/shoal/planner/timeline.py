@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from shoal.codecs.coded import exchange_named
-from shoal.contracts.exchange import Exchange
+from shoal.codecs.coded import Coded, exchange_named
+from shoal.contracts.codec import Codec
+from shoal.contracts.exchange import CodingExchange, Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, Phase, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
@@ -109,6 +110,24 @@ class Predictor:
         }
         takes = self._strategies[strategy].takes
         return [name for name, exchange in fitting.items() if takes(exchange)]
+
+    def coding_carriers(self, strategy: str, codec: Codec) -> list[str]:
+        """The exchanges here that carry its codes for a strategy."""
+        takes = self._strategies[strategy].takes
+        exchanges = [self.exchange(name) for name in self.carriers(strategy)]
+        return [
+            str(exchange)
+            for exchange in exchanges
+            if isinstance(exchange, CodingExchange) and takes(Coded(exchange, codec))
+        ]
+
+    def without_codec(self, choice: Choice) -> Choice:
+        """The same choice, exact."""
+        if not choice.exchange or not self.role(choice.strategy).takes_exchange:
+            return choice
+        exchange = self.exchange(choice.exchange)
+        bare = exchange.exchange if isinstance(exchange, Coded) else exchange
+        return replace(choice, exchange=str(bare))
 
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""

@@ -169,11 +169,19 @@ def _step(explanation: Explanation) -> Text:
         + f"\nthe busiest rank sends {_mb(explanation.sent_bytes)} a step over {_rate(rate)} "
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
+        + _exact(explanation.without_codecs)
         + _moving(explanation.moving)
         + _norms(explanation.norms)
         + _placed(explanation.placement)
         + _idle(explanation.idle)
     )
+
+
+def _exact(without: tuple[float, float] | None) -> str:
+    if without is None:
+        return ""
+    step_s, sent_bytes = without
+    return f"\nexact, without codecs: a step of {_ms(step_s)}, and {_mb(sent_bytes)}"
 
 
 def _moving(moving: Sequence[MovingState]) -> str:

@@ -1,11 +1,20 @@
-"""Whether a strategy takes the exchange that a plan or pin gives it: said before anything runs."""
+"""What an exchange asks of the strategy it carries.
+
+Whether the strategy takes it is said before anything runs. In a bucket what a codec codes comes
+first, and what travels exactly is behind it, beside control: small parameters, by their dimensions.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
 
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
+from shoal.core.facts import ParameterProfile
 from shoal.core.registry import named, of
 
 
@@ -38,3 +47,21 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
 def carriers(strategy: Strategy) -> list[str]:
     """Names of the exact exchanges that a strategy takes."""
     return [name for name, kind in of(Exchange).items() if kind.exact and strategy.takes(kind())]
+
+
+def coded_first(
+    parameters: Mapping[str, nn.Parameter], exchange: Exchange
+) -> tuple[dict[str, nn.Parameter], int]:
+    """A bucket's parameters in its order, and how many of them the exchange may code."""
+    least = exchange.least_dims
+    coded = {name: p for name, p in parameters.items() if p.dim() >= least}
+    return coded | dict(parameters), len(coded)
+
+
+def profiles_coded_first(
+    parameters: Sequence[ParameterProfile], exchange: Exchange
+) -> tuple[list[ParameterProfile], int]:
+    """The same of their profiles."""
+    coded = [p for p in parameters if len(p.shape) >= exchange.least_dims]
+    exact = [p for p in parameters if len(p.shape) < exchange.least_dims]
+    return [*coded, *exact], len(coded)

@@ -34,6 +34,7 @@ from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import unlined
 from shoal.core.role import Role
+from shoal.strategies.carried import coded_first, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark, num_shares, weigh
 from shoal.strategies.marks import can_tell, check, num_marks, put
 
@@ -52,15 +53,19 @@ class Replicate(Strategy):
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
         assert exchange is not None
-        parameters = [p for layer in layers for p in layer.parameters]
+        parameters, num_coded = profiles_coded_first(
+            [p for layer in layers for p in layer.parameters], exchange
+        )
         itemsize = max(p.itemsize for p in parameters)
         num_control = len(parameters) + num_shares(itemsize) + num_marks(itemsize)
         numel = sum(p.numel for p in parameters) + num_control
-        bucket = Bucket(numel, itemsize, control=(num_control,))
+        num_exact = sum(p.numel for p in parameters[num_coded:])
+        bucket = Bucket(numel, itemsize, control=(num_exact + num_control,))
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
+        before_s, after_s = exchange.coding_s(bucket, cluster, cluster.size)
         return Cost(
-            in_backward=Phase(traffic, cluster.pace(str(exchange))),
+            in_backward=Phase(traffic, exchange.pace(cluster), before_s=before_s, after_s=after_s),
             backward_s=pack_s,
             memory_bytes=bucket.nbytes + exchange.memory_bytes(bucket, cluster.size),
         )
@@ -81,13 +86,14 @@ class BucketTransfer(Transfer):
         self.label = label
         self.native = exchange.native
         self._ranks = ranks
+        parameters, num_coded = coded_first(parameters, exchange)
         first, numels = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
         sizes = [sum(numels), len(numels), num_shares(first.itemsize), num_marks(first.itemsize)]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares, self._marks = self._flat.split(sizes)
         self.tells = can_tell(self._flat, ranks)
         self._mark: Mark | None = None  # of the round that it goes with
-        by_name = {name: p.numel() for name, p in parameters.items()}
+        by_name = dict(zip(parameters, numels[:num_coded], strict=False))
         self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, by_name, ranks))
         pieces = self._gradients.split(numels)
         self._views = {

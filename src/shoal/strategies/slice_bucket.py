@@ -82,13 +82,20 @@ class SliceBucket:
         }
 
     def live(self, parameters: Mapping[str, nn.Parameter]) -> LiveBucket:
-        """The bucket as what carries it sees it: values by the names of their parameters."""
+        """The bucket as what carries it sees it: values by the names of their parameters.
+
+        The pieces of other parameters, which are behind those of these, are control to it.
+        """
         names = {p: name for name, p in parameters.items()}
         return LiveBucket(
             self._flat,
             tuple(part.whole for part in self.slices),
             tuple(
-                tuple(Span(names[piece.parameter], piece.start, piece.stop) for piece in row)
+                tuple(
+                    Span(names[piece.parameter], piece.start, piece.stop)
+                    for piece in row
+                    if piece.parameter in names
+                )
                 for row in self.owned
             ),
             {name: p.numel() for name, p in parameters.items()},

@@ -49,6 +49,7 @@ from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
+from shoal.strategies.carried import coded_first, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark, weigh
 from shoal.strategies.marks import can_tell, check, put
 from shoal.strategies.slice_bucket import SliceBucket, placed, width
@@ -124,7 +125,9 @@ def owned_cost(
     """What a site costs a worker if each rank of the topology owns its share, and what is placed
     with it.
     """
-    parameters = [p for layer in layers for p in layer.parameters]
+    parameters, num_coded = profiles_coded_first(
+        [p for layer in layers for p in layer.parameters], exchange
+    )
     itemsize = max(p.itemsize for p in parameters)
     rows = placed(
         [p.numel for p in parameters], [p.owner for p in parameters], shares, topology.workers
@@ -132,11 +135,13 @@ def owned_cost(
     value_counts = [sum(stop - start for _, start, stop in row) for row in rows]
     widths = tuple(width(row, itemsize) for row in rows)
     largest = max(value_counts)
-    control = tuple(whole - values for whole, values in zip(widths, value_counts, strict=True))
+    coded = [sum(stop - start for i, start, stop in row if i < num_coded) for row in rows]
+    control = tuple(whole - values for whole, values in zip(widths, coded, strict=True))
     bucket = Bucket(sum(widths), itemsize, widths, control)
     own_bytes = max(widths[: cluster.size]) * itemsize
     pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
-    traffic, pace = exchange.traffic(bucket, topology), cluster.pace(str(exchange))
+    traffic, pace = exchange.traffic(bucket, topology), exchange.pace(cluster)
+    there_s, back_s = exchange.coding_s(bucket, cluster, topology.size)
     if topology.servers:
         going, coming = traffic.one_way(topology.workers)
         out, back = Direction.OUT, Direction.IN
@@ -144,9 +149,9 @@ def owned_cost(
         going = coming = traffic.half
         out = back = Direction.BOTH
     return Cost(
-        in_backward=Phase(going, pace, Wait.NEVER, out),
+        in_backward=Phase(going, pace, Wait.NEVER, out, before_s=there_s),
         # new parameters are taken out; own sums are kept, own new values put in before
-        after_step=Phase(coming, pace, direction=back, after_s=pack_s + 2 * own_s),
+        after_step=Phase(coming, pace, direction=back, before_s=back_s, after_s=pack_s + 2 * own_s),
         backward_s=pack_s,
         memory_bytes=bucket.nbytes + own_bytes + exchange.memory_bytes(bucket, topology.size),
         update=Update(
@@ -167,6 +172,7 @@ class SlicedTransfer(OwnedTransfer):
         shares: Sequence[float],
         label: str,
     ) -> None:
+        parameters, num_coded = coded_first(parameters, exchange)
         bucket = SliceBucket(parameters, place, shares)
         self.label = label
         self.native = exchange.native
@@ -176,9 +182,11 @@ class SlicedTransfer(OwnedTransfer):
         self._bucket = bucket
         self._own = bucket.slices[place.rank]  # this rank's
         self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
-        self.carrier: Carrier = exchange.carrier(bucket.live(parameters))
+        coded = dict(list(parameters.items())[:num_coded])
+        self.carrier: Carrier = exchange.carrier(bucket.live(coded))
         self.exact = self.carrier.exact
-        self._unsent = Unsent(self.carrier, self.pieces, place.rank)
+        may_lose = tuple(piece for piece in self.pieces if piece.parameter in set(coded.values()))
+        self._unsent = Unsent(self.carrier, may_lose, place.rank)
         bucket.close()
         self.held: set[nn.Parameter] = set()
         self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
@@ -287,9 +295,12 @@ class SlicedTransfer(OwnedTransfer):
 
     def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
         """Bring to all ranks what a codec makes of the changes of own pieces."""
-        own = self._own.values
         for piece, value in self._bucket.everything:
             value.copy_(piece.of(piece.parameter))
+        num_coded = len(self._unsent.pieces)
+        for new, place in zip(values[num_coded:], self._own.values[num_coded:], strict=True):
+            place.copy_(new)
+        values, own = values[:num_coded], self._own.values[:num_coded]
         changes = self._unsent.changes(values, own)
         self.carrier.gather_changes(changes, comm)
         self._unsent.keep(values, own)

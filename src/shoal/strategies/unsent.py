@@ -26,14 +26,14 @@ class Unsent:
     """Of one transfer's own pieces; kept, and saved, by its carrier."""
 
     def __init__(self, carrier: Carrier, pieces: Sequence[Piece], rank: int) -> None:
-        self._carrier, self._pieces, self._rank = carrier, pieces, rank
+        self._carrier, self.pieces, self._rank = carrier, pieces, rank
         # what all ranks have of the pieces that are being updated
         self._known: dict[Piece, Tensor] = {}
 
     def _parts(self) -> Sequence[tuple[Piece, Tensor]]:
         numbers = self._carrier.kept("unsent", self._rank)
-        parts = numbers.split([piece.numel for piece in self._pieces])
-        return list(zip(self._pieces, parts, strict=True))
+        parts = numbers.split([piece.numel for piece in self.pieces])
+        return list(zip(self.pieces, parts, strict=True))
 
     def put_in(self, parameters: Collection[Tensor]) -> None:
         """Make the own pieces of these what their owner has made of them."""
@@ -47,7 +47,7 @@ class Unsent:
     def changes(self, values: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """The differences of new values from what all ranks have, which is put in `places`."""
         differences = [self._carrier.kept("unsent", self._rank).new_empty(0)]
-        for piece, value, place in zip(self._pieces, values, places, strict=True):  # 3
+        for piece, value, place in zip(self.pieces, values, places, strict=True):  # 3
             place.copy_(self._known.get(piece, value))
             dtype = differences[0].dtype
             differences.append(value.to(dtype) - place.to(dtype))

@@ -1,0 +1,54 @@
+"""Values as float16: half of the bytes, 11 bits of precision, at most 65,504.
+
+A larger value goes as the largest there is, and the rest of it with the next ones. An infinite one
+stays infinite, so that a loss scaler sees the overflow.
+
+Reference: Micikevicius et al., "Mixed Precision Training", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.codec import Codec, State
+
+_LARGEST = torch.finfo(torch.float16).max
+
+
+@final
+@dataclass(frozen=True)
+class Float16(Codec):
+    """Two bytes a value, rounded to the nearest."""
+
+    name: ClassVar[str] = "float16"
+    in_runs: ClassVar[bool] = True
+    least_dims: ClassVar[int] = 2
+    most_error: ClassVar[float] = 0.01
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        return 2 * numel
+
+    def encode(self, values: Tensor, state: State) -> Tensor:
+        code = torch.empty(2 * len(values), dtype=torch.uint8, device=values.device)
+        return self.encode_into(values, state, code)
+
+    def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
+        half = code.view(torch.float16).copy_(values)
+        # no value is larger than the root of all squares
+        if not torch.dot(values, values) <= _LARGEST**2:
+            within = half.clamp(-_LARGEST, _LARGEST)
+            half.copy_(torch.where(values.isinf(), half, within))
+        return code
+
+    def decode(self, code: Tensor, into: Tensor) -> None:
+        into.copy_(code.view(torch.float16))
+
+    def decode_add(self, code: Tensor, into: Tensor) -> None:
+        into.add_(code.view(torch.float16))
+
+    def decode_subtract(self, code: Tensor, into: Tensor) -> None:
+        into.sub_(code.view(torch.float16))

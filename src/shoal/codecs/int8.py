@@ -1,0 +1,87 @@
+"""Values as 255 steps of the largest in their block: a quarter of the bytes.
+
+    code   │ largest / 127 of each block, float32 │ steps, int8 │
+
+A block with NaN, or with an infinite value, is NaN for all ranks.
+Reference: Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shoal.contracts.codec import Codec, State
+from shoal.core.errors import UsageError
+
+_STEPS = 127
+_LEAST = 1e-30  # of a scale: nothing is divided by zero
+
+
+@final
+@dataclass(frozen=True)
+class Int8(Codec):
+    """One byte a value, and four a block."""
+
+    name: ClassVar[str] = "int8"
+    in_runs: ClassVar[bool] = True
+    least_dims: ClassVar[int] = 2
+    most_error: ClassVar[float] = 0.05
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.block <= 1 << 16:
+            raise UsageError(
+                "the block of int8 is from 1 to 65,536 values",
+                got=str(self.block),
+                do="leave it out: it is 256",
+            )
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        return numel + 4 * -(-numel // self.block)
+
+    def encode(self, values: Tensor, state: State) -> Tensor:
+        code = torch.empty(self.nbytes(len(values), 0), dtype=torch.uint8, device=values.device)
+        return self.encode_into(values, state, code)
+
+    def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
+        num_blocks = -(-len(values) // self.block)
+        rows = _whole(values, num_blocks * self.block).view(num_blocks, -1)
+        steps = rows.abs()
+        largest = steps.amax(dim=1)
+        code[: 4 * num_blocks].view(torch.float32).copy_(largest.mul_(1 / _STEPS))
+        torch.mul(rows, largest.clamp_(min=_LEAST).reciprocal_()[:, None], out=steps)
+        code[4 * num_blocks :].view(torch.int8).copy_(steps.round_().view(-1)[: len(values)])
+        return code
+
+    def decode(self, code: Tensor, into: Tensor) -> None:
+        scales, steps = self._parted(code, len(into))
+        if len(steps) == len(into) and into.dtype == torch.float32:
+            into.copy_(steps)
+            into.view(len(scales), -1).mul_(scales[:, None])
+        else:
+            into.copy_(self._values(scales, steps)[: len(into)])
+
+    def decode_add(self, code: Tensor, into: Tensor) -> None:
+        into.add_(self._values(*self._parted(code, len(into)))[: len(into)])
+
+    def decode_subtract(self, code: Tensor, into: Tensor) -> None:
+        into.sub_(self._values(*self._parted(code, len(into)))[: len(into)])
+
+    def _values(self, scales: Tensor, steps: Tensor) -> Tensor:
+        return steps.float().view(len(scales), -1).mul_(scales[:, None]).view(-1)
+
+    def _parted(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Scales, and steps of whole blocks."""
+        num_blocks = -(-numel // self.block)
+        scales, steps = code[: 4 * num_blocks], code[4 * num_blocks :]
+        return scales.view(torch.float32), _whole(steps.view(torch.int8), num_blocks * self.block)
+
+
+def _whole(values: Tensor, numel: int) -> Tensor:
+    """Values with as many zeros behind them as make whole blocks."""
+    return values if len(values) == numel else pad(values, (0, numel - len(values)))

@@ -1,0 +1,56 @@
+"""Which exchanges and codecs a caller asks for, in plan, pins or `codecs`: they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from shoal.codecs.coded import Coded, codec_named, exchange_named
+from shoal.contracts.codec import Codec
+from shoal.contracts.exchange import Exchange
+from shoal.contracts.strategy import Strategy
+from shoal.core.errors import PlanError
+from shoal.core.plan import Plan
+from shoal.core.registry import named, of
+
+
+def codecs_of(asked: Any) -> tuple[str, ...]:
+    """The codecs that are asked for, as plans write them (PlanError for an unknown one)."""
+    if asked == "all":
+        return tuple(of(Codec))
+    if asked is None:
+        return ()
+    if isinstance(asked, str | bytes) or not isinstance(asked, Iterable):
+        texts: list[Any] = [None]
+    else:
+        texts = list(asked)
+    if not all(isinstance(text, str) for text in texts):
+        raise PlanError(
+            "codecs is a list of names",
+            got=repr(asked)[:200],
+            expected="some of " + ", ".join(of(Codec)),
+            do='write codecs=["bfloat16", "int8"], or codecs="all"',
+        )
+    return tuple(dict.fromkeys(str(codec_named(text)) for text in texts))
+
+
+def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]:
+    """The exchanges that a plan or pins ask for, as plans write them; of coded ones what carries
+    the codes.
+    """
+    return sorted({str(e.exchange if isinstance(e, Coded) else e) for e in _exchanges(plan, pins)})
+
+
+def all_codecs(
+    plan: Plan | None, pins: Mapping[str, str] | None, allowed: Sequence[str]
+) -> list[str]:
+    """The codecs that a plan or pins ask for, and those that are allowed."""
+    asked = {str(e.codec) for e in _exchanges(plan, pins) if isinstance(e, Coded)}
+    return sorted(asked.union(allowed))
+
+
+def _exchanges(plan: Plan | None, pins: Mapping[str, str] | None) -> list[Exchange]:
+    asked = [pin.partition(":")[::2] for pin in (pins or {}).values()]
+    asked += [(choice.strategy, choice.exchange) for choice in plan.choices] if plan else []
+    texts = {text for name, text in asked if text and named(Strategy, name).role.takes_exchange}
+    return [exchange_named(text) for text in texts]

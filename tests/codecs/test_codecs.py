@@ -1,0 +1,217 @@
+"""Every codec of Shoal's own, held against what each must do: bytes, errors, feedback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.codecs.coded import Coded, codec_named, exchange_named
+from shoal.codecs.runs import RUN, Runs
+from shoal.comm.threads import ThreadComm, run
+from shoal.comm.traced import TracedComm
+from shoal.contracts.codec import Codec
+from shoal.contracts.exchange import Bucket, LiveBucket
+from shoal.core.errors import PlanError, UsageError
+from shoal.core.facts import Topology
+from shoal.core.registry import of
+
+OWN = sorted(of(Codec))
+FED_BACK = [name for name, kind in of(Codec).items() if kind.feedback]
+# of normal numbers, by the codec's own arithmetic: half a step of the largest of 256 (about 2.8),
+# of 8 and of 11 bits
+ERRORS = {"bfloat16": (1e-3, 2.3e-3), "float16": (1e-4, 3e-4), "int8": (4e-3, 9e-3)}
+EXCHANGES = ["direct", "ring"]
+
+
+def numbers(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def coded(codec: Codec, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The code of values, and what it stands for."""
+    runs = Runs(codec)
+    code = torch.empty(runs.nbytes(len(values), values.itemsize), dtype=torch.uint8)
+    runs.encode(values.clone(), code, None, {})
+    back = torch.empty_like(values)
+    runs.decode(code, back)
+    return code, back
+
+
+def test_there_are_tests_for_all() -> None:
+    assert set(OWN) == set(ERRORS)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 255, 256, 1000, RUN, RUN + 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OWN)
+def test_all_ways_to_read_a_code_agree(name: str, dtype: torch.dtype, numel: int) -> None:
+    codec, values = codec_named(name), numbers(numel, dtype=dtype)
+    code, back = coded(codec, values)
+    assert len(code) == Runs(codec).nbytes(numel, dtype.itemsize) < values.nbytes + 4
+    assert torch.equal(coded(codec, values)[0], code), "one code for one input"
+    added, subtracted = torch.ones_like(values), torch.ones_like(values)
+    Runs(codec).decode_add(code, added)
+    torch.testing.assert_close(added, 1 + back)
+    for begin in range(0, numel, RUN):
+        part, at = subtracted[begin : begin + RUN], begin // RUN * codec.nbytes(RUN, 4)
+        codec.decode_subtract(code[at : at + codec.nbytes(len(part), 4)], part)
+    torch.testing.assert_close(subtracted, 1 - back)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_error_of_one_code_is_as_by_its_arithmetic(name: str) -> None:
+    values = numbers(100_000)
+    _, back = coded(codec_named(name), values)
+    least, most = ERRORS[name]
+    assert least < float((values - back).norm() / values.norm()) < most
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_zeros_stay_zeros(name: str) -> None:
+    _, back = coded(codec_named(name), torch.zeros(700))
+    assert not back.any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", OWN)
+def test_an_overflow_is_seen_and_not_kept(name: str, bad: float) -> None:
+    """A loss scaler looks for it in the gradient; the round after must be sound again."""
+    values = numbers(5000)
+    values[77] = bad
+    runs, lost = Runs(codec_named(name)), torch.zeros(5000)
+    code, back = torch.empty(runs.nbytes(5000, 4), dtype=torch.uint8), torch.empty(5000)
+    runs.encode(values, code, lost, {})
+    runs.decode(code, back)
+    assert not back.isfinite().all()
+    assert lost.isfinite().all()
+    runs.encode(numbers(5000), code, lost, {})
+    runs.decode(code, back)
+    assert back.isfinite().all()
+
+
+def test_float16_sends_what_is_too_large_later() -> None:
+    values, lost = torch.tensor([1e5, -3.0]), torch.zeros(2)
+    runs, code, back = (
+        Runs(codec_named("float16")),
+        torch.empty(4, dtype=torch.uint8),
+        torch.empty(2),
+    )
+    runs.encode(values, code, lost, {})
+    runs.decode(code, back)
+    assert back.tolist() == [65504.0, -3.0]
+    assert lost.tolist() == [1e5 - 65504, 0.0]
+
+
+@pytest.mark.parametrize("name", FED_BACK)
+def test_a_constant_gradient_telescopes_over_300_steps(name: str) -> None:
+    """What was sent is the truth but for what is lost now: the mean goes to it as 1/N."""
+    truth, steps = numbers(600), 300
+    runs, lost = Runs(codec_named(name)), torch.zeros(600)
+    code, sent = torch.empty(runs.nbytes(600, 4), dtype=torch.uint8), torch.zeros(600).double()
+    errors = []
+    for step in range(1, steps + 1):
+        runs.encode(truth, code, lost, {})
+        back = torch.empty(600)
+        runs.decode(code, back)
+        sent += back
+        errors.append(float((sent / step - truth).norm() / truth.norm()))
+    assert errors[0] > 0
+    assert errors[-1] < errors[0] / 30 + 1e-7, "a three hundredth, or the rounding of float32"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", FED_BACK)
+def test_so_it_does_on_ranks_both_ways(name: str, exchange: str) -> None:
+    """What was applied is the truth but for what is lost now: the mean goes to it as 1/N."""
+    ranks, numel, steps = 3, 600, 300
+    truth = sum(numbers(numel, rank).double() for rank in range(ranks))
+
+    def work(comm: ThreadComm) -> list[float]:
+        bucket = LiveBucket.even(torch.zeros(numel), {"only": numel}, ranks)
+        carrier = exchange_named(f"{exchange}+{name}").carrier(bucket)
+        applied, errors = torch.zeros(numel, dtype=torch.float64), []
+        for step in range(1, steps + 1):
+            bucket.flat.copy_(numbers(numel, comm.rank))
+            carrier.reduce(comm)
+            carrier.gather(comm)
+            applied += bucket.flat
+            errors.append(float((applied / step - truth).norm() / truth.norm()))
+        return errors
+
+    for errors in run(ranks, work, timeout_s=60):
+        assert errors[0] > 0
+        assert errors[-1] < errors[0] / 30 + 1e-7, "a three hundredth, or the rounding of float32"
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aabb"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", OWN)
+def test_replicas_have_the_same_bits_and_bytes_are_as_stated(
+    name: str, exchange: str, hosts: str
+) -> None:
+    ranks, numel, control = len(hosts), 1003, 7
+    carried = exchange_named(f"{exchange}+{name}")
+
+    def work(comm: ThreadComm) -> tuple[list[Tensor], int, int]:
+        flat, seen = torch.zeros(numel + control), []
+        bucket = LiveBucket.even(flat, {"one": 3, "other": numel - 3}, ranks)
+        carrier, traced = carried.carrier(bucket), TracedComm(comm)
+        for step in range(3):
+            flat[:numel] = numbers(numel, 10 * step + comm.rank)
+            flat[numel:] = torch.arange(control) + comm.rank
+            carrier.reduce(traced)
+            carrier.gather(traced)
+            seen.append(flat.clone())
+        return seen, traced.counts.bytes_sent, traced.counts.bytes_received
+
+    outcomes = run(ranks, work, timeout_s=20, hosts=hosts)
+    stated = carried.traffic(Bucket(numel + control, 4, control=(control,)), Topology(tuple(hosts)))
+    first, _, _ = outcomes[0]
+    for rank, (seen, sent, received) in enumerate(outcomes):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen, first, strict=True))
+        assert (sent, received) == (3 * stated.sent[rank], 3 * stated.received[rank])
+    counted = ranks * torch.arange(control) + sum(range(ranks))
+    assert all(torch.equal(flat[numel:], counted.float()) for flat in first)
+    truth = sum(numbers(numel, rank) for rank in range(ranks))
+    worst = ERRORS[name][1]
+    assert float((first[0][:numel] - truth).norm() / truth.norm()) < 3 * worst * ranks**0.5
+
+
+@pytest.mark.parametrize("exchange", ["direct", "ring"])
+def test_an_exact_sum_of_what_codes_stand_for(exchange: str) -> None:
+    """By hand, of one step on two ranks: the owner's part is exact, the other's a code of it."""
+    codec = codec_named("int8(block=4)")
+    values = [numbers(16, rank) for rank in range(2)]
+
+    def work(comm: ThreadComm) -> Tensor:
+        flat = values[comm.rank].clone()
+        bucket = LiveBucket.even(flat, {"only": 16}, 2)
+        Coded(exchange_named(exchange), codec).carrier(bucket).reduce(comm)  # type: ignore[arg-type]
+        return bucket.values(comm.rank)
+
+    for rank, got in enumerate(run(2, work, timeout_s=20)):
+        own = slice(8 * rank, 8 * rank + 8)
+        _, theirs = coded(codec, values[1 - rank][own])
+        assert torch.equal(got, values[rank][own] + theirs)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("direct+int9", "no codec called 'int9'(.|\n)*did you mean 'int8'"),
+        ("direct+bfloat", "did you mean 'bfloat16'"),
+        ("ring+int8(blok=3)", "did you mean 'block'"),
+        ("allreduce+int8", "allreduce takes no codec"),
+    ],
+)
+def test_what_there_is_not_is_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        exchange_named(text)
+
+
+@pytest.mark.parametrize("text", ["int8(block=0)", "int8(block=100000)"])
+def test_options_out_of_range_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="from 1 to"):
+        codec_named(text)

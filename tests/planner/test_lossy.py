@@ -1,0 +1,126 @@
+"""When the planner takes a codec: only allowed, only where the step gets a tenth shorter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_up import cluster, layer, model
+
+from shoal.core.cost import CodingPace
+from shoal.core.errors import PlanError
+from shoal.core.facts import LayerProfile
+from shoal.core.plan import Plan
+from shoal.planner.explain import explain
+from shoal.planner.search_options import SearchOptions
+from shoal.planner.sharing import plan_for
+from shoal.report.text import explained, plain
+
+FAST, SLOW = CodingPace(1e-10, 1e-10), CodingPace(1e-5, 1e-5)
+
+
+def matrix(name: str, ready_s: float, rows: int, kind: str = "Conv2d") -> LayerProfile:
+    """A layer of one weight of so many rows, of 1,000 columns."""
+    made = layer(name, ready_s, rows * 1000, kind)
+    weight = replace(made.parameters[0], shape=(rows, 1000))
+    return replace(made, parameters=(weight,))
+
+
+NET = model(matrix("late", 0.5, 10_000), matrix("early", 2.0, 10_000))
+SLOW_LINK = replace(cluster(4, 10e6), codings={"int8": FAST, "bfloat16": FAST})
+FEW = SearchOptions(bucket_bytes=(1 << 20,))
+BUCKETS: dict[str, Any] = {"strategies": ["replicate", "sliced"], "options": FEW}
+
+
+def codecs_in(plan: Plan) -> set[str]:
+    return {choice.exchange.partition("+")[2] for choice in plan.choices}
+
+
+def test_none_is_taken_unless_allowed() -> None:
+    assert codecs_in(plan_for(NET, SLOW_LINK, **BUCKETS)) == {""}
+
+
+def test_what_is_allowed_is_taken_where_the_link_is_slow() -> None:
+    exact = plan_for(NET, SLOW_LINK, **BUCKETS)
+    halved = plan_for(NET, SLOW_LINK, codecs=["bfloat16"], **BUCKETS)
+    quartered = plan_for(NET, SLOW_LINK, codecs=["bfloat16", "int8"], **BUCKETS)
+    assert codecs_in(halved) == {"bfloat16"} and codecs_in(quartered) == {"int8"}
+    assert quartered.predicted_s < 0.7 * halved.predicted_s < 0.5 * exact.predicted_s
+
+
+def test_none_is_taken_where_all_hides() -> None:
+    fast = replace(SLOW_LINK, link=replace(SLOW_LINK.link, bytes_per_s=1e9))
+    exact = plan_for(NET, fast, **BUCKETS)
+    assert plan_for(NET, fast, codecs=["int8"], **BUCKETS) == exact
+
+
+def test_one_that_codes_slowly_is_not_taken() -> None:
+    """A hundred values a millisecond: the link is faster."""
+    slow = replace(SLOW_LINK, codings={"int8": SLOW})
+    assert codecs_in(plan_for(NET, slow, codecs=["int8"], **BUCKETS)) == {""}
+
+
+def test_what_gains_less_than_a_tenth_is_not_taken() -> None:
+    small = model(matrix("late", 0.5, 10), matrix("early", 2.0, 300))
+    exact = plan_for(small, SLOW_LINK, **BUCKETS)
+    pinned = plan_for(small, SLOW_LINK, pins={"*": "sliced:direct+int8"}, options=FEW)
+    assert 0.9 * exact.predicted_s < pinned.predicted_s < 0.99 * exact.predicted_s
+    assert plan_for(small, SLOW_LINK, codecs=["int8"], **BUCKETS) == exact
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_embeddings_stay_exact(kind: str) -> None:
+    net = model(matrix("late", 0.5, 10_000), matrix("table", 2.0, 10_000, kind))
+    plan = plan_for(net, SLOW_LINK, codecs=["int8"], **BUCKETS)
+    assert "+" not in plan.choice("table").exchange and "+int8" in plan.choice("late").exchange
+
+
+def test_layers_of_vectors_stay_exact() -> None:
+    net = model(matrix("late", 0.5, 10_000), layer("norm", 2.0, 10_000_000, "LayerNorm"))
+    plan = plan_for(net, SLOW_LINK, codecs=["int8"], **BUCKETS)
+    assert "+" not in plan.choice("norm").exchange and "+int8" in plan.choice("late").exchange
+
+
+def test_what_hides_anyway_stays_exact() -> None:
+    """A small layer whose gradient comes first; the large one behind it is what takes long."""
+    net = model(matrix("early", 0.1, 1000), matrix("last", 2.0, 30_000), backward_s=2.0)
+    plan = plan_for(net, SLOW_LINK, codecs=["int8"], **BUCKETS)
+    assert "+int8" in plan.choice("last").exchange and "+" not in plan.choice("early").exchange
+
+
+def test_pins_stay() -> None:
+    pins = {"late": "replicate:ring"}
+    plan = plan_for(NET, SLOW_LINK, codecs=["int8"], pins=pins, options=FEW)
+    assert plan.choice("late").way == "replicate:ring"
+    assert "+int8" in plan.choice("early").exchange
+
+
+def test_a_limit_of_memory_is_kept() -> None:
+    """What a codec loses is kept: a number for each value."""
+    for times, codec in ((2.5, ""), (3.5, "int8")):
+        limit = times * NET.nbytes
+        plan = plan_for(NET, SLOW_LINK, codecs=["int8"], memory_limit=limit, **BUCKETS)
+        assert codecs_in(plan) == {codec}
+
+
+def test_explain_shows_exact_and_lossy_side_by_side() -> None:
+    plan = plan_for(NET, SLOW_LINK, codecs=["int8"], **BUCKETS)
+    explanation = explain(plan, NET, SLOW_LINK)
+    (without_s, without_bytes) = explanation.without_codecs or (0.0, 0.0)
+    assert without_s > 2 * explanation.step_s and without_bytes > 3.9 * explanation.sent_bytes
+    page = plain(explained(explanation, reasons=True))
+    for way in ("direct+int8", "ring+int8", "direct+bfloat16", "replicate:ring ", "exact, without"):
+        assert way in page, way
+
+
+def test_an_exact_plan_says_nothing_of_codecs() -> None:
+    bare = replace(SLOW_LINK, codings={})
+    explanation = explain(plan_for(NET, bare, **BUCKETS), NET, bare)
+    assert explanation.without_codecs is None
+    assert "+" not in "".join(o.choice.exchange for row in explanation.layers for o in row.others)
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(PlanError, match="did you mean 'int8'"):
+        plan_for(NET, SLOW_LINK, codecs=["int9"])
