@@ -13,6 +13,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
+from shoal.front.checkpoints import Checkpoints
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
 from shoal.front.parallel import parallelize, plan, plan_of
@@ -25,6 +26,7 @@ from shoal.session.memory import Memory, memory
 from shoal.session.session import World, world
 
 __all__ = [
+    "Checkpoints",
     "Choice",
     "Cluster",
     "Link",

@@ -17,13 +17,12 @@ from shoal.core.errors import RanksDiffer, UsageError
 _READING = "shoal.load: finding the checkpoint"
 
 
-def fetched(comm: Comm, path: Path, keywords: Sequence[str]) -> Saved:
+def fetched(comm: Comm, path: Path) -> Saved:
     """The checkpoint of that name (a collective).
 
     Args:
         comm: all who load it.
         path: its folder.
-        keywords: what is to be loaded of it.
 
     Raises:
         UsageError: no rank sees it, or ranks see different ones.

@@ -99,7 +99,7 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
         {}
     """
     comm = ranks()
-    saved = fetched(comm, Path(path), list(objects))
+    saved = fetched(comm, Path(path))
     return restored(saved, objects, comm)
 
 

@@ -1,0 +1,54 @@
+"""Writes one checkpoint after another beside training, on a thread that gives way to others."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import final
+
+_NICER = 5  # of the thread, where the system knows of such
+
+
+@final
+class Background:
+    """At most one write at a time.
+
+    Args:
+        failed: is told of an error, on that thread.
+    """
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None  # of the last write
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write goes on."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin a write, once the one before is done."""
+        self.wait()
+        self.error = None
+        # not a daemon: an ordinary end of the program waits for it
+        self._thread = threading.Thread(target=self._run, args=(work,), name="shoal-checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, work: Callable[[], None]) -> None:
+        with suppress(OSError):  # of this thread alone, on Linux
+            own = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICER)
+        try:
+            work()
+        except BaseException as error:
+            self.error = error
+            self._failed(error)

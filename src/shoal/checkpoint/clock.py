@@ -1,0 +1,50 @@
+"""When the next checkpoint is due, though ranks must decide it together and seldom talk.
+
+Rank 0's clock decides. Ranks agree on the number of the step at which they decide next, by the
+measured time of a step: half of what is left, and a second at most. So most steps cost nothing, a
+checkpoint comes at most a second late, and so does what a signal asks for.
+Guarded by tests/checkpoint/test_clock.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import final
+
+_LOOK_S = 1.0  # seconds between two decisions, at most
+_MOST_STEPS = 10_000
+
+
+@final
+class Clock:
+    """One rank's.
+
+    Args:
+        every_s: seconds from one checkpoint to the next.
+        now: the time in seconds.
+    """
+
+    def __init__(self, every_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._every_s, self._now = every_s, now
+        self._last_s = self._decided_s = now()
+        self._decided_at = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time."""
+        return self._now() - self._last_s >= self._every_s
+
+    def saved(self) -> None:
+        """A checkpoint begins now."""
+        self._last_s = self._now()
+
+    def next_decision(self, step: int) -> int:
+        """The step at which to decide next, as seen from this one."""
+        now_s = self._now()
+        steps = step - self._decided_at
+        step_s = (now_s - self._decided_s) / steps if steps > 0 else _LOOK_S
+        self._decided_s, self._decided_at = now_s, step
+        left_s = max(0.0, self._every_s - (now_s - self._last_s))
+        wait_s = min(left_s / 2, _LOOK_S)
+        return step + max(1, min(_MOST_STEPS, int(wait_s / max(step_s, 1e-9))))

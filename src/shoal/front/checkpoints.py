@@ -1,0 +1,272 @@
+"""`Checkpoints`: a run that is saved now and then beside training, and goes on by itself.
+
+    step     count; at steps that ranks have agreed on, decide together whether a checkpoint is due
+    take     all ranks, at once: copies into memory that is used again
+    write    a thread of rank 0 (of each host's first rank, if `local`), while training goes on
+
+A checkpoint costs the training thread the copy. Guarded by tests/front/test_checkpoints.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self, final
+
+from shoal.checkpoint.background import Background
+from shoal.checkpoint.clock import Clock
+from shoal.checkpoint.fetched import fetched
+from shoal.checkpoint.run import Run, name_of, step_of
+from shoal.checkpoint.snapshot import Memory, Snapshot
+from shoal.checkpoint.state import State
+from shoal.comm.agreement import agreed
+from shoal.core.errors import UsageError
+from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
+from shoal.front.saving import restored, taken, written
+from shoal.front.stateful import members
+from shoal.report.stages import LOGGER, Stages
+from shoal.session.session import ranks
+
+_FINDING = "shoal.Checkpoints: looking for the newest checkpoint"
+_DECIDING = "shoal.Checkpoints.step: whether a checkpoint is due"
+_OPENING = "shoal.Checkpoints: opening the folder"
+_ENDING = "shoal.Checkpoints: the last checkpoint"
+
+
+@final
+class Checkpoints:
+    """Saves a run now and then, beside training, and goes on with it after a restart.
+
+    All ranks make it, and call its methods, alike. Rank 0 writes, and its clock decides. A write
+    that fails is logged, and tried again when the next one is due. The last one raises.
+
+    Args:
+        folder: of this run alone; it is made if it is not there.
+        every_s: seconds from one checkpoint to the next.
+        keep: how many are kept; older ones are removed.
+        local: each host has a folder of its own under that path, and writes all of it. Without, the
+            hosts share one, or rank 0's host alone has it.
+        signals: SIGTERM and SIGINT (Ctrl-C) have a checkpoint written, after which `step` returns
+            True. A second one acts as always.
+        objects: as for `shoal.save`. Plain data are the values at the start: `step(epoch=2)` gives
+            new ones.
+
+    Raises:
+        UsageError: another job writes into the folder, or this one may not.
+
+    Examples:
+        >>> import shoal, torch, tempfile
+        >>> _ = shoal.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with shoal.Checkpoints(tempfile.mkdtemp(), model=model, epoch=0) as checkpoints:
+        ...     first = checkpoints.resume()["epoch"]
+        ...     for epoch in range(first, 3):
+        ...         _ = checkpoints.step(epoch=epoch)
+        >>> checkpoints.steps
+        3
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        /,
+        *,
+        every_s: float = 600.0,
+        keep: int = 3,
+        local: bool = False,
+        signals: bool = False,
+        **objects: Any,
+    ) -> None:
+        _check(every_s, keep)
+        self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
+        self._run, self._clock, self._memory = Run(Path(folder)), Clock(every_s), Memory()
+        self._background = Background(self._failed)
+        self.steps = 0  # that the run has made, also before a restart
+        self._decides = 1  # the step at which ranks decide next
+        if self._writes:
+            agreed(self._comm, self._run.lock, _OPENING)
+        else:
+            agreed(self._comm, lambda: None, _OPENING)
+        self._signals = _Signals() if signals else None
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process does."""
+        rank = self._comm.rank
+        return self._comm.topology.local_ranks[rank] == 0 if self._local else rank == 0
+
+    def resume(self) -> dict[str, Any]:
+        """Go on from the newest checkpoint that is complete (a collective).
+
+        Hosts that do not see it are sent it.
+
+        Returns:
+            The plain data in it, or the values at the start where there is no checkpoint yet.
+
+        Raises:
+            UsageError: as for `shoal.load`.
+        """
+        plain = {k: v for k, v in self._objects.items() if not any(members(v, k))}
+        names = self._comm.gather_objects(self._run.newest(), _FINDING)
+        found = [name for name in names if name is not None]
+        if not found:
+            return plain
+        name = max(found, key=lambda one: step_of(one) or 0) if self._local else found[0]
+        saved = fetched(self._comm, self._run.folder / name)
+        values = restored(saved, self._objects, self._comm)
+        self._objects |= values
+        self.steps = saved.state.step or 0
+        self._decides = self.steps + 1
+        self._clock.next_decision(self.steps)
+        Stages(speaks=self._comm.rank == 0).say(f"goes on from {saved.folder}")
+        return values
+
+    def step(self, **values: Any) -> bool:
+        """Count a step, and save if it is time: to be called behind `optimizer.step()`.
+
+        Args:
+            values: new ones of the plain data that are saved, such as `epoch=2`.
+
+        Returns:
+            Whether a signal has asked this run to end. A checkpoint is written: leave the loop.
+        """
+        self.steps += 1
+        self._objects |= values
+        if self.steps < self._decides:
+            return False
+        wants_end = self._signals is not None and self._signals.received
+        clock, is_main = self._clock, self._comm.rank == 0
+        asked = (
+            is_main and clock.is_due,
+            self._background.is_busy,
+            wants_end,
+            clock.next_decision(self.steps) if is_main else 0,
+        )
+        told = [asked] if self._comm.size == 1 else self._comm.gather_objects(asked, _DECIDING)
+        is_due, _, _, self._decides = told[0]
+        ends = any(each[2] for each in told)
+        if ends:
+            self.save()
+        elif is_due and not any(each[1] for each in told):
+            self._start()
+        return ends
+
+    def save(self, *, wait: bool = True, **values: Any) -> None:
+        """Save now (a collective).
+
+        Args:
+            wait: until it is written. Without, it is written beside training.
+            values: as for `step`.
+
+        Raises:
+            UsageError: it cannot be written.
+        """
+        self._objects |= values
+        self._start()
+        if wait:
+            self._settle()
+
+    def close(self) -> None:
+        """Wait for what is being written (a collective).
+
+        Raises:
+            UsageError: the last checkpoint could not be written.
+        """
+        if self._signals is not None:
+            self._signals.restore()
+        try:
+            self._settle()
+        finally:
+            self._run.unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._background.wait()  # ranks may have parted: no collective
+        self._run.unlock()
+
+    def _start(self) -> None:
+        """Take a snapshot, and begin to write it."""
+        began_s = time.perf_counter()
+        self._background.wait()
+        self._clock.saved()
+        snapshot = Snapshot(self._memory, keeps=self._writes)
+        state = taken(snapshot, self._objects, self._comm, self.steps)
+        if self._writes:
+            taken_s = time.perf_counter() - began_s
+            self._background.start(partial(self._write, snapshot, state, taken_s))
+
+    def _write(self, snapshot: Snapshot, state: State, taken_s: float) -> None:
+        began_s = time.perf_counter()
+        name = name_of(state.step or 0)
+        written(snapshot, self._run.folder / name, state)
+        self._run.put_latest(name, self._keep)
+        seconds = time.perf_counter() - began_s
+        Stages(speaks=self._comm.rank == 0).say(
+            f"checkpoint {name}: taken in {taken_s:.2f} s, written in {seconds:.1f} s"
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        LOGGER.error("a checkpoint was not written, and the older ones stay: %s", error)
+
+    def _settle(self) -> None:
+        def written() -> None:
+            self._background.wait()
+            error, self._background.error = self._background.error, None
+            if isinstance(error, UsageError):
+                raise error
+            if error is not None:
+                raise UsageError(
+                    "the checkpoint cannot be written",
+                    where=str(self._run.folder),
+                    got=f"{type(error).__name__}: {error}",
+                    do="make room, or look at the disk",
+                ) from error
+
+        agreed(self._comm, written, _ENDING)
+
+
+def _check(every_s: float, keep: int) -> None:
+    if not is_positive(every_s, MOST_SECONDS):
+        raise UsageError(
+            "every_s is a number of seconds over 0", got=repr(every_s), do="give for instance 600.0"
+        )
+    if not is_count(keep) or keep < 1:
+        raise UsageError(
+            "keep is a number of checkpoints, at least 1", got=repr(keep), do="give for instance 3"
+        )
+
+
+@final
+class _Signals:
+    """Notes that the run is to end; a second signal acts as it would have."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Let signals act as before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before = {}

@@ -1,0 +1,182 @@
+"""`Checkpoints`: saved in time, beside training, by all ranks at the same step; gone on with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_process import cluster_of, features, rows_of
+from torch import nn, optim
+from torch.nn import functional as F
+
+import shoal
+from shoal.checkpoint import snapshot
+from shoal.checkpoint.folder import LATEST
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import UsageError
+from shoal.front.joining import using
+
+
+class Script:
+    """A rank's training, parallelised."""
+
+    def __init__(self, comm: ThreadComm) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.model = nn.Linear(7, 3).double()
+        for parameter in self.model.parameters():
+            parameter.data.normal_(generator=generator)
+        self.optimizer = optim.AdamW(self.model.parameters())
+        self.rows = [rows_of(batch, comm.rank, comm.size) for batch in features(7, 3, steps=8)]
+        self.objects: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+
+    def start(self) -> None:
+        shoal.parallelize(self.model, F.cross_entropy, self.optimizer, sample=self.rows[0])
+
+    def step(self, number: int) -> None:
+        x, y = self.rows[number]
+        F.cross_entropy(self.model(x), y).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def on_ranks(ranks: int, work: Any, hosts: tuple[str, ...] = ()) -> list[Any]:
+    cluster = cluster_of(ranks)
+    if hosts:
+        cluster = shoal.Cluster(shoal.Topology(hosts), cluster.link)
+
+    def each(comm: ThreadComm) -> Any:
+        with using(comm, cluster):
+            return work(comm, Script(comm))
+
+    return run(ranks, each, timeout_s=20, hosts=cluster.topology.hosts)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_run_goes_on_where_it_was(tmp_path: Path, ranks: int) -> None:
+    def first(comm: ThreadComm, script: Script) -> Any:
+        script.start()
+        with shoal.Checkpoints(tmp_path, every_s=1e-6, keep=2, **script.objects, epoch=0) as saved:
+            assert saved.resume() == {"epoch": 0}
+            for number in range(5):
+                script.step(number)
+                assert saved.step(epoch=number) is False
+                saved._background.wait()
+        for number in range(5, 8):
+            script.step(number)
+        return script.model.state_dict()
+
+    def second(comm: ThreadComm, script: Script) -> Any:
+        with shoal.Checkpoints(tmp_path, every_s=1e6, **script.objects, epoch=0) as saved:
+            assert saved.resume() == {"epoch": 4}
+            script.start()
+            assert saved.steps == 5
+            for number in range(5, 8):
+                script.step(number)
+                saved.step()
+            return script.model.state_dict()
+
+    expected = on_ranks(ranks, first)
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "LOCK", "step-00000004", "step-00000005"]
+    got = on_ranks(ranks, second)
+    for one in (*expected, *got):
+        assert all(map(torch.equal, one.values(), expected[0].values()))
+
+
+def test_hosts_of_their_own_write_all_of_it_and_one_that_has_lost_it_is_sent_it(
+    tmp_path: Path,
+) -> None:
+    hosts = ("one", "one", "two")
+
+    def first(comm: ThreadComm, script: Script) -> Any:
+        script.start()
+        folder = tmp_path / hosts[comm.rank]
+        with shoal.Checkpoints(folder, local=True, **script.objects) as saved:
+            for number in range(3):
+                script.step(number)
+                saved.step()
+            saved.save()
+        return script.model.state_dict()
+
+    def second(comm: ThreadComm, script: Script) -> Any:
+        folder = tmp_path / hosts[comm.rank]
+        with shoal.Checkpoints(folder, local=True, **script.objects) as saved:
+            saved.resume()
+            assert saved.steps == 3
+        return script.model.state_dict()
+
+    expected = on_ranks(3, first, hosts)
+    for host in ("one", "two"):
+        assert (tmp_path / host / "step-00000003" / "model.safetensors").is_file()
+        assert (tmp_path / host / LATEST).read_text() == "step-00000003\n"
+    shutil.rmtree(tmp_path / "one")
+    for got in on_ranks(3, second, hosts):
+        assert all(map(torch.equal, got.values(), expected[0].values()))
+
+
+def test_a_write_that_fails_is_logged_and_the_last_one_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def work(comm: ThreadComm, script: Script) -> None:
+        script.start()
+        saved = shoal.Checkpoints(tmp_path, every_s=1e-6, **script.objects)
+        saved.save()
+        with monkeypatch.context() as patched:
+            if comm.rank == 0:
+                patched.setattr(snapshot.tensors, "write", full)
+            script.step(0)
+            saved.step()
+            saved._background.wait()
+            script.step(1)
+            saved.step()
+            with pytest.raises(UsageError, match=r"No space left|rank 0 cannot go on"):
+                saved.close()
+
+    with caplog.at_level(logging.ERROR, "shoal"):
+        on_ranks(2, work)
+    assert caplog.text.count("a checkpoint was not written, and the older ones stay") == 2
+    assert sorted(os.listdir(tmp_path)) == [LATEST, "LOCK", "step-00000000"]
+
+
+def test_two_jobs_that_write_one_folder(tmp_path: Path) -> None:
+    def work(comm: ThreadComm, script: Script) -> None:
+        with (
+            shoal.Checkpoints(tmp_path, **script.objects),
+            pytest.raises(UsageError, match="another job writes its checkpoints there"),
+        ):
+            shoal.Checkpoints(tmp_path, **script.objects)
+
+    on_ranks(2, work)
+
+
+def test_a_signal_asks_for_a_checkpoint(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    model = nn.Linear(2, 2)
+    with using(ThreadComm()), shoal.Checkpoints(tmp_path, signals=True, model=model) as saved:
+        assert saved.step() is False
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not saved.step():  # at the next decision, which is a second away at most
+            pass
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert (tmp_path / LATEST).read_text() == f"step-{saved.steps:08d}\n"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"every_s": 0}, "every_s"), ({"every_s": "10min"}, "every_s"), ({"keep": 0}, "keep is")],
+)
+def test_what_is_no_number_is_refused(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        shoal.Checkpoints(tmp_path / "run", **options, model=nn.Linear(1, 1))
+    assert not (tmp_path / "run").exists()
