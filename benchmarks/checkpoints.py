@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -114,8 +115,10 @@ def killed_once(
     child = os.fork()
     if not child:
         os.close(reading)
-        with suppress(BaseException):
+        try:
             job(folder, numel, writing, one_name)
+        except BaseException:
+            traceback.print_exc()
         os._exit(1)
     os.close(writing)
     with os.fdopen(reading) as told:

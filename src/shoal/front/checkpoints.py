@@ -45,9 +45,9 @@ class Checkpoints:
     that fails is logged, and tried again when the next one is due. The last one raises.
 
     Args:
-        folder: of this run alone; it is made if it is not there.
+        folder: of this run alone. It is made if it is not there.
         every_s: seconds from one checkpoint to the next.
-        keep: how many are kept; older ones are removed.
+        keep: how many are kept. Older ones are removed.
         local: each host has a folder of its own under that path, and writes all of it. Without, the
             hosts share one, or rank 0's host alone has it.
         signals: SIGTERM and SIGINT (Ctrl-C) have a checkpoint written, after which `step` returns
