@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -111,7 +111,8 @@ class Training:
     loss_fn: Callable[[Any, Any], Tensor] | None = F.cross_entropy
     optimizer: Callable[[Iterable[nn.Parameter]], Any] = sgd
     loop: Loop = plain
-    count: Callable[[Any, Any], float | Tensor] | None = None
+    count: Callable[..., float | Tensor] | None = None
+    compute_loss: Callable[[Any, Any], Tensor] | None = None  # with loss_fn=None
     placement: str | dict[str, int] = "balanced"
     search_options: SearchOptions = DEFAULT
 
@@ -119,7 +120,8 @@ class Training:
         """The state after training in one process, without shoal."""
         model = copy.deepcopy(self.model)
         with using(ThreadComm()):  # so that a loop may ask for the rank
-            self.loop(model, self.loss_fn, self.optimizer(model.parameters()), self.batches)
+            loss = self.compute_loss or self.loss_fn
+            self.loop(model, loss, self.optimizer(model.parameters()), self.batches)
         return state(model)
 
     def on_ranks(self, ranks: int, way: str = BUCKETED[0], *, uneven: bool = False) -> list[State]:
@@ -142,6 +144,7 @@ class Training:
                     sample=mine[0],
                     pins=pins,
                     count=self.count,
+                    compute_loss=self.compute_loss,
                     placement=self.placement,
                     **({"search_options": self.search_options} | options),
                 )
@@ -159,18 +162,24 @@ class Training:
             return {"*": way}
         rest = f"{BUCKETED[0]}:{exchange}" if exchange else BUCKETED[0]
         return {"*": rest} | served_by(
-            strategy, self.model, self.loss_fn, self.batches[0], cluster_of(ranks)
+            strategy,
+            self.model,
+            self.loss_fn,
+            self.batches[0],
+            cluster_of(ranks),
+            compute_loss=self.compute_loss,
+            counted=self.count is not None,
         )
 
 
 def served_by(
-    strategy: str, model: nn.Module, loss_fn: Any, sample: Batch, cluster: Cluster
+    strategy: str, model: nn.Module, loss_fn: Any, sample: Any, cluster: Cluster, **how: Any
 ) -> dict[str, str]:
     """Pins of the layers that a strategy serves, of which there must be one, and of those that it
     needs beside them.
     """
     kind = of(Strategy)[strategy]()
-    profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm())
+    profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm(), **how)
     served: dict[str, str] = {}
     for layer in profile.layers:
         together = {layer.name: strategy, **kind.needs(layer)}
@@ -243,6 +252,11 @@ def rows_of(batch: Any, rank: int, ranks: int, uneven: bool = False) -> Any:
         ends = [len(leaf) * share // sum(shares) for share in accumulate(shares)]
         return leaf[([0, *ends])[rank] : ends[rank]].clone()
 
+    if is_dataclass(batch) and not isinstance(batch, type):
+        parts = {
+            f.name: rows_of(getattr(batch, f.name), rank, ranks, uneven) for f in fields(batch)
+        }
+        return replace(batch, **parts)
     return pytree.tree_map(cut, batch)
 
 

@@ -156,3 +156,50 @@ def test_the_line_that_fails_is_told_of_a_relative_path_too(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"recipe\.py, line 5"):
         load("recipe.py")
+
+
+OF_BATCH = GOOD.replace(
+    """    def loss():
+        return nn.MSELoss()
+""",
+    """    def compute_loss(model, batch):
+        return model(batch["x"]).mean()
+
+    def count(batch):
+        return 2 * len(batch["x"])
+
+    def accuracy(model, batch):
+        return float(model(batch["x"]).sum()), len(batch["x"])
+""",
+)
+
+
+def test_a_recipe_that_computes_the_loss_of_a_batch(write):
+    recipe = load(write(OF_BATCH))
+    batch = recipe.batch({"x": torch.ones(3, 2)})
+    assert recipe.loss() is None
+    assert torch.equal(recipe.objective().loss(lambda x: x, batch), torch.tensor(1.0))
+    assert recipe.count(batch) == 6
+    assert recipe.right(lambda x: x, batch) == (6.0, 3)
+
+
+def test_a_recipe_with_two_losses_is_refused(write):
+    more = """
+    def loss():
+        return nn.MSELoss()
+"""
+    with pytest.raises(UsageError, match="both loss"):
+        load(write(OF_BATCH + more))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "usage"),
+    [
+        ("compute_loss(model, batch)", "compute_loss(batch)", r"compute_loss\(model, batch\)"),
+        ("accuracy(model, batch)", "accuracy(model, x, y)", r"accuracy\(model, batch\)"),
+        ("count(batch)", "count(output, y)", r"count\(batch\)"),
+    ],
+)
+def test_functions_of_a_batch_that_take_other_arguments(write, old, new, usage):
+    with pytest.raises(UsageError, match=usage):
+        load(write(OF_BATCH.replace(old, new)))

@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,8 +128,10 @@ def run(
     recipe = at_own_device(recipe)
     batch = recipe.batch(next(iter(shard(recipe.data()[0]))))
     _tell("measuring and planning")
-    work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch)
-    shoal = _shoal(work, options)
+    computes = recipe.compute_loss
+    batch = batch if computes is None else (batch, None)
+    work = Workload(recipe.model, recipe.loss(), recipe.optimizer, batch, computes)
+    shoal = _shoal(work, options, recipe.count)
     attached = current().attached[shoal.model]
     contenders = {"shoal": shoal}
     for name in against:
@@ -269,15 +271,18 @@ def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
     recorder.note("step", "steps", begin_s)
 
 
-def _shoal(work: Workload, options: PlanOptions) -> Peer:
+def _shoal(work: Workload, options: PlanOptions, count: Callable[[Any], Any] | None) -> Peer:
     peer = Peer("shoal", _seeded(work).model(), work)
-    peer.model, peer.loss, peer.optimizer = parallelize(
+    peer.model, loss, peer.optimizer = parallelize(
         peer.model,
         peer.loss,
         peer.optimizer,
-        sample=work.batch,
+        sample=work.batch if work.compute_loss is None else work.batch[0],
+        compute_loss=work.compute_loss,
+        count=count,
         **vars(options),
     )
+    peer.loss, peer.compute_loss = (loss, None) if work.compute_loss is None else (None, loss)
     return peer
 
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.contracts.sample import called, own_loss
+from shoal.contracts.sample import ComputeLoss, called, own_loss
 from shoal.core.errors import ShoalError, UsageError
 from shoal.session.session import current
 
@@ -37,13 +37,14 @@ class Workload:
     """What every contender trains: builders, to begin alike, and one batch `(x, y)`.
 
     `x` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` None means the
-    model returns its loss.
+    model returns its loss. With a `compute_loss` x is a batch as that takes it, and y None.
     """
 
     model: Callable[[], nn.Module]
     loss: Callable[..., Tensor] | None
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     batch: tuple[Any, Any]
+    compute_loss: ComputeLoss | None = None
 
 
 class Peer:
@@ -52,11 +53,14 @@ class Peer:
     def __init__(self, name: str, model: nn.Module, work: Workload) -> None:
         self.name = name
         self.model = model
-        self.loss = work.loss
+        self.loss, self.compute_loss = work.loss, work.compute_loss
         self.optimizer = work.optimizer(model.parameters())
 
     def forward(self, x: Any, y: Any) -> Tensor:
         """The loss of one batch."""
+        if self.compute_loss is not None:
+            loss: Tensor = self.compute_loss(self.model, x)
+            return loss
         output = called(self.model, x)
         return own_loss(output) if self.loss is None else self.loss(output, y)
 

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from shoal.contracts.sample import Sample, called, own_loss
+from shoal.contracts.batch import mapped, tensors_of
+from shoal.contracts.sample import Objective, Sample
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
@@ -94,12 +95,19 @@ def train(
     training_data, test_data = recipe.data()
     loader = shard(training_data)
     # 2  spread the model over the ranks
-    model, loss_fn = recipe.model(), recipe.loss()
+    model, objective = recipe.model(), recipe.objective()
     optimizer = recipe.optimizer(model.parameters())
     sample = recipe.batch(next(iter(loader)))
-    model, loss_fn, optimizer = parallelize(
-        model, loss_fn, optimizer, sample=sample, **vars(options)
+    model, loss, optimizer = parallelize(
+        model,
+        objective.loss_fn,
+        optimizer,
+        sample=sample,
+        compute_loss=objective.compute_loss,
+        count=recipe.count,
+        **vars(options),
     )
+    objective = objective.by(loss)
     _show_plan(model, save, reasons=reasons)
     # 3  the ordinary loop
     epochs, num_steps = _length(recipe, loader, epochs, max_steps)
@@ -108,10 +116,11 @@ def train(
         for epoch in range(epochs):
             if progress.num_steps == num_steps:
                 break  # a stream's epochs had more steps than one
-            for x, y in islice(map(recipe.batch, loader), num_steps - progress.num_steps):
+            for batch in islice(map(recipe.batch, loader), num_steps - progress.num_steps):
                 checked = world().size > 1 or progress.num_steps > 0
-                seconds, loss = timed_step(model, loss_fn, optimizer, x, y, checked=checked)
-                progress.count(epoch, seconds, loss, rows=len(pytree.tree_leaves(x)[0]))
+                rows = _num_rows(batch)
+                seconds, loss = timed_step(model, objective, optimizer, batch, checked=checked)
+                progress.count(epoch, seconds, loss, rows=rows)
             progress.end_epoch(epoch)
     # 4  what came of it
     progress.end()
@@ -138,6 +147,11 @@ def _length(
         epochs = math.ceil(max_steps / num_batches) if max_steps else recipe.epochs
     num_steps = epochs * num_batches
     return epochs, min(num_steps, max_steps or num_steps)
+
+
+def _num_rows(batch: Any) -> int:
+    """Rows of a batch, for what progress shows: those of its first tensor."""
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 1)
 
 
 def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
@@ -186,7 +200,12 @@ def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any])
 
 
 def timed_step(
-    model: nn.Module, loss_fn: Any, optimizer: Optimizer, x: Any, y: Any, *, checked: bool = True
+    model: nn.Module,
+    objective: Objective,
+    optimizer: Optimizer,
+    batch: Any,
+    *,
+    checked: bool = True,
 ) -> tuple[float, float]:
     """One ordinary training step: its seconds, and its loss over this rank's rows.
 
@@ -195,10 +214,9 @@ def timed_step(
     """
     began = time.perf_counter()
     if checked:
-        output = called(model, x)
-        loss = own_loss(output) if loss_fn is None else loss_fn(output, y)
+        loss = objective.loss(model, batch)
     else:
-        loss = Sample.of(model, loss_fn, (x, y)).loss()
+        loss = Sample.of(model, objective.loss_fn, batch, objective.compute_loss).loss()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -220,9 +238,8 @@ def at_own_device(recipe: Recipe) -> Recipe:
 @torch.no_grad()
 def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
     """Share of right answers over all of it."""
-    assert recipe.accuracy is not None
     model.eval()
-    counts = [recipe.accuracy(model(x), y) for x, y in map(recipe.batch, test)]
+    counts = [recipe.right(model, batch) for batch in map(recipe.batch, test)]
     model.train()
     return sum(right for right, _ in counts) / sum(total for _, total in counts)
 
@@ -240,7 +257,7 @@ def check(
     recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     loader = shard(recipe.data()[0])
-    model, loss_fn = recipe.model(), recipe.loss()
+    model, objective = recipe.model(), recipe.objective()
     # before the optimizer sees its parameters
     options = replace(options, plan=_retyped(options.plan, model, dtype))
     local = [module for module in model.modules() if isinstance(module, _LOCAL)]
@@ -248,11 +265,13 @@ def check(
     batches = [_as_type(batch, dtype) for batch in _take(recipe, loader, steps)]
     for module in local:
         module.eval()
-    parallelize(
+    _, loss, _ = parallelize(
         model,
-        loss_fn,
+        objective.loss_fn,
         optimizer,
         sample=batches[0],
+        compute_loss=objective.compute_loss,
+        count=recipe.count,
         **vars(options),
     )
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
@@ -263,8 +282,8 @@ def check(
                 explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
             )
         )
-    for x, y in batches:
-        timed_step(model, loss_fn, optimizer, x, y, checked=comm.size > 1)
+    for batch in batches:
+        timed_step(model, objective.by(loss), optimizer, batch, checked=comm.size > 1)
     trained = [parameter.detach() for parameter in model.parameters()]
     everyone = comm.gather_objects(
         pytree.tree_map_only(Tensor, Tensor.cpu, batches), "comparing with one process: batches"
@@ -300,8 +319,7 @@ def _differences(
     """Train one process on all ranks' batches: how far each parameter is from the trained one."""
     optimizer = recipe.optimizer(single.parameters())
     for parts in zip(*everyone, strict=True):
-        x, y = recipe.batch(_joined(parts))
-        timed_step(single, recipe.loss(), optimizer, x, y)
+        timed_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
     rate = max(float(group["lr"]) for group in optimizer.param_groups)
     return [
         (name, float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate))
@@ -346,7 +364,17 @@ def plan(
     _stay_behind(session)
     pieces = options.micro_batches if session.other(TailHosts) else None
     stages = Stages(speaks=session.comm.rank == 0)
-    profile = profile_model(model, recipe.loss(), [optimizer], sample, session.comm, pieces)
+    objective = recipe.objective()
+    profile = profile_model(
+        model,
+        objective.loss_fn,
+        [optimizer],
+        sample,
+        session.comm,
+        pieces,
+        compute_loss=objective.compute_loss,
+        counted=recipe.count is not None,
+    )
     stages.done("measuring the model")
     codecs = codecs_of(options.codecs)
     wanted = all_codecs(None, options.pins, codecs)
@@ -380,7 +408,7 @@ def _stay_behind(session: Session) -> None:
         serve_and_end(session)
 
 
-def _take(recipe: Recipe, loader: DataLoader[Any], count: int) -> list[tuple[Any, Any]]:
+def _take(recipe: Recipe, loader: DataLoader[Any], count: int) -> list[Any]:
     """The first `count` batches, going round where the loader is shorter."""
 
     def forever() -> Iterator[Any]:
@@ -391,9 +419,7 @@ def _take(recipe: Recipe, loader: DataLoader[Any], count: int) -> list[tuple[Any
 
 
 def _as_type(batch: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map(
-        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, batch
-    )
+    return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _joined(parts: tuple[Any, ...]) -> Any:

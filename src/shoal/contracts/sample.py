@@ -1,9 +1,13 @@
 """One training step's forward on the user's sample, in all the forms that a sample may take.
 
+    loss_fn        the sample is (x, y), the loss `loss_fn(model(x), y)`
+    compute_loss   the sample is a batch of any kind, the loss `compute_loss(model, batch)`
+    neither        short for a compute_loss that calls the model and takes the loss that it returns:
+                   a scalar, `.loss` or `["loss"]` of the output, or the one loss in a tuple, as in
+                   `(logits, loss)`. The sample is (x, None), the batch x
+
 `x` is a tensor, a tuple of positional or a mapping of keyword arguments of the model. A namedtuple,
-as a PackedSequence, is one argument, unless forward takes its fields. The loss is `loss_fn(output,
-y)`, or, without a `loss_fn`, what the model returns itself: a scalar, an output with `.loss` or
-`["loss"]`, or a tuple of which one member is a loss, as `(logits, loss)`.
+as a PackedSequence, is one argument, unless forward takes its fields.
 """
 
 from __future__ import annotations
@@ -18,26 +22,58 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
-from shoal.core.errors import SampleError, ShoalError, WorldError
+from shoal.contracts.batch import tensors_of
+from shoal.core.errors import SampleError, ShoalError, UsageError, WorldError
 from shoal.core.nothing import nothing
 
 _NO_MEMORY = "can't allocate memory"  # torch says it as a RuntimeError
 LossFn = Callable[[Any, Any], Tensor]
+ComputeLoss = Callable[[nn.Module, Any], Any]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What computes the loss of a sample; by neither, the model returns it."""
+
+    loss_fn: LossFn | None = None
+    compute_loss: ComputeLoss | None = None
+
+    def loss(self, model: nn.Module, sample: Any) -> Any:
+        """The loss, unchecked; None where a model returns none."""
+        if self.compute_loss is not None:
+            return self.compute_loss(model, sample)
+        x, y = sample
+        output = called(model, x)
+        return own_loss(output) if self.loss_fn is None else self.loss_fn(output, y)
+
+    def by(self, loss: Any) -> Objective:
+        """The same by the loss that `parallelize` returned."""
+        return Objective(None, loss) if self.compute_loss else Objective(loss)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A model, its loss and one batch, checked; `loss()` runs them."""
+    """A model, its loss and one batch, checked; `loss()` runs them.
+
+    Without a `loss_fn` x is the whole batch, and y None.
+    """
 
     model: nn.Module
     loss_fn: LossFn | None
     x: Any
     y: Any
+    compute_loss: ComputeLoss | None = None
     renew: Callable[[], None] = field(default=nothing, repr=False, compare=False)  # x and y
 
     @classmethod
-    def of(cls, model: nn.Module, loss_fn: LossFn | None, sample: Any) -> Sample:
-        """Check the pair's form (SampleError that says what is wrong with it); nothing runs yet."""
+    def of(
+        cls,
+        model: nn.Module,
+        loss_fn: LossFn | None,
+        sample: Any,
+        compute_loss: ComputeLoss | None = None,
+    ) -> Sample:
+        """Check the sample's form (SampleError that says what is wrong); nothing runs yet."""
         lazy = [
             name
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -49,6 +85,15 @@ class Sample:
                 got=", ".join(lazy[:5]),
                 do="run the model once on a batch first",
             )
+        if compute_loss is not None:
+            if sample is None:
+                raise SampleError(
+                    "there is no sample",
+                    expected="sample=batch: what compute_loss(model, batch) is called with",
+                    do="give one batch of the kind the training loop will see",
+                )
+            _check_rows(sample, "batch")
+            return cls(model, None, sample, None, compute_loss)
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise SampleError(
                 "there is no sample" if sample is None else "the sample is not a pair",
@@ -57,17 +102,13 @@ class Sample:
                 do="give one batch of the kind the training loop will see",
             )
         x, y = sample
-        sizes = [len(tensor) for tensor in tensors_in(x) if tensor.dim()]
-        if sizes and not any(sizes):
-            raise SampleError(
-                "the sample has no rows", got=f"x = {describe(x)}", do="give a batch with some"
-            )
+        _check_rows(x, "x")
         if loss_fn is None and y is not None:
             raise SampleError(
                 "the sample has a target, but there is no loss_fn to take it",
                 got=f"y = {describe(y)}",
-                do="give a loss_fn, or, where the model returns its own loss, put the target into "
-                "x and None for y",
+                do="give a loss_fn or compute_loss=; or, where the model returns its own loss, "
+                "put the target into x and None for y",
             )
         return cls(model, loss_fn, x, y)
 
@@ -82,9 +123,10 @@ class Sample:
         except ShoalError:
             raise
         except Exception as error:
-            raise self._refused("the model does not take the sample", error) from error
+            problem = "compute_loss fails on" if self.compute_loss else "the model does not take"
+            raise self._refused(f"{problem} the sample", error) from error
         if self.loss_fn is None:
-            return self._checked(own_loss(output), output)
+            return self._checked(output if self.compute_loss else own_loss(output), output)
         try:
             loss = self.loss_fn(output, self.y)
         except ShoalError:
@@ -94,6 +136,17 @@ class Sample:
                 f"loss_fn does not take the model's output ({describe(output)})", error
             ) from error
         return self._checked(loss, output)
+
+    @property
+    def function(self) -> LossFn | ComputeLoss | None:
+        """What computes the loss beside the model, if anything does."""
+        return self.compute_loss or self.loss_fn
+
+    def loss_of(self, batch: Any) -> Any:
+        """Without a loss_fn: the loss of another batch, or None."""
+        if self.compute_loss is not None:
+            return self.compute_loss(self.model, batch)
+        return own_loss(called(self.model, batch))
 
     def backward(self, loss: Tensor) -> None:
         """Run backward (SampleError if it raises)."""
@@ -109,11 +162,15 @@ class Sample:
         return tensors_in((self.x, self.y))
 
     def output(self) -> Any:
-        """Run the model, on the batch as it was."""
+        """Run the model, or compute_loss, on the batch as it was."""
         self.renew()
+        if self.compute_loss is not None:
+            return self.compute_loss(self.model, self.x)
         return called(self.model, self.x)
 
     def _given(self) -> str:
+        if self.compute_loss is not None:
+            return f"batch = {describe(self.x)}"
         return f"x = {describe(self.x)}, y = {describe(self.y)}"
 
     def _refused(self, problem: str, error: Exception) -> ShoalError:
@@ -122,6 +179,13 @@ class Sample:
                 "memory ran out as the sample was run",
                 got=f"{type(error).__name__}: {str(error)[:200]}; {self._given()}",
                 do="give a smaller batch, here and in training; or end what else takes memory",
+            )
+        if self.compute_loss is not None:
+            return SampleError(
+                f"{problem}: {type(error).__name__}: {error}",
+                got=self._given(),
+                expected="a batch as compute_loss takes it",
+                do="try compute_loss(model, batch).backward() on the same batch first",
             )
         return SampleError(
             f"{problem}: {type(error).__name__}: {error}",
@@ -132,6 +196,10 @@ class Sample:
         )
 
     def _checked(self, loss: Any, output: Any) -> Tensor:
+        if self.compute_loss is not None:
+            check_computed(loss)
+            checked: Tensor = loss
+            return checked
         source = "loss_fn" if self.loss_fn else "the model (there is no loss_fn)"
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
             return loss
@@ -159,6 +227,54 @@ class Sample:
                 else ", or give a loss_fn: where the model returns (logits, loss) also "
                 "lambda out, y: out[1]"
             ),
+        )
+
+
+def check_computed(loss: Any) -> None:
+    """Refuse what a compute_loss has returned, where it is no loss (SampleError)."""
+    if not isinstance(loss, Tensor):
+        problem, do = "compute_loss returned no loss", "return the loss, a scalar tensor"
+        if (inside := own_loss(loss)) is not None and isinstance(inside, Tensor):
+            problem = "compute_loss returned more than a loss"
+            do = "return the loss alone; keep what else you need in a list or an attribute"
+    elif loss.numel() != 1:
+        problem = f"compute_loss returned a loss of shape {tuple(loss.shape)}, which is no scalar"
+        do = "reduce it, for example with .mean()"
+    elif not loss.requires_grad:
+        problem = "compute_loss returned a loss that does not depend on any trainable parameter"
+        do = "compute it of what model(…) gives, without detach(), item() and torch.no_grad()"
+    else:
+        return
+    raise SampleError(
+        problem, got=describe(loss), expected="a scalar tensor that requires grad", do=do
+    )
+
+
+def check_compute_loss(compute_loss: Any, loss_fn: Any) -> None:
+    """Refuse what cannot be called as compute_loss(model, batch) (UsageError)."""
+    do = "give a function of (model, batch) that returns the loss"
+    if not callable(compute_loss):
+        raise UsageError("compute_loss is not callable", got=type(compute_loss).__name__, do=do)
+    if isinstance(compute_loss, type):
+        raise UsageError("compute_loss is a class", got=compute_loss.__name__, do=do)
+    if loss_fn is not None:
+        raise UsageError(
+            "there are both a loss_fn and a compute_loss",
+            do="give None for loss_fn, and let compute_loss(model, batch) call it",
+        )
+    try:
+        inspect.signature(compute_loss).bind(None, None)
+    except TypeError as error:
+        raise UsageError("compute_loss takes other arguments", got=str(error), do=do) from error
+    except ValueError:
+        pass  # written in C: its signature cannot be seen
+
+
+def _check_rows(batch: Any, name: str) -> None:
+    sizes = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
+    if sizes and not any(sizes):
+        raise SampleError(
+            "the sample has no rows", got=f"{name} = {describe(batch)}", do="give a batch with some"
         )
 
 

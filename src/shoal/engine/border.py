@@ -33,11 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.contracts.batch import DEPTH, OPAQUE
 from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
-from shoal.profiling.terms import DEPTH, OPAQUE, kept_by
+from shoal.profiling.terms import kept_by
 from shoal.remote.stage_output import StageOutput
 from shoal.tensors.cut import is_cut
 from shoal.tensors.cut_output import CutOutput
@@ -66,7 +67,7 @@ class Border:
         # every crossing hangs on it: see `_trains`
         self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self._anchored = _accumulator(self.anchor)
-        self.loss_weighs = False  # whether a loss is expected that weighs itself
+        self.awaited_loss = ""  # where one weighs itself: what a backward of another is told
 
     def check(self) -> None:
         """Raise UsageError if a parameter trains that was frozen, or has another type now.
@@ -133,7 +134,7 @@ class Border:
             self._check_whole()
             self._checked = task
         backward = self.engine.begin()
-        if self.loss_weighs and not backward.was_called:
+        if self.awaited_loss and not backward.was_called:
             self._warn_of_loss()
         if backward.weight is None:
             self.weigh_parameters()
@@ -147,12 +148,9 @@ class Border:
 
     def _warn_of_loss(self) -> None:
         """Say, once, that the loss of a backward is not the one that weighs itself."""
-        self.loss_weighs = False
+        self.awaited_loss, said = "", self.awaited_loss
         warnings.warn(
-            "a backward has come whose loss was not made by the loss_fn that parallelize returned: "
-            "its gradient is taken for a mean over this rank's rows. But that loss_fn has a count, "
-            "is a sum, or is a mean over rows that only its target shows. Call it: "
-            "loss = loss_fn(model(x), y)",
+            f"a backward has come whose loss was not made by the {said}",
             stacklevel=2,
         )
 

@@ -27,6 +27,7 @@ from typing import Any, final
 
 from torch import Tensor
 
+from shoal.contracts.batch import tensors_of
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Mark
 from shoal.core.errors import RanksDiffer, UsageError
@@ -34,7 +35,6 @@ from shoal.engine.common import Common
 from shoal.engine.counts import Counts
 from shoal.engine.lanes import Lane
 from shoal.profiling.identity import content
-from shoal.profiling.terms import tensors_of
 
 _TERMS, _DIGEST, _ROWS = range(3)  # of what a rank tells of a call
 # waits for what the ranks say, by rank; None where not every rank makes the call

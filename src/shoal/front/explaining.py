@@ -7,7 +7,8 @@ from torch import nn
 from shoal.front.parallel import plan_of
 from shoal.planner.explain import explain as explain_plan
 from shoal.report import text
-from shoal.session.session import current, uncompiled
+from shoal.session.additions import uncompiled
+from shoal.session.session import current
 
 
 def explain(model: nn.Module) -> str:

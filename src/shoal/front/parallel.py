@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm.agreement import agreed, from_first
-from shoal.contracts.sample import Sample
+from shoal.contracts.sample import Sample, check_compute_loss
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
@@ -54,10 +54,10 @@ from shoal.remote.tail_messages import Open
 from shoal.report.stages import Stages
 from shoal.report.text import summary
 from shoal.rewrite.apply import check_served
-from shoal.session.additions import add
+from shoal.session.additions import add, uncompiled
 from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
-from shoal.session.session import Attached, Session, current, ranks, uncompiled
+from shoal.session.session import Attached, Session, current, ranks
 from shoal.strategies.sync_batchnorm import alone as sync_norms_alone
 
 _CHECKING = "parallelize: checking what was given"
@@ -72,7 +72,7 @@ def parallelize(
     plan: Plan | str | Path = "auto",
     pins: Mapping[str, str] | None = None,
     strategies: Iterable[str] | None = None,
-    count: Callable[[Any, Any], float | Tensor] | None = None,
+    count: Callable[..., float | Tensor] | None = None,
     staleness: int | None = 0,
     memory: str = "fast",
     placement: str | dict[str, int] = "balanced",
@@ -83,6 +83,7 @@ def parallelize(
     buffers: str | Mapping[str, str] = "agree",
     sync_batchnorm: bool = False,
     codecs: str | Iterable[str] = (),
+    compute_loss: Callable[[nn.Module, Any], Any] | None = None,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -92,20 +93,21 @@ def parallelize(
         model: any module. Names, state_dict keys and parameter objects stay as they are. Compile
             blocks afterwards.
         loss_fn: a module or function of (output, target) that gives a mean over local rows, or a
-            sum, as the sample shows. None where the model returns its own loss: a scalar, `.loss`,
-            `["loss"]` or the one scalar of a tuple, as in (logits, loss).
+            sum, as the sample shows. None where there is a `compute_loss`, or the model returns its
+            own loss: a scalar, `.loss`, `["loss"]` or the one scalar of a tuple, as in (logits,
+            loss).
         optimizer: one optimizer, or a list of them.
         sample: `(x, y)`, one batch such as training will see: x a tensor, a tuple of positional or
             a dict of keyword arguments of the model. A namedtuple is one argument. y is the target,
-            None without a loss_fn.
+            None without a loss_fn. With a `compute_loss` it is any batch that this takes.
         plan: "auto", a `Plan`, or the path of a saved one.
         pins: by dotted layer name or glob, a strategy ("factor") or a strategy and its exchange
             ("replicate:ring").
         strategies: names of the strategies that the planner may use. By default all.
         count: a function of (output, target) that gives how many terms the local mean is over,
             where that is not the number of rows (ignore_index, token losses). Without a loss_fn its
-            target is what the model was called with. Each step waits for the number, so on a GPU it
-            is better one that the host knows already.
+            target is what the model was called with. With a `compute_loss` it takes (batch). Each
+            step waits for the number, so on a GPU it is better one that the host knows already.
         staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for
             the synchronous step, None for any number. Otherwise all layers are served, every rank
             weighs the same however many rows it has, and there is no one gradient to read or to
@@ -133,13 +135,16 @@ def parallelize(
         sync_batchnorm: whether BatchNorm layers normalise by the rows of all ranks, as one process
             does on the global batch. Their statistics cross the network in forward and backward,
             and main threads wait for them. nn.SyncBatchNorm layers always do.
+        compute_loss: in place of a loss_fn, a function of (model, batch) that computes the loss, as
+            trainers have it. It may call the model, or parts of it, as it likes. Train by the one
+            that is returned.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.
 
     Returns:
         `(model, loss_fn, optimizer)`: the same objects, but for a loss that is a plain function,
-        which may be wrapped.
+        which may be wrapped. With a compute_loss, `(model, compute_loss, optimizer)`.
 
     Raises:
         UsageError: what was given does not fit: sample, plan, pins, memory, placement, a compiled
@@ -156,6 +161,17 @@ def parallelize(
         >>> model, loss_fn, optimizer = shoal.parallelize(model, loss_fn, optimizer, sample=(x, y))
         >>> loss_fn(model(x), y).backward()
         >>> optimizer.step()
+
+        With a function that computes the loss of a batch:
+
+        >>> model, batch = torch.nn.Linear(4, 2), {"x": x, "y": y}
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def compute_loss(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        >>> model, compute_loss, optimizer = shoal.parallelize(
+        ...     model, None, optimizer, sample=batch, compute_loss=compute_loss
+        ... )
+        >>> compute_loss(model, batch).backward()
     """
     session = current()
     comm = session.comm
@@ -184,6 +200,7 @@ def parallelize(
         buffers,
         sync_batchnorm,
         codecs if isinstance(codecs, str) or not isinstance(codecs, Iterable) else tuple(codecs),
+        compute_loss,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -193,21 +210,32 @@ def parallelize(
     session.released.discard(model)
     if comm.size == 1:
         if sample is not None:
-            Sample.of(model, loss_fn, sample)  # said already here, not only under torchrun
+            # said already here, not only under torchrun
+            Sample.of(model, loss_fn, sample, compute_loss)
         for torch_optimizer in optimizers:
             extend(torch_optimizer, asked.left_alone)
             session.notice_steps(torch_optimizer)
         add(model, None)
-        return model, loss_fn, optimizer
+        return model, compute_loss or loss_fn, optimizer
     stages = Stages(speaks=comm.rank == 0)
     keep_freed()
     comm.reached("parallelize: measuring the model")
     first = tail is not None and tail.calls == 1  # whose end may be elsewhere
     pieces = (given_plan.micro_batches if given_plan else micro_batches) if first else None
     with sync_norms_alone(model, sync_batchnorm) as norms:
-        profile = profile_model(model, loss_fn, optimizers, sample, comm, pieces, buffers=buffers)
+        profile = profile_model(
+            model,
+            loss_fn,
+            optimizers,
+            sample,
+            comm,
+            pieces,
+            buffers=buffers,
+            compute_loss=compute_loss,
+            counted=count is not None,
+        )
     profile = replace(profile, norms=norms.described(profile))
-    alike = inputs_alike(comm, *sample)
+    alike = loss_fn is not None and inputs_alike(comm, *sample)
     stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")
     cluster = measured_cluster(
@@ -227,7 +255,7 @@ def parallelize(
     has_tail = any(named(Strategy, choice.strategy).role.is_at_tail for choice in chosen.choices)
     check_sync_norms(chosen, profile.norms, has_tail=has_tail)
     stage = _open_tail(session, model, loss_fn, chosen, profile)
-    loss_fn, running = attach(
+    loss, running = attach(
         session,
         model,
         loss_fn,
@@ -241,13 +269,14 @@ def parallelize(
         moving=profile.moving,
         terms=profile.terms,
         norms=norms,
+        compute_loss=compute_loss,
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = replace(cluster, ahead=chosen.staleness != 0)
     session.attached[model] = Attached(running, chosen, placed, cluster)
     stages.say(summary(chosen, profile.moving, profile.norms))
-    return model, loss_fn, optimizer
+    return model, loss, optimizer
 
 
 def _open_tail(
@@ -300,6 +329,7 @@ def plan(
     buffers: str | Mapping[str, str] = "agree",
     sync_batchnorm: bool = False,
     codecs: str | Iterable[str] = (),
+    compute_loss: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Plan:
     """Plan without changing anything.
 
@@ -326,7 +356,9 @@ def plan(
     """
     comm = ranks() if cluster else current().comm
     tail = cluster.tail if cluster else current().other(TailHosts)
-    check_ways(buffers, model, loss_fn)
+    if compute_loss is not None:
+        check_compute_loss(compute_loss, loss_fn)
+    check_ways(buffers, model, compute_loss or loss_fn)
     allowed = codecs_of(codecs)
     with sync_norms_alone(model, sync_batchnorm) as norms:
         profile = profile_model(
@@ -337,6 +369,7 @@ def plan(
             comm,
             micro_batches if tail else None,
             buffers=buffers,
+            compute_loss=compute_loss,
         )
     profile = replace(profile, norms=norms.described(profile))
     wanted, device = all_codecs(None, pins, allowed), device_of(model)

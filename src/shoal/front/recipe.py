@@ -6,10 +6,13 @@
                        returns its own loss
     optimizer(params)  a torch.optim.Optimizer over them
 
-and, where wanted, `accuracy(output, target) -> (correct, total)` for the test data and `EPOCHS`, a
-whole number. Caffe2's data_parallel_model took builders in the same way, so that each process makes
-a model of its own. The functions are checked when the file is loaded, what they return when they
-are called.
+and, where wanted, `accuracy(output, target) -> (correct, total)` for the test data,
+`count(output, target)` that says what the loss is a mean over, and `EPOCHS`, a whole number. In
+place of loss() a recipe may have `compute_loss(model, batch)`, of a batch as the DataLoader gives
+it. Its accuracy takes (model, batch) then, and its count (batch).
+
+Caffe2's data_parallel_model took builders in the same way, so that each process makes a model of
+its own. The functions are checked when the file is loaded, what they return when they are called.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import importlib.util
 import inspect
 import symtable
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -28,20 +31,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from shoal.contracts.batch import mapped
+from shoal.contracts.sample import Objective
 from shoal.core.errors import UsageError
 
 CPU = torch.device("cpu")
 _BUILDERS = {
     "data": "data() -> DataLoader, or (train, test)",
     "model": "model() -> nn.Module",
-    "loss": "loss() -> a loss module or function",
+    "loss": "loss() -> a loss module or function, or compute_loss(model, batch) -> loss",
     "optimizer": "optimizer(params) -> torch optimizer",
 }
-_OPTIONAL = {"accuracy": "accuracy(output, target) -> (correct, total)"}
-_NUM_ARGUMENTS = {"data": 0, "model": 0, "loss": 0, "optimizer": 1, "accuracy": 2}
+_OPTIONAL = {
+    "accuracy": "accuracy(output, target) -> (correct, total)",
+    "count": "count(output, target) -> number of terms of the loss",
+}
+_OF_BATCH = {
+    "compute_loss": "compute_loss(model, batch) -> loss",
+    "accuracy": "accuracy(model, batch) -> (correct, total)",
+    "count": "count(batch) -> number of terms of the loss",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,8 @@ class Recipe:
     accuracy: Callable[[Any, Any], tuple[float, int]] | None = None
     epochs: int = 1
     device: torch.device = CPU
+    compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
+    count: Callable[..., float | Tensor] | None = None
 
     def on(self, device: torch.device) -> Recipe:
         """The same, with models, losses and batches on this device."""
@@ -79,7 +92,9 @@ class Recipe:
         return built if self.device == CPU else built.to(self.device)
 
     def loss(self) -> Callable[..., Tensor] | None:
-        """The loss as a function of output and target."""
+        """The loss as a function of output and target; None where a compute_loss has its place."""
+        if self.compute_loss is not None:
+            return None
         built = self.builders["loss"]()
         if built is not None and not callable(built):
             raise self._wrong("loss", built)
@@ -92,13 +107,27 @@ class Recipe:
             raise self._wrong("optimizer", built)
         return built
 
-    def batch(self, batch: Any) -> tuple[Any, Any]:
-        """A loader's batch as (x, y); one that is not a pair is all x."""
+    def objective(self) -> Objective:
+        """What computes the loss of a batch."""
+        return Objective(self.loss(), self.compute_loss)
+
+    def batch(self, batch: Any) -> Any:
+        """A loader's batch as a sample: (x, y), or (x, None) of one that is no pair.
+
+        For a compute_loss it stays what it is.
+        """
+        if self.compute_loss is not None:
+            return mapped(batch, self._moved)
         is_pair = isinstance(batch, list | tuple) and len(batch) == 2
-        x, y = batch if is_pair else (batch, None)
-        return pytree.tree_map_only(Tensor, self._moved, x), pytree.tree_map_only(
-            Tensor, self._moved, y
-        )
+        return mapped(tuple(batch) if is_pair else (batch, None), self._moved)
+
+    def right(self, model: nn.Module, batch: Any) -> tuple[float, int]:
+        """Right answers of a batch, and answers, where there is an accuracy."""
+        assert self.accuracy is not None
+        if self.compute_loss is not None:
+            return self.accuracy(model, batch)
+        x, y = batch
+        return self.accuracy(model(x), y)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -136,16 +165,36 @@ def load(path: str | Path) -> Recipe:
     own = [
         name for name, value in there.items() if getattr(value, "__module__", "") == module.__name__
     ]
-    for name, usage in _BUILDERS.items():
+    given = {name: usage for name, usage in _BUILDERS.items() if not _replaced(name, there)}
+    if "loss" in there and "compute_loss" in there:
+        raise UsageError(
+            "the recipe has both loss() and compute_loss(model, batch)",
+            where=str(path),
+            do="leave one of them out",
+        )
+    for name, usage in given.items():
         if name not in there:
             raise _missing(path, own, name, usage)
-    for name, usage in (_BUILDERS | _OPTIONAL).items():
-        if name in there:
+    optional = _OF_BATCH if "compute_loss" in there else _OPTIONAL
+    for name, usage in (_BUILDERS | optional).items():
+        if name in there and (name != "count" or name in own):
             _check_call(path, there[name], name, usage)
     epochs = getattr(module, "EPOCHS", 1)
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
         raise UsageError("EPOCHS is a whole number, at least 1", where=str(path), got=repr(epochs))
-    return Recipe(path, {name: there[name] for name in _BUILDERS}, there.get("accuracy"), epochs)
+    return Recipe(
+        path,
+        {name: there[name] for name in given},
+        there.get("accuracy"),
+        epochs,
+        compute_loss=there.get("compute_loss"),
+        count=there.get("count") if "count" in own else None,
+    )
+
+
+def _replaced(builder: str, there: Container[str]) -> bool:
+    """Whether a recipe has something else in a builder's place."""
+    return builder == "loss" and "compute_loss" in there
 
 
 def _require_recipe(path: Path) -> None:
@@ -166,7 +215,7 @@ def _require_recipe(path: Path) -> None:
     }
     own = [symbol.get_name() for symbol in symbols if symbol.is_namespace()]
     for name, usage in _BUILDERS.items():
-        if name not in bound and "import *" not in source:
+        if name not in bound and not _replaced(name, bound) and "import *" not in source:
             raise _missing(path, own, name, usage)
 
 
@@ -235,7 +284,8 @@ def _check_call(path: Path, builder: Callable[..., Any], name: str, usage: str) 
             do=f"define {usage}",
         )
     try:
-        inspect.signature(builder).bind(*range(_NUM_ARGUMENTS[name]))
+        arguments = usage.partition("(")[2].partition(")")[0]
+        inspect.signature(builder).bind(*filter(None, arguments.split(",")))
     except TypeError as error:
         problem = f"{name} in the recipe takes other arguments"
         raise UsageError(problem, where=str(path), got=str(error), do=f"define {usage}") from error

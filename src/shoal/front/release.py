@@ -19,9 +19,9 @@ from shoal.core.errors import RanksDiffer, UsageError
 from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
-from shoal.session.additions import remove
+from shoal.session.additions import remove, uncompiled
 from shoal.session.running import Running
-from shoal.session.session import Session, current, uncompiled
+from shoal.session.session import Session, current
 
 
 def unparallelize(model: nn.Module) -> None:

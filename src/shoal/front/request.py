@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.sample import check_compute_loss
 from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
@@ -68,6 +69,7 @@ class Request:
     buffers: Ways = "agree"
     sync_batchnorm: bool = False
     codecs: Any = ()  # see `codecs_of`
+    compute_loss: Callable[..., Any] | None = None
 
 
 def checked(
@@ -75,6 +77,8 @@ def checked(
 ) -> Plan | None:
     """Refuse what cannot be parallelised; the given plan, None for "auto"."""
     optimizers = listed(optimizer)
+    if asked.compute_loss is not None:
+        check_compute_loss(asked.compute_loss, loss_fn)
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
     if isinstance(loss_fn, type):
@@ -85,8 +89,9 @@ def checked(
         )
     parameters = _check_model(model, session)
     _check_left_alone(asked.left_alone, model)
-    _check_loss(loss_fn, parameters | set(map(id, asked.left_alone)))
-    if is_counted(loss_fn):
+    loss = asked.compute_loss or loss_fn
+    _check_loss(loss, parameters | set(map(id, asked.left_alone)))
+    if is_counted(loss):
         raise UsageError(
             "the loss is counted for another model already, and would weigh that one's gradients, "
             "too",
@@ -95,7 +100,7 @@ def checked(
         )
     _check_optimizers(optimizers, parameters)
     _check_limits(asked)
-    check_ways(asked.buffers, model, loss_fn)
+    check_ways(asked.buffers, model, loss)
     _check_norms(asked, model)
     check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
@@ -146,7 +151,8 @@ def _check_limits(asked: Request) -> None:
         raise UsageError(
             "count is not a function",
             got=repr(asked.count)[:80],
-            do="give for instance count=lambda output, y: len(y)",
+            do="give for instance count=lambda output, y: len(y), or with a compute_loss "
+            "count=lambda batch: len(batch)",
         )
     if not isinstance(asked.search_options, SearchOptions):
         raise UsageError(
@@ -389,6 +395,7 @@ def require_same(
         "strategies": "all" if asked.strategies is None else sorted(asked.strategies),
         "search_options": repr(asked.search_options),
         "count": "none" if asked.count is None else "a function",
+        "compute_loss": "none" if asked.compute_loss is None else "a function",
         "staleness": "unbounded" if asked.staleness is None else asked.staleness,
         "memory": asked.memory,
         "memory_limit": asked.memory_limit,

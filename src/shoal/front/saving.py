@@ -28,7 +28,8 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
 from shoal.front.stateful import members, modules_of, put_back, state_of
-from shoal.session.session import current, found, ranks, uncompiled
+from shoal.session.additions import uncompiled
+from shoal.session.session import current, found, ranks
 
 _RANDOM = "random-state"  # no keyword is called that
 _WRITING = "shoal.save: writing the checkpoint"

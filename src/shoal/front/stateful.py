@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.core.errors import ShoalError, UsageError
-from shoal.session.session import uncompiled
+from shoal.session.additions import uncompiled
 
 _SHOWN = 4  # names that a message lists
 Modules = Sequence[tuple[str, Mapping[str, Tensor]]]

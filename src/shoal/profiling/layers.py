@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.probe import Layer, Probe, Step, Trial
-from shoal.contracts.sample import LossFn, Sample
+from shoal.contracts.sample import ComputeLoss, LossFn, Sample
 from shoal.contracts.strategy import Strategy, probes_of
 from shoal.core.errors import SampleError
 from shoal.core.facts import Facts, LayerProfile, ModelProfile, ParameterProfile, first
@@ -61,21 +61,26 @@ def profile_model(
     micro_batches: int | None = None,
     probes: Iterable[type[Probe]] | None = None,
     buffers: Ways = "agree",
+    compute_loss: ComputeLoss | None = None,
+    counted: bool = False,
 ) -> ModelProfile:
     """Measure a training step of the model on one batch, on all ranks at once.
 
     Args:
         model: any module; it is run in training mode and left as it was.
-        loss_fn: takes (output, y) and returns a scalar; None where the model returns its own loss.
+        loss_fn: takes (output, y) and returns a scalar; None where there is a `compute_loss`, or
+            the model returns its own loss.
         optimizers: those of the model; their step is measured on copies.
         sample: (x, y) with this rank's rows; x is a tensor, a tuple of positional or a dict of
-            keyword arguments.
+            keyword arguments. With a `compute_loss`, a batch as that takes it.
         comm: the ranks that measure together; with one rank nothing is exchanged.
         micro_batches: that a batch is cut into, where the end of the model may run on hosts of its
             own.
         probes: what measures for strategies, the same on every rank. By default all that any known
             strategy asks for.
         buffers: how what forward changes comes to agree, as `parallelize` is given it.
+        compute_loss: takes (model, batch) and returns a scalar.
+        counted: whether the terms of each batch's loss are going to be said.
 
     Returns:
         The profile, equal on all ranks, its layers in the order in which backward finishes them.
@@ -85,7 +90,9 @@ def profile_model(
             any).
         RanksDiffer: the ranks have different models.
     """
-    checked = agreed(comm, lambda: Sample.of(model, loss_fn, sample), _CHECKING, SampleError)
+    checked = agreed(
+        comm, lambda: Sample.of(model, loss_fn, sample, compute_loss), _CHECKING, SampleError
+    )
     require_same_model(model, comm)
     layers = trainable_layers(model)
     clock = Clock(_device(layers))
@@ -93,7 +100,7 @@ def profile_model(
     probing = [kind() for kind in asked]
     with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
-        changes = Changes(model, loss_fn)
+        changes = Changes(model, checked.function)
         readers, step = _measured_step(checked, layers, probing, clock, comm, changes)  # 1, 2
         trial = Trial(
             checked,
@@ -127,10 +134,12 @@ def profile_model(
         )
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, buffers)  # 5
-        here = agreed(comm, lambda: seen(checked), _CHECKING, SampleError)
+        here = agreed(comm, lambda: seen(checked, counted), _CHECKING, SampleError)
         of_ranks = comm.gather_objects(here, "measuring the model: rows", Seen, Terms)
     _meet(comm)  # every rank has put the random state back
-    profile = replace(_maximum(profiles), terms=agreed_terms(of_ranks))
+    profile = replace(
+        _maximum(profiles), terms=agreed_terms(of_ranks, of_batch=compute_loss is not None)
+    )
     return replace(_complete(_in_backward_order(profile)), moving=moves)  # 4
 
 
@@ -188,6 +197,12 @@ def _measured_step(
         with Readers(sample.model, layers).watching() as readers, _seen_by(probes, layers):
             sample.loss()
         step = watch_step(sample, layers, clock, changes.forward_ended)
+        if not step.ready_s:
+            raise SampleError(
+                "the loss does not depend on any trainable parameter of the model",
+                do="compute it of what the model gives: the one that parallelize is given, and "
+                "hands to compute_loss",
+            )
         changes.backward_ended()
         return readers, step
 

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 
+from shoal.contracts.batch import mapped
 from shoal.contracts.comm import Comm
 from shoal.contracts.sample import Sample
 from shoal.contracts.state import State, states
@@ -222,7 +222,7 @@ def _unlike(names: Sequence[str], sample: Sample, changes: Changes, comm: Comm) 
 
 def _follows_rows(sample: Sample, changes: Changes, names: Sequence[str]) -> list[str]:
     """The state that a step leaves otherwise where every row is the first one."""
-    start = Traces(sample.model, sample.loss_fn)
+    start = Traces(sample.model, sample.function)
     values = {name: (changes.states[name], changes.before(name)) for name in names}
     alike = replace(sample, x=_rows_alike(sample.x), y=_rows_alike(sample.y))
     found = []
@@ -235,9 +235,7 @@ def _follows_rows(sample: Sample, changes: Changes, names: Sequence[str]) -> lis
 
 
 def _rows_alike(batch: Any) -> Any:
-    return pytree.tree_map_only(
-        Tensor, lambda t: t[:1].expand_as(t).clone() if t.dim() and len(t) else t, batch
-    )
+    return mapped(batch, lambda t: t[:1].expand_as(t).clone() if t.dim() and len(t) else t)
 
 
 def _known_alike(state: State) -> bool:
@@ -287,7 +285,7 @@ def _only_written(
     """Those whose values no rank's training depends on, found by so many tries."""
     if tries < 2 + _DISTURBANCES:
         return set()
-    start = Traces(sample.model, sample.loss_fn)
+    start = Traces(sample.model, sample.function)
     usual = [_outcome(sample, start, {}) for _ in range(2)]
 
     def is_read(tried: Sequence[str]) -> bool:

@@ -123,6 +123,8 @@ class Tails:
         sample, layers, micro_batches = trial.sample, trial.layers, trial.micro_batches
         if micro_batches is None:
             return cls({}, {})
+        if reason := _unfit_form(sample):
+            return cls({}, {layer.name: reason for layer in layers})
         own = [buffer.clone() for buffer in _buffers_of(sample.loss_fn)]
         with _noted_calls(sample.model) as calls:
             loss = sample.loss().detach()
@@ -176,10 +178,18 @@ def _noted_calls(model: nn.Module) -> Iterator[Calls]:
         yield calls
 
 
-def _unfit_loss(sample: Sample, output: Any) -> str:
-    """Why the loss cannot be computed elsewhere, or ''."""
+def _unfit_form(sample: Sample) -> str:
+    """Why the loss cannot go with the model's end, as the sample's form says, or ''."""
+    if sample.compute_loss is not None:
+        return "compute_loss calls the model itself, so its loss cannot go with the model's end"
     if sample.loss_fn is None:
         return "there is no loss_fn that could go with it: the model returns its own loss"
+    return ""
+
+
+def _unfit_loss(sample: Sample, output: Any) -> str:
+    """Why the loss cannot be computed elsewhere, or ''."""
+    assert sample.loss_fn is not None
     if not isinstance(output, Tensor):
         return "the model's output is not one tensor"
     try:

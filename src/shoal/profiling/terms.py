@@ -8,6 +8,9 @@
                   places that has it on every rank's sample: the first tensor of the input; the
                   output; any other tensor, or list, of the input; the target, at the loss
 
+Where one function computes the loss of the whole batch, only the batch shows terms: the rows of its
+target, where it is a pair, else what the loss is a mean or a sum over.
+
 A loss that is a sum of rows and of something else than rows is neither, and is refused. Costs a few
 calls of the loss on at most eight rows; of a model that returns its own loss, of the model.
 """
@@ -18,26 +21,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isfinite, prod
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shoal.contracts.sample import LossFn, Sample, arguments, called, own_loss
+from shoal.contracts.batch import DEPTH, OPAQUE, mapped, tensors_of
+from shoal.contracts.sample import LossFn, Sample, arguments, describe
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.terms import INPUT, OUTPUT, TARGET, Terms
 
-OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
-DEPTH = 3  # objects within objects
 _FEW = 8  # rows that a loss is tried on
 _NEAR = 1e-3  # of two losses that should be the same
 _OF_MODULES = frozenset(vars(nn.Module()))
 _MEAN, _SUM, _NEITHER, _UNKNOWN = "mean", "sum", "neither", "unknown"
+_COUNT = (
+    "say how many terms the loss of a batch is a mean over: "
+    "parallelize(…, compute_loss=f, count=lambda batch: len(batch[0]))"
+)
 
 _Path = tuple[int | str, ...]
 _Size = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor or list of a batch: the way to it, and its size."""
+
+    path: _Path
+    size: _Size
+
+    @property
+    def terms(self) -> tuple[Terms, ...]:
+        """What it counts, the likelier first."""
+        rows = Terms(INPUT, self.path)
+        # a table of one row, as of a text that is packed: its columns are what others call rows
+        is_one_text = len(self.size) == 2 and self.size[0] == 1
+        return (replace(rows, dims=(0, 1)), rows) if is_one_text else (rows,)
 
 
 @dataclass(frozen=True)
@@ -49,8 +70,11 @@ class Seen:
     kept: bool = False  # modules keep tensors with a history
 
 
-def seen(sample: Sample) -> Seen:
-    """What this rank's sample shows, after a step. Runs the model and the loss some times more."""
+def seen(sample: Sample, counted: bool = False) -> Seen:
+    """What this rank's sample shows, after a step. Runs the model and the loss some times more.
+
+    Nothing need be seen of a `compute_loss` whose terms are `counted`.
+    """
     kept = any(
         tensor.grad_fn is not None
         for module in sample.model.modules()
@@ -58,8 +82,12 @@ def seen(sample: Sample) -> Seen:
         for tensor in tensors_of(value)
     )
     with torch.no_grad():
-        own = sample.loss_fn
-        found = _of_own_loss(sample) if own is None else _of_loss(sample, own)
+        if sample.loss_fn is not None:
+            found = _of_loss(sample, sample.loss_fn)
+        elif counted and sample.compute_loss is not None:
+            found = Seen(_UNKNOWN, (Terms(),))
+        else:
+            found = _of_whole_loss(sample)
     return replace(found, kept=kept)
 
 
@@ -72,8 +100,10 @@ def kept_by(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def agreed_terms(ranks: Sequence[Seen]) -> Terms:
+def agreed_terms(ranks: Sequence[Seen], of_batch: bool = False) -> Terms:
     """What every rank's sample shows, the same for all.
+
+    `of_batch` says that nothing but the whole batch is there to count.
 
     Raises:
         SampleError: the loss is a sum over rows and of something else.
@@ -82,8 +112,8 @@ def agreed_terms(ranks: Sequence[Seen]) -> Terms:
     if _NEITHER in kinds:
         raise SampleError(
             "the loss is a sum over rows, and of something that does not grow with rows",
-            do="let loss_fn give the sum alone, and add the rest to what it returns; or give a "
-            "mean over rows",
+            do="let the loss be the sum alone, and add the rest to what it returns; or give a mean "
+            "over rows",
         )
     common = [place for place in ranks[0].places if all(place in rank.places for rank in ranks)]
     first = [place for place in common if place.source == INPUT and not place.path]
@@ -91,6 +121,12 @@ def agreed_terms(ranks: Sequence[Seen]) -> Terms:
     elsewhere = [place for place in common if place.source == INPUT and place.path]
     in_order = [*first, *by_output, *elsewhere] if len(first) == 1 else []
     chosen = next(iter([*in_order, *by_output, *elsewhere, *first]), Terms(TARGET))
+    if of_batch and chosen.source == TARGET:
+        raise SampleError(
+            "the ranks' samples have their rows in different places of the batch",
+            got="; ".join(f"rank {rank}: {each.places[0].path}" for rank, each in enumerate(ranks)),
+            do=_COUNT,
+        )
     summed = _SUM in kinds and _MEAN not in kinds
     return replace(chosen, summed=summed, kept=any(rank.kept for rank in ranks))
 
@@ -108,27 +144,10 @@ def count_of(terms: Terms, value: Any) -> float:
             "cannot be counted",
             got=f"nothing of {1 + max(terms.dims)} dimensions at {list(terms.path)}",
             do="call the model as the sample does, or say what the loss is a mean over: "
-            "parallelize(…, count=lambda output, y: len(y))",
+            "parallelize(…, count=lambda output, y: len(y)), or count=lambda batch: … with a "
+            "compute_loss",
         )
     return float(prod(size[dim] for dim in terms.dims if dim < len(size)))
-
-
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors in containers; where there are none, those in the attributes of objects."""
-    found: set[int] = set()
-    level = [batch]
-    for _ in range(1 + DEPTH):
-        leaves = [leaf for value in level for leaf in pytree.tree_leaves(value)]
-        if tensors := [leaf for leaf in leaves if isinstance(leaf, Tensor)]:
-            return tensors
-        objects = {
-            id(leaf): leaf
-            for leaf in leaves
-            if hasattr(leaf, "__dict__") and not isinstance(leaf, OPAQUE)
-        }
-        level = [vars(leaf) for number, leaf in objects.items() if number not in found]
-        found |= objects.keys()
-    return []
 
 
 def _of_loss(sample: Sample, loss_fn: LossFn) -> Seen:
@@ -160,24 +179,54 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _of_own_loss(sample: Sample) -> Seen:
-    """Of a model that returns its loss, whose terms only its input tells."""
-    size = next(_sizes(arguments(sample.model, sample.x)), (None, (0,)))[1]
-    # a table of one row, as of a text that is packed: its columns are what others call rows
-    place = Terms(dims=(0, 1)) if len(size) == 2 and size[0] == 1 else Terms()
-    model, number = sample.model, size[0]
+def _of_whole_loss(sample: Sample) -> Seen:
+    """Of a function of the whole batch, which alone tells the terms."""
+    model = sample.model
     modes = [(module, module.training) for module in model.modules()]
     model.eval()  # no dropout, and no statistics
 
-    def loss_of(rows: Sequence[int]) -> float:
-        with torch.enable_grad():  # by which the loss in a tuple is known
-            return float(own_loss(called(model, _picked(sample.x, number, rows))).detach())
+    def kind_by(place: _Place) -> str:
+        number = place.size[0]
+
+        def loss_of(rows: Sequence[int]) -> float:
+            sample.renew()
+            picked = _picked if sample.compute_loss is None else _picked_of_batch
+            with torch.enable_grad():  # by which the loss in a tuple is known
+                return float(sample.loss_of(picked(sample.x, number, rows)).detach())
+
+        return _kind(loss_of, min(number, _FEW))
 
     try:
-        return Seen(_kind(loss_of, min(number, _FEW)), (place,))
+        if sample.compute_loss is not None:
+            return _of_batch(sample.x, kind_by)
+        place = _Place((), next(_sizes(arguments(model, sample.x)), ((), (0,)))[1])
+        return Seen(kind_by(place), place.terms)
     finally:
+        sample.renew()
         for module, mode in modes:
             module.training = mode
+
+
+def _of_batch(batch: Any, kind_by: Callable[[_Place], str]) -> Seen:
+    """Where a batch has its rows, and what the loss is of them."""
+    places = [_Place(path, size) for path, size in _sizes_of_batch(batch)]
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    targets = [place for place in places if is_pair and place.path[:1] == (1,)][:1]
+    by_number: dict[int, _Place] = {}
+    for place in targets or places:
+        by_number.setdefault(place.size[0], place)
+    kinds = {number: kind_by(place) for number, place in by_number.items()}
+    shown = [number for number, kind in kinds.items() if kind != _UNKNOWN]
+    if not kinds or (len(kinds) > 1 and not shown):
+        raise SampleError(
+            "nobody can tell how many rows the batch has",
+            got=f"batch = {describe(batch)}",
+            expected="tensors that have as many rows, over which the loss is a mean or a sum",
+            do=_COUNT,
+        )
+    number = [*shown, *kinds][0]
+    same = [place for place in (*places[:1], by_number[number]) if place.size[0] == number]
+    return Seen(kinds[number], tuple(terms for place in same for terms in place.terms))
 
 
 def _kind(loss_of: Callable[[Sequence[int]], float], number: int) -> str:
@@ -268,17 +317,21 @@ def _dims_of(size: _Size, parts: Sequence[int]) -> list[tuple[int, ...]]:
 def _picked(value: Any, number: int, rows: Sequence[int]) -> Any:
     """The same with these rows of everything that has so many."""
 
-    def is_list(leaf: Any) -> bool:
-        return isinstance(leaf, list)
-
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, list):
             return [leaf[row] for row in rows] if len(leaf) == number else leaf
-        if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == number:
+        if leaf.dim() and len(leaf) == number:
             return leaf[torch.tensor(rows, device=leaf.device)]
         return leaf
 
-    return pytree.tree_map(pick, value, is_leaf=is_list)
+    return mapped(value, pick, (list, Tensor))
+
+
+def _picked_of_batch(batch: Any, number: int, rows: Sequence[int]) -> Any:
+    """The same of a whole batch, which may be a list of its parts: [x, y]."""
+    if isinstance(batch, list) and not _is_column(batch):
+        return [_picked(part, number, rows) for part in batch]
+    return _picked(batch, number, rows)
 
 
 def _sizes(value: Any, path: _Path = (), depth: int = DEPTH) -> Iterator[tuple[_Path, _Size]]:
@@ -300,6 +353,21 @@ def _sizes(value: Any, path: _Path = (), depth: int = DEPTH) -> Iterator[tuple[_
     elif depth and hasattr(value, "__dict__") and not isinstance(value, OPAQUE):
         for name, part in vars(value).items():
             yield from _sizes(part, (*path, f".{name}"), depth - 1)
+
+
+def _sizes_of_batch(batch: Any) -> Iterator[tuple[_Path, _Size]]:
+    """The same of a whole batch, which may be a list of its parts, as torch's loader makes it."""
+    if isinstance(batch, list) and _is_column(batch):
+        yield ("#",), (len(batch),)
+    elif isinstance(batch, list):
+        yield from _sizes(tuple(batch))
+    else:
+        yield from _sizes(batch)
+
+
+def _is_column(values: list[Any]) -> bool:
+    """Whether a list is of words or numbers, a row each."""
+    return bool(values) and all(isinstance(value, int | float | str) for value in values)
 
 
 def _size_at(value: Any, path: _Path) -> _Size | None:

@@ -46,7 +46,7 @@ def untraced(sample: Sample, optimizers: Sequence[Optimizer] = ()) -> Iterator[S
         for name, value in vars(optimizer).items()
         if name not in ("param_groups", "state")
     ]
-    before = Traces(sample.model, sample.loss_fn, settings, [*map(type, optimizers)])
+    before = Traces(sample.model, sample.function, settings, [*map(type, optimizers)])
     batch = Traces(sample.x, sample.y)
     held = {p for optimizer in optimizers for g in optimizer.param_groups for p in g["params"]}
     gradients = [

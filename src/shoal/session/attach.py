@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shoal.comm.agreement import agreed
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
+from shoal.contracts.sample import ComputeLoss
 from shoal.contracts.state import OF_LOSS, states
 from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.contracts.weighing import Weighing
@@ -62,7 +63,7 @@ def attach(
     optimizers: Sequence[Optimizer],
     plan: Plan,
     *,
-    count: Callable[[Any, Any], float | Tensor] | None = None,
+    count: Callable[..., float | Tensor] | None = None,
     memory: str = MEMORY[0],
     stage: FarTail | None = None,
     weighs: bool = True,
@@ -71,13 +72,15 @@ def attach(
     moving: Sequence[MovingState] = (),
     terms: Terms = OF_ROWS,
     norms: SyncNorms | None = None,
+    compute_loss: ComputeLoss | None = None,
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
     `weighs` says whether uneven rows are weighed, `inputs_alike` whether ranks are given the same
     inputs on purpose, `moving` what state agrees after each backward. Parameters of optimizers that
     are `left_alone` are nobody's here. `terms` say what a loss without a `count` is a mean over,
-    `norms` which batch norms go by the rows of all ranks.
+    `norms` which batch norms go by the rows of all ranks. Where there is a `compute_loss`, that to
+    use from now on is returned.
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
@@ -112,7 +115,7 @@ def attach(
         weigher.go_on(usual)
     waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     main = [comm for comm in waited_for if comm is not None]
-    of_state = _of_state(session, model, loss_fn, moving)
+    of_state = _of_state(session, model, compute_loss or loss_fn, moving)
     engine, owners, at_servers = _started(
         session, model, plan, rewritten, of_state, optimizers, buckets, main
     )
@@ -149,10 +152,10 @@ def attach(
         parts = _parts(optimizer, number, owners, boundary if is_cut else None, stage, tables)
         add_parts(optimizer, model, engine, parts, left_alone)
         all_parts += parts
-    loss_fn, watched = watch(model, loss_fn, count, engine, weigher, owners, terms)
+    loss, watched = watch(model, loss_fn, count, engine, weigher, owners, terms, compute_loss)
     _join(weighing, watched.border)
     add(model, engine)
-    return loss_fn, Running(
+    return loss, Running(
         model_number,
         rewritten,
         engine,

@@ -16,7 +16,8 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import ModelProfile
 from shoal.core.pieces import local_gradient
 from shoal.core.rows import strided_in
-from shoal.session.session import current, uncompiled
+from shoal.session.additions import uncompiled
+from shoal.session.session import current
 from shoal.tensors.cut import cut_of, is_cut
 
 # the most of which glibc learns, less what it and torch put around

@@ -275,12 +275,6 @@ def current() -> Session:
     return session
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given, of what it made; any other module itself."""
-    original: nn.Module = getattr(model, "_orig_mod", model)
-    return original
-
-
 def ranks() -> Comm:
     """The session's ranks; before `init`, this process alone."""
     session = found()

@@ -5,6 +5,7 @@
     after forward    the output goes over the border, where backward opens the engine's round
     loss             where it has a weight of its own (it counts its terms by `count=`, is a sum, or
                      only its target tells the rows), it goes over the border, too
+    compute_loss     is one call of the model (computed.py)
 
 A compiled model runs them as they are: `torch.compile` does not look into them.
 
@@ -15,9 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,23 +25,32 @@ from typing import Any, final
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.contracts.cadence import Event
-from shoal.core.errors import UsageError
-from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, TARGET, Terms
+from shoal.contracts.sample import ComputeLoss
+from shoal.core.terms import OF_ROWS, TARGET, Terms
 from shoal.engine.border import Border
 from shoal.engine.engine import Engine
-from shoal.engine.weights import Weigher, Weight
+from shoal.engine.weights import Weigher
 from shoal.optim.owners import Owners
 from shoal.profiling.terms import count_of
 from shoal.session.additions import check_bare
+from shoal.session.calls import Calls, Count, Counting, number_of
+from shoal.session.computed import Computed
 from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.guarded import ComingParameter
 
 _COUNTED = "_shoal_counted"  # where a function has what weighs it
-Count = Callable[[Any, Any], float | Tensor]
+_NOT_CALLED = (
+    "loss_fn that parallelize returned: its gradient is taken for a mean over this rank's rows. "
+    "But that loss_fn has a count, is a sum, or is a mean over rows that only its target shows. "
+    "Call it: loss = loss_fn(model(x), y)"
+)
+_NOT_COMPUTED = (
+    "compute_loss that parallelize returned: its gradient is taken for a mean over the rows of the "
+    "model's input. Call what parallelize returned: loss = compute_loss(model, batch)"
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Watched:
 
     hooks: Sequence[RemovableHandle]
     border: ref[Border]
-    counted: ref[_Counted] | None = None  # where the loss weighs itself
+    counted: ref[_Counted] | ref[Computed] | None = None  # where the loss weighs itself
 
     def release(self) -> None:
         """Take the hooks off. A loss that was wrapped does no more than what it wraps."""
@@ -71,29 +79,36 @@ def watch(
     weigher: Weigher,
     owners: Owners | None,
     terms: Terms = OF_ROWS,
+    compute_loss: ComputeLoss | None = None,
 ) -> tuple[Callable[..., Any] | None, Watched]:
     """Hang the hooks on the model, and on a loss that weighs itself; the loss to use from now on.
 
-    `terms` says what a loss without a `count` is a mean over, or that it is a sum.
+    `terms` says what a loss without a `count` is a mean over, or that it is a sum. Of a
+    `compute_loss`, which is returned in place of a loss, `count` takes the batch.
     """
-    border = Border(model, engine)
+    border, calls = Border(model, engine), Calls()
     leaves_behind(type(model))
     engine.before_accumulating(border.weigh_parameters)
     hooks = []
     if owners is not None:
         hooks.append(model.register_forward_pre_hook(_BeforeCompiled(owners)))
+    if compute_loss is not None:
+        hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
+        of_batch = Counting(border, weigher, terms, by_loss=terms.summed, count=count)
+        computed = Computed(model, compute_loss, of_batch, calls, summed=terms.summed)
+        border.awaited_loss = _NOT_COMPUTED
+        function = computed.function()
+        function.__dict__[_COUNTED] = computed
+        return function, Watched(hooks, ref(border), ref(computed))
     if count is None and terms.source == TARGET and not terms.summed:
         count = partial(_rows_of_target, terms)
     rows = OF_ROWS if terms.source == TARGET else terms
-    counting = _Counting(border, weigher, rows, by_loss=count is not None or terms.summed)
-    before = _Before(counting)
-    hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
-    after = _After(counting, before)
-    hooks.append(model.register_forward_hook(after, with_kwargs=True, always_call=True))
+    counting = Counting(border, weigher, rows, by_loss=count is not None or terms.summed)
+    hooks += _weighed(model, calls, counting)
     if not counting.by_loss:
         return loss_fn, Watched(hooks, ref(border))
-    counted = _Counted(border, weigher, count, loss_fn)
-    border.loss_weighs = True
+    counted = _Counted(border, weigher, counting, count, loss_fn)
+    border.awaited_loss = _NOT_CALLED
     if loss_fn is None:
         hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
     elif isinstance(loss_fn, nn.Module):
@@ -102,6 +117,15 @@ def watch(
     else:
         loss_fn = _wrapped(loss_fn, counted)
     return loss_fn, Watched(hooks, ref(border), ref(counted))
+
+
+def _weighed(model: nn.Module, calls: Calls, counting: Counting) -> list[RemovableHandle]:
+    """Have calls of the model weighed that are not inside of another."""
+    before, after = _Before(calls, counting), _After(calls, counting)
+    return [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
 
 
 def _rows_of_target(terms: Terms, output: Any, target: Any) -> float:
@@ -123,7 +147,7 @@ def is_counted(loss_fn: Callable[..., Any] | None) -> bool:
     """Whether a loss weighs itself by the `count` of a model that is parallelised."""
     if isinstance(loss_fn, nn.Module):
         return any(isinstance(hook, _CountedLoss) for hook in loss_fn._forward_hooks.values())
-    counted: _Counted | None = getattr(loss_fn, _COUNTED, None)
+    counted: _Counted | Computed | None = getattr(loss_fn, _COUNTED, None)
     return counted is not None and counted.weighs
 
 
@@ -144,91 +168,20 @@ class _BeforeCompiled(StaysBehind):
 
 
 @final
-class _Counting:
-    """Counts the rows of calls of a model.
-
-    Args:
-        border: the model's.
-        weigher: tells the other ranks, where they are to know.
-        terms: where the rows are seen.
-        by_loss: whether the loss weighs itself, and goes over the border, too.
-    """
-
-    def __init__(self, border: Border, weigher: Weigher, terms: Terms, *, by_loss: bool) -> None:
-        self._border, self._weigher, self._terms = border, weigher, terms
-        self.by_loss = by_loss
-
-    def begun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Weight, Any]:
-        """A call begins: its weight, and what the model is to be called with."""
-        border = self._border
-        border.check()
-        border.engine.happened(Event.FORWARD_ENTERED)
-        weight = self._weigher.begin()
-        if self._terms.source == INPUT:
-            self._counted(weight, count_of(self._terms, (args, kwargs)), (args, kwargs))
-        return weight, border.inward((args, kwargs), weight)
-
-    def ended(self, weight: Weight, args: Any, kwargs: Any, output: Any) -> Any:
-        """It ends: the output to return, or None for the same."""
-        if output is None:  # it has failed, or gives nothing
-            return None
-        if self._terms.source == OUTPUT:
-            self._counted(weight, count_of(self._terms, output), (args, kwargs))
-        if self._terms.kept:
-            self._border.outward_kept(weight)
-        return self._border.outward(output, weight)
-
-    def _counted(self, weight: Weight, count: float, batch: Any) -> None:
-        border = self._border
-        if self.by_loss:
-            self._weigher.counted(weight, count)
-            border.engine.latest = weight
-            return
-        self._weigher.counted(weight, count, batch)
-        border.engine.called(weight, asks=False)
-        if not border.engine.goes_along:
-            border.weigh_parameters()
-
-
-@final
 class _Before(StaysBehind):
-    """Makes the weights, and keeps each running call's own.
+    """Makes the weight of each call that is to be weighed."""
 
-    A model that calls itself is weighed outside only.
-    """
-
-    def __init__(self, counting: _Counting) -> None:
-        self._counting = counting
-        self._of_thread = threading.local()
-
-    @property
-    def _running(self) -> list[tuple[FrameType, Weight | None]]:
-        """The calls of this thread, each by the frame that makes it."""
-        running: list[tuple[FrameType, Weight | None]] = self._of_thread.__dict__.setdefault(
-            "running", []
-        )
-        return running
+    def __init__(self, calls: Calls, counting: Counting) -> None:
+        self._calls, self._counting = calls, counting
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        caller = _past(type(self).__call__, sys._getframe(1))
-        while self._running and not _is_under(caller, self._running[-1][0]):
-            self._running.pop()  # that call was broken off (Ctrl-C), for which torch calls no hooks
-        self._running.append((caller, None))
-        if (
-            len(self._running) > 1
-            or not torch.is_grad_enabled()
-            or torch._C._are_functorch_transforms_active()
-        ):
+        if not self._calls.enter(_past(type(self).__call__, sys._getframe(1))):
             return None
         check_bare(module)
-        weight, called_with = self._counting.begun(args, kwargs)
-        self._running[-1] = (caller, weight)
+        weight, called_with = self._counting.begun((args, kwargs))
+        self._calls.weigh(weight)
         return called_with
-
-    def ended(self) -> Weight | None:
-        """The weight of the call that ends; None for one that is not weighed."""
-        return self._running.pop()[1] if self._running else None
 
 
 def _past(disabled: Callable[..., Any], frame: FrameType) -> FrameType:
@@ -238,24 +191,17 @@ def _past(disabled: Callable[..., Any], frame: FrameType) -> FrameType:
     return caller
 
 
-def _is_under(frame: FrameType | None, other: FrameType) -> bool:
-    """Whether `other` has called, by way of any others, what runs in `frame`."""
-    while frame is not None and frame is not other:
-        frame = frame.f_back
-    return frame is not None
-
-
 @final
 class _After(StaysBehind):
-    def __init__(self, counting: _Counting, before: _Before) -> None:
-        self._counting, self._before = counting, before
+    def __init__(self, calls: Calls, counting: Counting) -> None:
+        self._calls, self._counting = calls, counting
 
     @torch.compiler.disable
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        weight = self._before.ended()
-        return None if weight is None else self._counting.ended(weight, args, kwargs, output)
+        weight = self._calls.leave()
+        return None if weight is None else self._counting.ended(weight, (args, kwargs), output)
 
 
 @final
@@ -266,11 +212,12 @@ class _Counted:
         self,
         border: Border,
         weigher: Weigher,
+        counting: Counting,
         count: Count | None,
         loss_fn: Callable[..., Any] | None,
     ) -> None:
         self._border: Border | None = border
-        self._weigher, self._count = weigher, count
+        self._weigher, self._counting, self._count = weigher, counting, count
         self._names = _argument_names(
             loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         )
@@ -296,34 +243,12 @@ class _Counted:
 
     def weigh(self, output: Any, target: Any, loss: Any) -> Any:
         assert self._border is not None
-        border, weigher = self._border, self._weigher
-        border.check()
-        rows = border.engine.latest
+        self._border.check()
+        rows = self._border.engine.latest
         if self._count is None:
-            weight = weigher.of_sum(rows)
-        else:
-            with torch.no_grad():
-                count = _number(self._count(output, target))
-            weight = weigher.of_loss(count, rows, (output, target))
-        border.engine.called(weight, asks=True)
-        border.weigh_parameters()
-        return border.outward(loss, weight)
-
-
-def _number(count: Any) -> float:
-    """What `count` has given, as a number of terms (UsageError where it is none)."""
-    try:
-        number = float(count)
-    except (TypeError, ValueError, RuntimeError):  # also of a tensor with several numbers
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise UsageError(
-            "count gives no number of terms of the loss",
-            got=repr(count)[:80],
-            expected="a finite number, at least 0",
-            do="give for instance count=lambda output, y: len(y)",
-        )
-    return number
+            return self._counting.summed(rows, loss)
+        count = number_of(self._count, output, target)
+        return self._counting.weighed(self._weigher.of_loss(count, rows, (output, target)), loss)
 
 
 def _argument_names(function: Callable[..., Any] | None) -> list[str]:

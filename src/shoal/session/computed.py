@@ -1,0 +1,97 @@
+"""A `compute_loss` of a parallelised model: what it computes of a batch is one call of the model.
+
+    1  count     the terms of the batch, before it is computed: mostly nobody waits for the number
+    2  compute   by any way: the model, several calls of it, its modules, its methods
+    3  weigh     the loss goes over the model's border, where backward opens the engine's round
+
+Guarded by tests/equivalence/test_compute_loss.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, final
+from weakref import ref
+
+from torch import Tensor, nn
+
+from shoal.contracts.sample import ComputeLoss, check_computed
+from shoal.core.errors import UsageError
+from shoal.session.additions import check_bare, uncompiled
+from shoal.session.calls import Calls, Counting
+
+
+@final
+class Computed:
+    """Weighs what a function computes.
+
+    Args:
+        model: whose loss it is; not kept alive.
+        compute_loss: the function.
+        counting: counts batches.
+        calls: the model's, among which are those of the function.
+        summed: whether the loss is a sum over rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute_loss: ComputeLoss,
+        counting: Counting,
+        calls: Calls,
+        *,
+        summed: bool,
+    ) -> None:
+        self._model, self._compute_loss = ref(model), compute_loss
+        self._counting: Counting | None = counting
+        self._calls, self._summed = calls, summed
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it does still."""
+        return self._counting is not None
+
+    def release(self) -> None:
+        """Do no more than the function, from here on."""
+        self._counting = None
+
+    def function(self) -> Callable[[nn.Module, Any], Tensor]:
+        """The function to call from now on."""
+        given: Any = self._compute_loss
+
+        @functools.wraps(given.forward if isinstance(given, nn.Module) else given)
+        def wrapped(model: nn.Module, batch: Any) -> Any:
+            return self(model, batch)
+
+        return wrapped
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        counting, calls = self._counting, self._calls
+        if counting is None:
+            return self._compute_loss(model, batch)
+        weighs = calls.enter(sys._getframe())
+        try:
+            if not weighs:
+                return self._compute_loss(model, batch)
+            self._check(model)
+            weight, computed_with = counting.begun(batch)  # 1
+            loss = self._compute_loss(model, computed_with)  # 2
+            check_computed(loss)
+            loss = counting.ended(weight, batch, loss)  # 3
+            return counting.summed(weight, loss) if self._summed else loss
+        finally:
+            calls.leave()
+
+    def _check(self, model: Any) -> None:
+        own = self._model()
+        if own is None or uncompiled(model) is not own:
+            raise UsageError(
+                "compute_loss is called with another model than the one that was parallelised "
+                "with it",
+                got=type(model).__name__,
+                do="call it with the model that parallelize returned; for another one call your "
+                "own function",
+            )
+        check_bare(own)
