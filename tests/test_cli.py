@@ -300,6 +300,7 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
     assert 0 < figures["floor_s"] <= figures["predicted_s"]
     ratio = figures["median_s"]["shoal"] / figures["floor_s"]
     assert f"measured {ratio:.2f} of it" in squeezed(done.stdout.replace("[rank 0]", ""))
+    assert set(figures["sent_bytes"]) == {"shoal", "ddp"}
     busy = [figures["processors_busy"][name] for name in ("shoal", "ddp")]
     assert all(0 <= share <= 1 for share in busy)
     told = "of rank 0's machine were busy" in squeezed(done.stdout.replace("[rank 0]", ""))

@@ -331,6 +331,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--case", type=int)
+    parser.add_argument("--beside", choices=BESIDE, help="only cases with that")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in ("_FEWEST", "_MOST"):
@@ -339,6 +340,8 @@ def main() -> None:
     found: Counter[str] = Counter()
     begin = time.perf_counter()
     for number in [options.case] if options.case is not None else numbers:
+        if options.beside not in (None, Case.of(number).beside):
+            continue
         try:
             found[f"{Case.of(number).beside or 'here':8} {judged(number)}"] += 1
         except Exception as error:  # also what is raised by mistake

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from shoal.front.recipe import Recipe
 from shoal.front.sharding import shard
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
-from shoal.profiling.interfaces import watching
+from shoal.profiling.interfaces import carried, watching
 from shoal.profiling.processor import ProcessorTime
 from shoal.report import text
 from shoal.report.trace import chrome
@@ -139,14 +139,16 @@ def run(
         contenders[name] = ready(name, _seeded(work))
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     busy: dict[str, list[float]] = {name: [] for name in contenders}
+    sent: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1, rounds + 1):
         for name, peer in contenders.items():
-            step_s, share = _turn(peer, batch, steps)
-            figures[name].append(step_s)
-            busy[name].append(share)
+            turn = _turn(peer, batch, steps)
+            figures[name].append(turn.step_s)
+            busy[name].append(turn.busy)
+            sent[name].append(turn.sent_bytes)
         steps_s = ", ".join(f"{name} {times[-1] * 1e3:.1f} ms" for name, times in figures.items())
         _tell(f"round {number} of {rounds}: {steps_s}")
-    report = _report(shoal, attached, contenders, figures, busy)
+    report = _report(shoal, attached, contenders, figures, busy, sent)
     if current().comm.rank == 0:
         _print(
             recipe,
@@ -184,6 +186,7 @@ def _report(
     contenders: Mapping[str, Peer],
     figures: Mapping[str, Sequence[float]],
     busy: Mapping[str, Sequence[float]],
+    sent: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """What is written as JSON."""
     return {
@@ -199,6 +202,7 @@ def _report(
             name: _ratio(figures[name], figures["shoal"]) for name in contenders if name != "shoal"
         },
         "processors_busy": {name: statistics.median(shares) for name, shares in busy.items()},
+        "sent_bytes": _most_sent(sent),
         "predicted_s": attached.plan.predicted_s,
         "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
         "memory_bytes": _memory(shoal.model),
@@ -207,12 +211,37 @@ def _report(
     }
 
 
-def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> tuple[float, float]:
-    """The slowest rank's median step, and how busy this machine's processors were, 1 at most."""
-    start, begin_s = ProcessorTime.now(), time.perf_counter()
+@dataclass(frozen=True)
+class _Turn:
+    """What some steps of a contender took."""
+
+    step_s: float  # the slowest rank's median step
+    busy: float  # this machine's processors, 1 at most
+    sent_bytes: float  # a step, by this host's interfaces, headers included
+
+
+def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> _Turn:
+    start, begin_s, sent = ProcessorTime.now(), time.perf_counter(), _sent()
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
     cores_s = (os.cpu_count() or 1) * (time.perf_counter() - begin_s)
-    return step_s, min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
+    busy = min(1.0, (ProcessorTime.now().busy_s - start.busy_s) / cores_s)
+    return _Turn(step_s, busy, (_sent() - sent) / (steps + 1))
+
+
+def _sent() -> int:
+    """Bytes that this host's interfaces have sent to others until now."""
+    return sum(
+        nbytes
+        for name, nbytes in carried().items()
+        if name.endswith(", sent") and not name.startswith("lo,")
+    )
+
+
+def _most_sent(sent: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Bytes a step under each contender, of the host that sends most."""
+    own = {name: statistics.median(turns) for name, turns in sent.items()}
+    hosts = current().comm.gather_objects(own, "bench: bytes")
+    return {name: max(host[name] for host in hosts) for name in own}
 
 
 def _tell(progress: str) -> None:
@@ -324,6 +353,12 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
         f"floor of this plan {floor * 1e3:.1f} ms (compute, or bytes ÷ link): measured "
         f"{measured / floor:.2f} of it"
     )
+    if any(report["sent_bytes"].values()):
+        sent = ", ".join(
+            f"{text.megabytes(nbytes)} under {name}"
+            for name, nbytes in report["sent_bytes"].items()
+        )
+        console.print(f"the host that sends most sent a step: {sent}")
     if any(report["processors_busy"].values()):
         shares = ", ".join(
             f"{share:.0%} under {name}" for name, share in report["processors_busy"].items()

@@ -77,7 +77,7 @@ def _layers(explanation: Explanation) -> RenderableType:
     )
     shown, rest = _largest(explanation.layers)
     for row in shown:
-        sent = _mb(row.chosen.sent_bytes)
+        sent = megabytes(row.chosen.sent_bytes)
         size = f"{row.parameters:,}"
         table.add_row(_short(row.layer), size, f"{row.rows:,}", row.chosen.choice.way, sent)
     if rest:
@@ -87,7 +87,7 @@ def _layers(explanation: Explanation) -> RenderableType:
             f"{sum(row.parameters for row in rest):,}",
             "",
             served.pop() if len(served) == 1 else f"{len(served)} ways",
-            _mb(sum(row.chosen.sent_bytes for row in rest)),
+            megabytes(sum(row.chosen.sent_bytes for row in rest)),
         )
     return Group(Text(title, style="bold"), table)
 
@@ -114,7 +114,7 @@ def _reasons(row: LayerExplanation) -> RenderableType:
     table.box = None
     able = [other for other in row.others if not other.refusal]
     for mark, way in [("*", row.chosen), *((" ", other) for other in able)]:
-        cells = _mb(way.sent_bytes), _ms(way.link_s), _ms(way.step_s)
+        cells = megabytes(way.sent_bytes), _ms(way.link_s), _ms(way.step_s)
         table.add_row(f"{mark} {way.choice.way}", *cells)
     parts: list[RenderableType] = [Text(about), Padding(table, (0, 0, 0, 2))]
     if unable := dict.fromkeys(o.choice.strategy for o in row.others if o.refusal):
@@ -149,7 +149,9 @@ def _routes(stage: Stage) -> RenderableType:
     title = f"the end of the model, {layers}: {stage.micro_batches} micro-batches a step, {at_once}"
     table = _table(worker="left", to="left", sends="right", gets_back="right")
     for route in stage.routes[:_MOST_ROWS]:
-        table.add_row(route.worker, route.to, _mb(route.sent_bytes), _mb(route.received_bytes))
+        table.add_row(
+            route.worker, route.to, megabytes(route.sent_bytes), megabytes(route.received_bytes)
+        )
     if more := stage.routes[_MOST_ROWS:]:
         table.add_row(f"{len(more)} more workers, likewise")
     return Group(Text(title, style="bold"), table)
@@ -166,7 +168,7 @@ def _step(explanation: Explanation) -> Text:
     return Text(
         f"predicted step {_ms(explanation.step_s)} = "
         + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in parts.items())
-        + f"\nthe busiest rank sends {_mb(explanation.sent_bytes)} a step over {_rate(rate)} "
+        + f"\nthe busiest rank sends {megabytes(explanation.sent_bytes)} a step over {_rate(rate)} "
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
         + _exact(explanation.without_codecs)
@@ -335,7 +337,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def _mb(nbytes: float) -> str:
+def megabytes(nbytes: float) -> str:
+    """As "7.56 MB"."""
     return f"{nbytes / 1e6:.2f} MB"
 
 
