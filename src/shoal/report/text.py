@@ -183,7 +183,7 @@ def _exact(without: tuple[float, float] | None) -> str:
     if without is None:
         return ""
     step_s, sent_bytes = without
-    return f"\nexact, without codecs: a step of {_ms(step_s)}, and {_mb(sent_bytes)}"
+    return f"\nexact, without codecs: a step of {_ms(step_s)}, and {megabytes(sent_bytes)}"
 
 
 def _moving(moving: Sequence[MovingState]) -> str:
