@@ -121,7 +121,7 @@ class _Mark(Mark):
         return cls(common, has, of_owners, zlib.crc32(repr(has).encode()) & 0xFFFF)
 
     def compare(self, comm: Comm) -> None:
-        told = _exchanged(comm, self.common.told(self))
+        told = exchanged(comm, self.common.told(self))
         odd = _difference(told, alike=len(set(comm.topology.processors)) < 2)
         if odd is None:
             self.common.agree(self.has[2])
@@ -331,7 +331,7 @@ def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
     return odd, next(rank for rank, value in enumerate(values) if repr(value) == usual)
 
 
-def _exchanged(comm: Comm, value: Any) -> list[Any]:
+def exchanged(comm: Comm, value: Any) -> list[Any]:
     """Every worker's plain data: by messages, as a lane's channel may have servers."""
     parcel, records = packed(value)
     workers = [rank for rank in comm.others if rank < comm.workers]

@@ -27,6 +27,7 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
+from shoal.engine.replicas import EVERY
 from shoal.engine.weights import inputs_alike
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
@@ -84,6 +85,7 @@ def parallelize(
     sync_batchnorm: bool = False,
     codecs: str | Iterable[str] = (),
     compute_loss: Callable[[nn.Module, Any], Any] | None = None,
+    check_every: int = EVERY,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -138,6 +140,9 @@ def parallelize(
         compute_loss: in place of a loss_fn, a function of (model, batch) that computes the loss, as
             trainers have it. It may call the model, or parts of it, as it likes. Train by the one
             that is returned.
+        check_every: backwards from one comparison of replicas to the next: whether ranks have the
+            same bits of weights and optimizer state that each updates itself. Who differs is named
+            and, where a majority is, given its bits. 0: never.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.
@@ -201,6 +206,7 @@ def parallelize(
         sync_batchnorm,
         codecs if isinstance(codecs, str) or not isinstance(codecs, Iterable) else tuple(codecs),
         compute_loss,
+        check_every,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -270,6 +276,7 @@ def parallelize(
         terms=profile.terms,
         norms=norms,
         compute_loss=compute_loss,
+        check_every=check_every,
     )
     placed = as_planned(profile, chosen)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))

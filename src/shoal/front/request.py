@@ -25,6 +25,7 @@ from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import from_outside, named
+from shoal.engine.replicas import EVERY
 from shoal.front.carriers import codecs_of
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
@@ -70,6 +71,7 @@ class Request:
     sync_batchnorm: bool = False
     codecs: Any = ()  # see `codecs_of`
     compute_loss: Callable[..., Any] | None = None
+    check_every: int = EVERY
 
 
 def checked(
@@ -102,6 +104,12 @@ def checked(
     _check_limits(asked)
     check_ways(asked.buffers, model, loss)
     _check_norms(asked, model)
+    if not is_count(asked.check_every) or asked.check_every < 0:
+        raise UsageError(
+            "check_every is a whole number of steps, or 0",
+            got=repr(asked.check_every)[:80],
+            do="give 100, or 0 for no check of replicas",
+        )
     check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
     codecs_of(asked.codecs)
@@ -403,6 +411,7 @@ def require_same(
         "placement": _in_order(asked.placement),
         "sync_batchnorm": asked.sync_batchnorm,
         "codecs": list(codecs_of(asked.codecs)),
+        "check_every": asked.check_every,
         "buffers": asked.buffers if isinstance(asked.buffers, str) else list(asked.buffers.items()),
         **{
             f"optimizer {number}": _settings(optimizer)

@@ -29,11 +29,13 @@ from shoal.core.buckets import MEMORY, Buckets
 from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
+from shoal.core.role import Role
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
 from shoal.engine.border import Border
 from shoal.engine.common import Common
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import streaming
+from shoal.engine.replicas import EVERY, Replicas
 from shoal.engine.weights import Weigher, Weight
 from shoal.optim.cut import CutPart
 from shoal.optim.extend import add_parts
@@ -73,6 +75,7 @@ def attach(
     terms: Terms = OF_ROWS,
     norms: SyncNorms | None = None,
     compute_loss: ComputeLoss | None = None,
+    check_every: int = EVERY,
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
@@ -81,6 +84,8 @@ def attach(
     are `left_alone` are nobody's here. `terms` say what a loss without a `count` is a mean over,
     `norms` which batch norms go by the rows of all ranks. Where there is a `compute_loss`, that to
     use from now on is returned.
+    `norms` which batch norms go by the rows of all ranks. Replicas are compared every `check_every`
+    backwards; 0: never.
     """
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
@@ -124,6 +129,8 @@ def attach(
         common = Common(model, optimizers, session.passes, changed)
         if not engine.compare(common):
             weigher.compare(common)
+    if check_every and plan.staleness == 0:
+        _compare_replicas(rewritten, engine, optimizers, check_every)
     model_number = session.models
     session.threads[model_number] = Threads(
         ref(model),
@@ -179,6 +186,25 @@ def _join(weighing: Weighing, border: ref[Border]) -> None:
         return None if (found := border()) is None else found.engine.latest
 
     weighing.of_backward, weighing.call = of_backward, call
+
+
+def _compare_replicas(
+    rewritten: Rewritten, engine: Engine, optimizers: Sequence[Optimizer], every: int
+) -> None:
+    """Have ranks look now and then whether they have the same bits of what each updates itself."""
+    weights = {
+        name: parameter
+        for site, _ in rewritten.sites
+        # of tables whose rows go, a pass over all rows would take longer than the steps
+        if site.strategy.role in (Role.BUCKET, Role.LAYER)
+        for name, parameter in site.place.parameters.items()
+    }
+    owned = [
+        t for t in rewritten.transfers if isinstance(t, OwnedTransfer) and not t.served and t.pieces
+    ]
+    if weights or owned:
+        replicas = Replicas(weights, owned, optimizers, engine.routes.lanes[0], every)
+        engine.listen(Event.BACKWARD_ENDED, replicas.backward_ended)
 
 
 def _parts(
