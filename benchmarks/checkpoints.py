@@ -158,10 +158,11 @@ def full(times: int) -> Counter[str]:
 
 def filled(folder: Path, numel: int, one_name: bool) -> Counter[str]:
     """Save until the disk is full; what is there then."""
-    saved, done = objects(numel), 0
+    saved, done, path = objects(numel), 0, folder / "run"
+    checkpoints = None
     try:
-        path = folder / "run"
-        checkpoints = None if one_name else shoal.Checkpoints(path, keep=9, **saved, number=0)
+        if not one_name:
+            checkpoints = shoal.Checkpoints(path, keep=9, **saved, number=0)
         for number in range(1, 100):
             mark(saved, number)
             if checkpoints is None:
@@ -175,7 +176,10 @@ def filled(folder: Path, numel: int, one_name: bool) -> Counter[str]:
             done = number
         raise AssertionError("the disk was never full")
     except shoal.UsageError as error:
-        assert "No space left" in str(error) or "cannot be written" in str(error), error
+        assert "No space left" in str(error), error
+    finally:
+        if checkpoints is not None:
+            checkpoints.close()
     number = read(folder / "run", numel, one_name)
     assert number in (done, done + 1), f"checkpoint {number} behind save {done}"
     left = [path.name for path in (folder / "run").glob("*.tmp-*")]

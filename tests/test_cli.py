@@ -24,7 +24,7 @@ from shoal.profiling import paces
 from shoal.session import session
 
 RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
-COMMANDS = ("bench", "check", "doctor", "lab", "plan", "probe", "train")
+COMMANDS = ("bench", "check", "doctor", "features", "lab", "plan", "probe", "test", "train")
 needs_lab = pytest.mark.skipif(
     Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
 )

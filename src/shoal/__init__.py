@@ -14,6 +14,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.front.checkpoints import Checkpoints
+from shoal.front.distributed_checkpoint import Stateful
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
 from shoal.front.parallel import parallelize, plan, plan_of
@@ -37,6 +38,7 @@ __all__ = [
     "ShardedBatches",
     "ShardedLoader",
     "ShoalError",
+    "Stateful",
     "Topology",
     "UsageError",
     "World",

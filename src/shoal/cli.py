@@ -14,9 +14,11 @@ import click
 from shoal.commands.bench import bench
 from shoal.commands.check import check
 from shoal.commands.doctor import doctor
+from shoal.commands.features import features
 from shoal.commands.lab import lab
 from shoal.commands.plan import plan
 from shoal.commands.probe import probe
+from shoal.commands.test import test
 from shoal.commands.train import train
 from shoal.core.errors import ShoalError, UsageError
 from shoal.report.errors import exit_of_recipe, foreign, whole
@@ -82,7 +84,7 @@ def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
 
 
-for _command in (train, plan, check, bench, probe, doctor, lab):
+for _command in (train, test, features, plan, check, bench, probe, doctor, lab):
     main.add_command(_command)
 
 

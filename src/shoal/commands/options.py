@@ -51,7 +51,17 @@ EXPLAIN = click.option(
     is_flag=True,
     help="Say of each layer what else was compared, and why.",
 )
+_TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def seconds(context: click.Context, option: click.Parameter, text: str) -> float:
+    """A time as people write it, in seconds."""
+    for unit, unit_s in _TIME_UNITS.items():
+        number = decimal(text.removesuffix(unit).strip()) if text.endswith(unit) else None
+        if number:
+            return number * unit_s
+    raise click.BadParameter(f"{text!r} is no time; write for instance 30s, 10min or 2h")
 
 
 def in_a_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:

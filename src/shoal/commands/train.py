@@ -8,7 +8,15 @@ from pathlib import Path
 import click
 
 from shoal.commands import worker
-from shoal.commands.options import EXPLAIN, NEW_FILE, PLAN, RANKS, in_a_folder, recipe_command
+from shoal.commands.options import (
+    EXPLAIN,
+    NEW_FILE,
+    PLAN,
+    RANKS,
+    in_a_folder,
+    recipe_command,
+    seconds,
+)
 from shoal.commands.worker import PlanOptions
 from shoal.core.numbers import whole
 from shoal.front.recipe import Recipe
@@ -45,6 +53,22 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
     type=click.IntRange(1),
     help="End after this many steps, however many passes they take.",
 )
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Save the run there now and then, at its end, and on SIGTERM or Ctrl-C; go on from the "
+    "newest checkpoint in it.",
+)
+@click.option(
+    "--every",
+    "every_s",
+    default="10min",
+    show_default=True,
+    metavar="TIME",
+    callback=seconds,
+    help="From one checkpoint to the next, as 30s, 10min or 2h.",
+)
 def train(
     recipe: Recipe,
     options: PlanOptions,
@@ -52,6 +76,8 @@ def train(
     save_plan: Path | None,
     epochs: int | None,
     steps: int | None,
+    checkpoint: Path | None,
+    every_s: float,
     reasons: bool,
 ) -> None:
     """Train RECIPE, after showing its plan."""
@@ -61,5 +87,7 @@ def train(
         save=save_plan,
         epochs=epochs,
         max_steps=steps,
+        checkpoint=checkpoint,
+        every_s=every_s,
         reasons=reasons,
     )

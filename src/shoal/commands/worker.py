@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from shoal.contracts.batch import mapped, tensors_of
-from shoal.contracts.sample import Objective, Sample
+from shoal.commands.run import Run, timed_step
+from shoal.contracts.batch import mapped
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
@@ -39,7 +36,6 @@ from shoal.profiling.identity import model_digest
 from shoal.profiling.layers import profile_model
 from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
-from shoal.report.progress import Progress
 from shoal.report.stages import Stages
 from shoal.rewrite.apply import cuts
 from shoal.session.memory import memory, of_one_process
@@ -74,6 +70,8 @@ def train(
     save: Path | None = None,
     epochs: int | None = None,
     max_steps: int | None = None,
+    checkpoint: Path | None = None,
+    every_s: float = 600.0,
     reasons: bool = False,
 ) -> None:
     """Train the recipe on all ranks.
@@ -86,8 +84,16 @@ def train(
         save: where to write the plan.
         epochs: passes over the data; the recipe's own number by default.
         max_steps: after which to end, however many passes they take.
+        checkpoint: the folder of this run, from whose newest checkpoint it goes on.
+        every_s: seconds from one checkpoint to the next.
         reasons: print also why each layer is served as it is.
     """
+    if checkpoint is not None and options.staleness != 0:
+        raise UsageError(
+            "a run whose workers are ahead of one another has no one state to save",
+            got=f"--checkpoint and --staleness {options.staleness}",
+            do="leave one of them out",
+        )
     # 1  join the others, and take a share of the data
     init()
     recipe = at_own_device(recipe)
@@ -110,21 +116,11 @@ def train(
     objective = objective.by(loss)
     _show_plan(model, save, reasons=reasons)
     # 3  the ordinary loop
-    epochs, num_steps = _length(recipe, loader, epochs, max_steps)
-    model.train()
-    with Progress(text.console(), num_steps, world().size, speaks=world().rank == 0) as progress:
-        for epoch in range(epochs):
-            if progress.num_steps == num_steps:
-                break  # a stream's epochs had more steps than one
-            for batch in islice(map(recipe.batch, loader), num_steps - progress.num_steps):
-                checked = world().size > 1 or progress.num_steps > 0
-                rows = _num_rows(batch)
-                seconds, loss = timed_step(model, objective, optimizer, batch, checked=checked)
-                progress.count(epoch, seconds, loss, rows=rows)
-            progress.end_epoch(epoch)
+    run = Run(recipe, loader, model, objective, optimizer)
+    median_step_s = run.train(*_length(recipe, loader, epochs, max_steps), checkpoint, every_s)
     # 4  what came of it
-    progress.end()
-    _show_outcome(model, progress.median_step_s)
+    if median_step_s is not None:
+        _show_outcome(model, median_step_s)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
 
@@ -147,11 +143,6 @@ def _length(
         epochs = math.ceil(max_steps / num_batches) if max_steps else recipe.epochs
     num_steps = epochs * num_batches
     return epochs, min(num_steps, max_steps or num_steps)
-
-
-def _num_rows(batch: Any) -> int:
-    """Rows of a batch, for what progress shows: those of its first tensor."""
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim()), 1)
 
 
 def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
@@ -197,31 +188,6 @@ def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any])
     accuracy = _accuracy(recipe, model, test_data)
     if world().rank == 0:
         text.console().print(f"test accuracy {accuracy:.2%}")
-
-
-def timed_step(
-    model: nn.Module,
-    objective: Objective,
-    optimizer: Optimizer,
-    batch: Any,
-    *,
-    checked: bool = True,
-) -> tuple[float, float]:
-    """One ordinary training step: its seconds, and its loss over this rank's rows.
-
-    Where the step is not `checked` yet, as `parallelize` checks one among ranks, what does not fit
-    the model or the loss is a SampleError.
-    """
-    began = time.perf_counter()
-    if checked:
-        loss = objective.loss(model, batch)
-    else:
-        loss = Sample.of(model, objective.loss_fn, batch, objective.compute_loss).loss()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    value = float(loss.detach())
-    return time.perf_counter() - began, value
 
 
 def at_own_device(recipe: Recipe) -> Recipe:

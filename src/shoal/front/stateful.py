@@ -80,7 +80,7 @@ def put_back(value: Any, saved: Any, modules: Modules, path: str) -> None:
     """
     if isinstance(value, nn.Module) and has_state(value):
         module = uncompiled(value)
-        _check_module(module, saved, path)
+        check_module(module, saved, path)
         _load(module, saved, path)
     elif isinstance(value, Optimizer):
         _load(value, _numbered(value, saved, modules, path), path)
@@ -205,7 +205,7 @@ def _laid(state: Any, parameter: Tensor) -> Any:
     return {key: laid(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
-def _check_module(module: nn.Module, saved: Mapping[str, Any], path: str) -> None:
+def check_module(module: nn.Module, saved: Mapping[str, Any], path: str) -> None:
     """Compare names and shapes, before anything changes."""
     if type(module).state_dict is not nn.Module.state_dict:
         return  # only the module itself knows what fits
