@@ -183,6 +183,11 @@ class Lane:
         self._queue.put(errand)
         return errand
 
+    @property
+    def rank(self) -> int:
+        """This rank, on the lane's channel."""
+        return self._comm.rank
+
     def drain(self) -> None:
         """Wait until all that is queued is done. Raise an error that nobody has waited for."""
         if not self._closed:

@@ -82,6 +82,11 @@ class Routes:
         self._common: Common | None = None
         self._teller: Transfer | None = None  # that takes its marks along
 
+    @property
+    def among_workers(self) -> Lane | None:
+        """The first lane that only workers are on, if there is one."""
+        return next((lane for lane in self.going if lane not in self.served), None)
+
     def compare(self, common: Common, transfers: Sequence[Transfer]) -> bool:
         """From here on one of these transfers tells what ranks have in common, if any can."""
         able = [transfer for transfer in transfers if transfer.tells]

@@ -28,6 +28,7 @@ from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.engine.replicas import EVERY
+from shoal.engine.stragglers import Stragglers
 from shoal.engine.weights import inputs_alike
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
@@ -45,7 +46,7 @@ from shoal.optim.extend import extend
 from shoal.planner.search import repredicted
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.sharing import plan_for, with_sharing
-from shoal.planner.timeline import as_planned
+from shoal.planner.timeline import Predictor, as_planned
 from shoal.profiling.layers import profile_model
 from shoal.profiling.moving import check_ways
 from shoal.profiling.tails import tail_of
@@ -58,6 +59,7 @@ from shoal.rewrite.apply import check_served
 from shoal.session.additions import add, uncompiled
 from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
+from shoal.session.running import Running
 from shoal.session.session import Attached, Session, current, ranks
 from shoal.strategies.sync_batchnorm import alone as sync_norms_alone
 
@@ -279,11 +281,26 @@ def parallelize(
         check_every=check_every,
     )
     placed = as_planned(profile, chosen)
+    _watch_stragglers(session, running, chosen, placed, cluster)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = replace(cluster, ahead=chosen.staleness != 0)
     session.attached[model] = Attached(running, chosen, placed, cluster)
     stages.say(summary(chosen, profile.moving, profile.norms))
     return model, loss, optimizer
+
+
+def _watch_stragglers(
+    session: Session, running: Running, plan: Plan, profile: ModelProfile, cluster: Cluster
+) -> None:
+    """Have ranks name who keeps them waiting, where they keep step."""
+    engine = running.engine
+    lane = engine.routes.among_workers
+    if plan.staleness != 0 or lane is None:
+        return
+    step = Predictor(profile, cluster).as_is(plan)
+    expected_s = step.end_s - step.backward_s + step.waited_s
+    rate = cluster.link.bytes_per_s
+    Stragglers(engine, lane, session.comm.topology, expected_s, rate)
 
 
 def _open_tail(

@@ -1,0 +1,303 @@
+"""Who keeps the others waiting, and why: named in one line, with numbers.
+
+    1  measure   each backward: seconds of a step, those that the main thread did not wait, those
+                 between steps; how long it waited for a processor, and for pages of memory
+    2  tell      every 20 backwards each rank tells the medians, beside other exchanges
+    3  judge     at the next backward, alike on every rank. A rank that computes half as long again
+                 as the others do is named. Where all ranks wait far longer than the plan predicts,
+                 links are tried: some messages between neighbours
+    4  name      what is so in two judgements in a row, on rank 0, once until it is over
+
+Costs a few reads of clocks and of /proc a backward, and one short message to every other rank in
+20. Guarded by tests/engine/test_stragglers.py; in the lab: benchmarks/stragglers.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import final
+
+import torch
+
+from shoal.contracts.cadence import Event
+from shoal.contracts.comm import Comm
+from shoal.core.facts import Topology
+from shoal.engine.common import exchanged
+from shoal.engine.engine import Engine
+from shoal.engine.lanes import Errand, Lane
+
+WINDOW = 20  # backwards from one telling to the next
+_SLOWER = 1.5  # times what the others compute
+_LEAST = 0.15  # of the step: what is less costs nobody anything
+_EXPOSED = 2.0  # times what is predicted to be waited for
+_SLOW_LINK = 1 / 3  # of the rate that was measured
+_TIMES = 2  # judgements in a row
+_TRIES = 3  # of a link, of which the best counts
+_REST = 10  # judgements between two trials of links
+_TRIAL_S, _TRIAL_BYTES = 0.02, (1 << 18, 1 << 22)  # of one message
+_BUSY, _SWAPS = 0.2, 5.0  # of the time without a processor; pages read from disk a step
+_LOGGER = logging.getLogger("shoal")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank tells of its steps: medians of seconds, and why."""
+
+    step_s: float
+    own_s: float  # without waiting for others
+    between_s: float  # from the end of a backward to the next forward
+    queued: float  # of the time: without a processor, though it could compute
+    pages: float  # read from disk, a step
+    expected_s: float  # predicted: communication that hides under nothing
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that it waits for others, or for links."""
+        return max(0.0, self.step_s - self.own_s)
+
+    @property
+    def cause(self) -> str:
+        """Why it is slow, as far as that can be seen."""
+        if self.pages > _SWAPS:
+            return f"it swaps: {self.pages:.0f} pages a step come from disk"
+        if self.queued > _BUSY:
+            return (
+                f"its processors are busy: {self.queued:.0%} of the time its main thread waited "
+                "for one"
+            )
+        if self.between_s > self.own_s / 2:
+            return f"{_ms(self.between_s)} of it pass between steps: data, or the program itself"
+        return "a slower or throttled processor, or more rows"
+
+
+@final
+class Stragglers:
+    """One model's, on one rank.
+
+    Args:
+        engine: whose events are listened to.
+        lane: what ranks tell goes over it.
+        topology: the ranks and their hosts.
+        expected_s: seconds a step of communication that hides under nothing, as predicted.
+        bytes_per_s: of a link, as measured.
+        window: backwards from one telling to the next.
+        clock: of the main thread; by default the real one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        lane: Lane,
+        topology: Topology,
+        expected_s: float,
+        bytes_per_s: float,
+        window: int = WINDOW,
+        clock: Clock | None = None,
+    ) -> None:
+        self._routes, self._lane, self._topology = engine.routes, lane, topology
+        self._expected_s, self._bytes_per_s = expected_s, bytes_per_s
+        self._window = window
+        self._clock = Clock() if clock is None else clock
+        self._told: tuple[Errand, list[list[float]]] | None = None
+        self._times: Counter[str] = Counter()  # judgements in a row, by what is named
+        self._named: set[str] = set()
+        self._rest = 0
+        engine.listen(Event.FORWARD_ENTERED, self._clock.forward)
+        engine.listen(Event.BACKWARD_ENDED, self.backward_ended)
+
+    def backward_ended(self) -> None:
+        """Measure, and tell or judge if it is time."""
+        if self._told is not None:
+            errand, told = self._told
+            self._told = None
+            errand.wait(errand.purpose)
+            self._judge([Seen(*each) for each in told])
+        self._clock.backward(self._routes.waited_s())
+        if self._clock.steps >= self._window:
+            own = [*self._clock.medians(), self._expected_s]
+            found: list[list[float]] = []
+
+            def tell(comm: Comm) -> None:
+                found.extend(exchanged(comm, own))
+
+            self._told = self._lane.run(tell, "telling how long steps take"), found
+
+    def _judge(self, seen: Sequence[Seen]) -> None:
+        found = slow_ranks(seen, self._topology)
+        self._rest = max(0, self._rest - 1)
+        if links_are_late(seen):
+            self._times["links"] += 1
+            if self._times["links"] >= _TIMES and not self._rest:
+                self._rest = _REST
+                found |= self._slow_links(seen)
+        else:
+            self._times["links"] = 0
+        for what in found:
+            self._times[what] += 1
+        for what in [w for w in self._times if w != "links" and w not in found]:
+            del self._times[what]
+            if not what.startswith("link"):
+                self._named.discard(what)
+        for what, line in found.items():
+            is_sure = self._times[what] >= _TIMES or what.startswith("link")
+            if is_sure and what not in self._named:
+                self._named.add(what)
+                if self._lane.rank == 0:
+                    _LOGGER.warning(line)
+
+    def _slow_links(self, seen: Sequence[Seen]) -> dict[str, str]:
+        """Try the links now (a collective), and say which is slow."""
+        rates: list[float] = []
+        nbytes = int(min(max(self._bytes_per_s * _TRIAL_S, _TRIAL_BYTES[0]), _TRIAL_BYTES[1]))
+
+        def try_links(comm: Comm) -> None:
+            rates.extend(rate for (rate,) in exchanged(comm, [_rate_from_left(comm, nbytes)]))
+
+        self._lane.run(try_links, "trying links").wait("trying links")
+        where = slow_link(rates, self._bytes_per_s, self._topology)
+        if where is None:
+            return {}
+        waited_s = min(each.waited_s for each in seen)
+        line = (
+            f"shoal: the link {where} carries {_mbit(min(rates))}, and carried "
+            f"{_mbit(self._bytes_per_s)} when it was measured. Every rank waits "
+            f"{_ms(waited_s)} of a step of {_ms(max(each.step_s for each in seen))} for exchanges; "
+            f"{_ms(seen[0].expected_s)} were predicted. Look at its cable, its switch and what "
+            "else it carries; or call parallelize again, which plans for it"
+        )
+        return {f"link {where}": line}
+
+
+def slow_ranks(seen: Sequence[Seen], topology: Topology) -> dict[str, str]:
+    """The ranks that compute far longer than the others, each with a line to log."""
+    found = {}
+    for rank, own in enumerate(seen):
+        others = [each for other, each in enumerate(seen) if other != rank]
+        if not others:
+            continue
+        usual_s = median(each.own_s for each in others)
+        if own.own_s > _SLOWER * usual_s and own.own_s - usual_s > _LEAST * own.step_s:
+            host = topology.hosts[rank]
+            found[f"rank {rank}"] = (
+                f"shoal: rank {rank} (host {host}) takes {_ms(own.own_s)} a step, the others "
+                f"{_ms(usual_s)}, and all wait for it. Likely cause: {own.cause}. Where it lasts: "
+                'shoal.shard(loader, batch="global", shares="speed") gives it fewer rows'
+            )
+    return found
+
+
+def links_are_late(seen: Sequence[Seen]) -> bool:
+    """Whether every rank waits far longer than predicted, so that nobody's computing is why."""
+    waited_s = min(each.waited_s for each in seen)
+    step_s = max(each.step_s for each in seen)
+    return waited_s > max(_EXPOSED * seen[0].expected_s, _LEAST * step_s)
+
+
+def slow_link(rates: Sequence[float], usual: float, topology: Topology) -> str | None:
+    """Which link is far slower than usual, given each rank's rate from the rank before it."""
+    ranks, hosts = len(rates), topology.hosts
+    slow = [
+        (hosts[(rank - 1) % ranks], hosts[rank])
+        for rank, rate in enumerate(rates)
+        if rate < _SLOW_LINK * usual and hosts[(rank - 1) % ranks] != hosts[rank]
+    ]
+    if not slow:
+        return None
+    pairs = {frozenset(pair) for pair in slow}
+    if len(pairs) == 1:
+        return f"between hosts {slow[0][0]} and {slow[0][1]}"
+    times = Counter(host for pair in pairs for host in pair)
+    (first, most), (_, second) = times.most_common(2)
+    if most > second:
+        return f"of host {first}"
+    return f"between hosts {', '.join(sorted(times))}"
+
+
+def _rate_from_left(comm: Comm, nbytes: int) -> float:
+    """Bytes a second from the rank before, while all send: the best of some tries."""
+    ranks = comm.workers
+    left, right = (comm.rank - 1) % ranks, (comm.rank + 1) % ranks
+    sent = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    received = torch.empty_like(sent)
+    best_s = float("inf")
+    for _ in range(_TRIES):
+        exchanged(comm, [0.0])  # so that all begin at once
+        begin_s = time.perf_counter()
+        coming = comm.receive(received, left)
+        going = comm.send(sent, right)
+        coming.wait()
+        best_s = min(best_s, time.perf_counter() - begin_s)
+        going.wait()
+    return nbytes / max(best_s, 1e-9)
+
+
+class Clock:
+    """What the main thread of this rank does with its time, since the last medians."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_native_id()
+        self._ended_s: float | None = None  # of the last backward, by perf_counter
+        self._forward_s: float | None = None  # of the first forward behind it
+        self._waited_s = 0.0
+        self._steps: list[tuple[float, float, float]] = []
+        self._since = self._spent()
+
+    @property
+    def steps(self) -> int:
+        """How many were measured."""
+        return len(self._steps)
+
+    def forward(self) -> None:
+        """The model is called."""
+        if self._forward_s is None:
+            self._forward_s = time.perf_counter()
+
+    def backward(self, waited_s: float) -> None:
+        """A backward has ended; so long the main thread has waited, in all."""
+        now_s = time.perf_counter()
+        if self._ended_s is None:
+            self._since = self._spent()
+        else:
+            step_s, waited = now_s - self._ended_s, waited_s - self._waited_s
+            between_s = (self._forward_s or now_s) - self._ended_s
+            self._steps.append((step_s, max(0.0, step_s - waited), between_s))
+        self._ended_s, self._forward_s, self._waited_s = now_s, None, waited_s
+
+    def medians(self) -> list[float]:
+        """Of the steps since the last call: step, own, between; then queued, and pages a step."""
+        medians = [median(column) for column in zip(*self._steps, strict=True)]
+        now, before, steps = self._spent(), self._since, len(self._steps)
+        wall_s = max(now[0] - before[0], 1e-9)
+        queued, pages = (now[1] - before[1]) / wall_s, (now[2] - before[2]) / steps
+        self._since = now
+        self._steps.clear()
+        return [*medians, queued, pages]
+
+    def _spent(self) -> tuple[float, float, float]:
+        """By now: the time, seconds without a processor, pages read from disk."""
+        pages = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+        return time.perf_counter(), _queued_s(self._thread), float(pages)
+
+
+def _queued_s(thread: int) -> float:
+    """Seconds that a thread could have computed and had no processor; 0 where nobody counts."""
+    try:
+        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
+
+
+def _mbit(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8e-6:,.0f} Mbit/s"
