@@ -1,0 +1,108 @@
+"""Are a slow host and a slow link named, rightly, and nobody else? In the lab, one case a run.
+
+    sudo .venv/bin/python benchmarks/stragglers.py --case busy|link|quiet [--seconds 60] [--hosts 3]
+
+    busy    in the middle, four processes compute without end on the core of host h1
+    link    in the middle, the link of host h1 falls to a tenth, both ways
+    quiet   nothing happens: any name is a false one
+
+Each host has one rank, and a core of its own as far as there are cores. Printed are the lines that
+Shoal logs, by the second, and whether the case has passed. Needs root and Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import Process
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import shoal
+from shoal.contracts.launcher import Job
+from shoal.launch.lab import INTERFACE, Lab
+
+_RATE, _TENTH = "200mbit", "20mbit"
+_WIDTH, _ROWS = 384, 256
+_STRUCK = "h1"
+
+
+def train(case: str, seconds: float) -> None:
+    """One rank; all train until rank 0 says that it is enough."""
+    world = shoal.init()
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[world.rank % len(cores)]
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()) for _ in range(6)]
+    model, loss_fn = nn.Sequential(*blocks, nn.Linear(_WIDTH, 8)), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    generator = torch.Generator().manual_seed(world.rank)
+    x, y = torch.randn(_ROWS, _WIDTH, generator=generator), torch.arange(_ROWS) % 8
+    shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins={"*": "replicate"})
+    began_s, burners, steps = time.monotonic(), [], 0
+    while shoal.mean(time.monotonic() - began_s) < seconds:
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss_fn(model(x), y).backward()
+            optimizer.step()
+        steps += 10
+        is_due = case == "busy" and time.monotonic() - began_s > seconds / 3
+        if is_due and world.host == _STRUCK and not burners:
+            burners = [Process(target=_burn, daemon=True) for _ in range(4)]  # on the same core
+            for burner in burners:
+                burner.start()
+    for burner in burners:
+        burner.terminate()
+    if world.is_main:
+        print(f"{steps} steps in {time.monotonic() - began_s:.0f} s")
+
+
+def _burn() -> None:
+    while True:
+        pass
+
+
+def _slow_down(lab: Lab, after_s: float) -> None:
+    """The link of the struck host, at both of its ends."""
+    time.sleep(after_s)
+    number = int(_STRUCK[1:])
+    for namespace, device in (
+        (lab.namespaces[number], INTERFACE),
+        (lab.namespaces[-1], _STRUCK),
+    ):
+        queue = f"tbf rate {_TENTH} burst 128kb latency 50ms"
+        command = f"tc -n {namespace} qdisc replace dev {device} root handle 1: {queue}"
+        subprocess.run(command.split(), check=True)
+
+
+def main() -> None:
+    """Run one case, in a lab of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=("busy", "link", "quiet"), default="quiet")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--rank", action="store_true", help="be a rank of it")
+    asked = parser.parse_args()
+    if asked.rank:
+        train(asked.case, asked.seconds)
+        return
+    me = (sys.executable, str(Path(__file__).resolve()), "--rank", "--case", asked.case)
+    job = Job((*me, "--seconds", str(asked.seconds)), asked.hosts)
+    with Lab(hosts=asked.hosts, rate=_RATE) as lab:
+        if asked.case == "link":
+            after_s = asked.seconds / 3 + 10  # and the start
+            threading.Thread(target=_slow_down, args=(lab, after_s), daemon=True).start()
+        result = lab.launch(job)
+    sys.exit(result.exit_code)
+
+
+if __name__ == "__main__":
+    main()
