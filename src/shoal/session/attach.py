@@ -31,6 +31,7 @@ from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
 from shoal.core.role import Role
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
+from shoal.core.uncompiled import leave_alone
 from shoal.engine.border import Border
 from shoal.engine.common import Common
 from shoal.engine.engine import Engine
@@ -83,10 +84,9 @@ def attach(
     inputs on purpose, `moving` what state agrees after each backward. Parameters of optimizers that
     are `left_alone` are nobody's here. `terms` say what a loss without a `count` is a mean over,
     `norms` which batch norms go by the rows of all ranks. Where there is a `compute_loss`, that to
-    use from now on is returned.
-    `norms` which batch norms go by the rows of all ranks. Replicas are compared every `check_every`
-    backwards; 0: never.
+    use from now on is returned. Replicas are compared every `check_every` backwards; 0: never.
     """
+    leave_alone()
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
     servers = session.other(Servers)

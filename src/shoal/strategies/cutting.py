@@ -37,6 +37,7 @@ from shoal.core.cost import Cost, Phase, Traffic, Update, Wait, total
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
+from shoal.core.uncompiled import uncompiled
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.rowwise import row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
@@ -339,7 +340,7 @@ class _CutLayer(nn.Module):
 
     _cut_layer: _Parts | None = None
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         parts = self._cut_layer
         # by functional_call

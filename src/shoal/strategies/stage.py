@@ -38,6 +38,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.names import pins
 from shoal.core.role import Role
+from shoal.core.uncompiled import uncompiled
 from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
@@ -144,7 +145,7 @@ class _Staged(nn.Module):
 
     _stage: Any = None
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._stage is None:
             return super().forward(*args, **kwargs)
