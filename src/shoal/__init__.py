@@ -14,6 +14,7 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.front.checkpoints import Checkpoints
+from shoal.front.codec_report import CodecReport, CodecRow, codec_report
 from shoal.front.distributed_checkpoint import Stateful
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
@@ -30,6 +31,8 @@ __all__ = [
     "Checkpoints",
     "Choice",
     "Cluster",
+    "CodecReport",
+    "CodecRow",
     "Link",
     "Memory",
     "Plan",
@@ -43,6 +46,7 @@ __all__ = [
     "UsageError",
     "World",
     "WorldError",
+    "codec_report",
     "explain",
     "gather",
     "init",

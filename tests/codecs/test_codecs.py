@@ -20,8 +20,17 @@ OWN = sorted(of(Codec))
 FED_BACK = [name for name, kind in of(Codec).items() if kind.feedback]
 # of normal numbers, by the codec's own arithmetic: half a step of the largest of 256 (about 2.8),
 # of 8 and of 11 bits
-ERRORS = {"bfloat16": (1e-3, 2.3e-3), "float16": (1e-4, 3e-4), "int8": (4e-3, 9e-3)}
-EXCHANGES = ["direct", "ring"]
+# of a bit: sqrt(1 - 2/pi) = 0.603; of the largest hundredth: sqrt(1 - 0.085)
+ERRORS = {
+    "bfloat16": (1e-3, 2.3e-3),
+    "float16": (1e-4, 3e-4),
+    "int4": (0.09, 0.12),
+    "int8": (4e-3, 9e-3),
+    "low_rank": (0.97, 1.0),
+    "one_bit": (0.59, 0.615),
+    "top_k": (0.94, 0.97),
+}
+EXCHANGES = ["direct", "ring", "hierarchical"]
 
 
 def numbers(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -48,20 +57,21 @@ def test_there_are_tests_for_all() -> None:
 def test_all_ways_to_read_a_code_agree(name: str, dtype: torch.dtype, numel: int) -> None:
     codec, values = codec_named(name), numbers(numel, dtype=dtype)
     code, back = coded(codec, values)
-    assert len(code) == Runs(codec).nbytes(numel, dtype.itemsize) < values.nbytes + 4
+    assert len(code) == Runs(codec).nbytes(numel, dtype.itemsize) < values.nbytes + 36
     assert torch.equal(coded(codec, values)[0], code), "one code for one input"
     added, subtracted = torch.ones_like(values), torch.ones_like(values)
     Runs(codec).decode_add(code, added)
     torch.testing.assert_close(added, 1 + back)
-    for begin in range(0, numel, RUN):
-        part, at = subtracted[begin : begin + RUN], begin // RUN * codec.nbytes(RUN, 4)
+    run = RUN if codec.in_runs else numel
+    for begin in range(0, numel, run):
+        part, at = subtracted[begin : begin + run], begin // run * codec.nbytes(run, 4)
         codec.decode_subtract(code[at : at + codec.nbytes(len(part), 4)], part)
     torch.testing.assert_close(subtracted, 1 - back)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_the_error_of_one_code_is_as_by_its_arithmetic(name: str) -> None:
-    values = numbers(100_000)
+    values = numbers(131_072)
     _, back = coded(codec_named(name), values)
     least, most = ERRORS[name]
     assert least < float((values - back).norm() / values.norm()) < most
@@ -105,19 +115,20 @@ def test_float16_sends_what_is_too_large_later() -> None:
 
 @pytest.mark.parametrize("name", FED_BACK)
 def test_a_constant_gradient_telescopes_over_300_steps(name: str) -> None:
-    """What was sent is the truth but for what is lost now: the mean goes to it as 1/N."""
+    """What was sent is the truth but for what is lost now, and that grows less than steps do."""
     truth, steps = numbers(600), 300
     runs, lost = Runs(codec_named(name)), torch.zeros(600)
+    state: dict[str, Tensor] = {}
     code, sent = torch.empty(runs.nbytes(600, 4), dtype=torch.uint8), torch.zeros(600).double()
-    errors = []
-    for step in range(1, steps + 1):
-        runs.encode(truth, code, lost, {})
-        back = torch.empty(600)
+    norms, back = [], torch.empty(600)
+    for _ in range(steps):
+        runs.encode(truth, code, lost, state)
         runs.decode(code, back)
         sent += back
-        errors.append(float((sent / step - truth).norm() / truth.norm()))
-    assert errors[0] > 0
-    assert errors[-1] < errors[0] / 30 + 1e-7, "a three hundredth, or the rounding of float32"
+        norms.append(float(lost.norm()))
+    torch.testing.assert_close((sent + lost).float(), steps * truth, rtol=1e-4, atol=1e-3)
+    assert 0 < max(norms[150:]) < 1.6 * max(norms[:150]), "the mean is nearer after twice the steps"
+    assert max(norms) < 80 * float(truth.norm()), "of 300: so the mean is off by less than a third"
 
 
 @pytest.mark.slow
@@ -141,11 +152,10 @@ def test_so_it_does_on_ranks_both_ways(name: str, exchange: str) -> None:
         return errors
 
     for errors in run(ranks, work, timeout_s=60):
-        assert errors[0] > 0
-        assert errors[-1] < errors[0] / 30 + 1e-7, "a three hundredth, or the rounding of float32"
+        assert 0 < errors[-1] < max(errors[30:60]) / 3 + 1e-6
 
 
-@pytest.mark.parametrize("hosts", ["ab", "abc", "aabb"])
+@pytest.mark.parametrize("hosts", ["ab", "abc", "aabb", "aab"])
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("name", OWN)
 def test_replicas_have_the_same_bits_and_bytes_are_as_stated(
@@ -175,7 +185,7 @@ def test_replicas_have_the_same_bits_and_bytes_are_as_stated(
     counted = ranks * torch.arange(control) + sum(range(ranks))
     assert all(torch.equal(flat[numel:], counted.float()) for flat in first)
     truth = sum(numbers(numel, rank) for rank in range(ranks))
-    worst = ERRORS[name][1]
+    worst = max(ERRORS[name][1], ERRORS[codec_named(name).there.name][1])
     assert float((first[0][:numel] - truth).norm() / truth.norm()) < 3 * worst * ranks**0.5
 
 
@@ -211,7 +221,19 @@ def test_what_there_is_not_is_refused(text: str, said: str) -> None:
         exchange_named(text)
 
 
-@pytest.mark.parametrize("text", ["int8(block=0)", "int8(block=100000)"])
-def test_options_out_of_range_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="from 1 to"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int8(block=0)", "from 1 to 65,536"),
+        ("int8(block=100000)", "from 1 to 65,536"),
+        ("int4(block=3)", "even number"),
+        ("one_bit(block=12)", "multiple of 8"),
+        ("top_k(share=0.0)", "above 0, and at most 0.5"),
+        ("top_k(share=0.9)", "above 0, and at most 0.5"),
+        ("low_rank(rank=0)", "rank from 1 to 256"),
+        ("low_rank(columns=-1)", "columns of 0 or more"),
+    ],
+)
+def test_options_out_of_range_are_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         codec_named(text)

@@ -29,12 +29,18 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, RanksDiffer
 from shoal.front.joining import using
 
-WAYS = ["replicate:direct", "replicate:ring", "sliced:direct", "sliced:ring"]
+WAYS = [
+    "replicate:direct",
+    "replicate:hierarchical",
+    pytest.param("replicate:ring", marks=pytest.mark.slow),
+    pytest.param("sliced:direct", marks=pytest.mark.slow),
+    "sliced:ring",
+]
 BATCHES = [(x.float(), y) for x, y in features(7, 3, rows=12, steps=8)]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("codec", ["bfloat16", "int8(block=16)"])
+@pytest.mark.parametrize("codec", ["int8(block=16)", "int4(block=16)"])
 def test_replicas_stay_equal_and_near_one_process(way: str, codec: str) -> None:
     training = Training(model=built(mlp, torch.float32), batches=BATCHES, optimizer=sgd)
     states = training.on_ranks(3, f"{way}+{codec}", uneven=True)

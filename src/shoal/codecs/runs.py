@@ -92,6 +92,8 @@ class Runs:
                 do="mend its encode, or its nbytes",
             )
         for label, numbers in state.items():
+            if label in self.codec.hints:
+                continue
             shape = tuple(numbers.shape) if isinstance(numbers, Tensor) else None
             if shape != (numel,) or label == LOST:
                 raise UsageError(

@@ -32,12 +32,21 @@ class Codec(Contract, ABC):
     exact: ClassVar[bool] = False
     # what a code loses is sent with the next
     feedback: ClassVar[bool] = True
-    # values may be coded in runs of 131,072, each by itself: these stay in a core's cache
+    # values may be coded in runs of 131,072, each by itself, in a code of whole fours of bytes:
+    # these stay in a core's cache
     in_runs: ClassVar[bool] = False
     # parameters of fewer dimensions travel as they are: biases and scales are small, and err most
     least_dims: ClassVar[int] = 1
     # of the mean over 100 steps, by which a layer may be off and still travel so (codecs/guard.py)
     most_error: ClassVar[float] = 1.0
+
+    # keys of its state that may be of any shape: a checkpoint does without them
+    hints: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def there(self) -> Codec:
+        """What takes its place on the way to owners; it is then for the way back only."""
+        return self
 
     def __str__(self) -> str:
         """As plans write it: the name, and the options that are not the default."""

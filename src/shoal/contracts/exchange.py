@@ -21,12 +21,13 @@ from typing import ClassVar, NamedTuple, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm
-from shoal.core.cost import Pace, Traffic
+from shoal.core.cost import Pace, Traffic, total
 from shoal.core.facts import Cluster, Topology
 from shoal.core.pieces import cut, cut_sizes
 from shoal.core.registry import Contract
 from shoal.core.written import written
 
+UNSENT = "unsent"  # what an owner has made of its values and not brought to the others
 StateDict = dict[str, dict[str, Tensor]]  # by parameter name, then by what it is
 
 
@@ -144,6 +145,10 @@ class Carrier(ABC):
         """All that is remembered."""
         return ()
 
+    def residuals(self) -> StateDict:
+        """What codes have lost and this rank will send, by parameter name and what it is."""
+        return {}
+
     def state_dict(self) -> StateDict:
         """What is remembered, by parameter name: flat, of the whole parameter's elements, with
         zeros for those that are not in this bucket.
@@ -260,6 +265,8 @@ class SplitExchange(Exchange):
 class Coding(ABC):
     """One round of a bucket whose slices travel as messages: codes, with control behind them."""
 
+    slices: Sequence[Tensor]  # of each owner, what this rank has of it now; may be added to
+
     @abstractmethod
     def message(self, owner: int) -> Tensor:
         """What this rank has now of an owner's slice, as a message. Once a round for each."""
@@ -277,6 +284,19 @@ class Coding(ABC):
 
 class CodingExchange(SplitExchange):
     """A split exchange that carries codes, too."""
+
+    def halves(self, bucket: Bucket, topology: Topology) -> tuple[Traffic, Traffic]:
+        """What `reduce_scatter` and `all_gather` move, each by itself."""
+        half = self.traffic(bucket, topology).half
+        return half, half
+
+    def coding_traffic(
+        self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
+    ) -> Traffic:
+        """What both halves move of a bucket by messages of these sizes, there and back."""
+        if there == back:
+            return self.traffic(there, topology)
+        return total([self.halves(there, topology)[0], self.halves(back, topology)[1]])
 
     @abstractmethod
     def reduce_codes(self, coding: Coding, comm: Comm) -> None:

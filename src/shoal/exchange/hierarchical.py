@@ -31,14 +31,14 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from shoal.contracts.comm import Comm, Pending
-from shoal.contracts.exchange import Bucket, SplitExchange
+from shoal.contracts.exchange import Bucket, Coding, CodingExchange
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
 
 
 @final
 @dataclass(frozen=True)
-class Hierarchical(SplitExchange):
+class Hierarchical(CodingExchange):
     """Slices to their owners and back by way of one collector on every host."""
 
     name: ClassVar[str] = "hierarchical"
@@ -69,6 +69,48 @@ class Hierarchical(SplitExchange):
             rounds=2 * ((other_hosts > 0) + any(beside)) if bucket.numel else 0,
             leaving=tuple(collected[r] - sizes[r] + other_hosts * sizes[r] for r in ranks),
         )
+
+    def coding_traffic(
+        self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
+    ) -> Traffic:
+        """There, codes only cross; inside a host values go as they are. Back, codes go all the way,
+        as all ranks read the same.
+        """
+        ranks, other_hosts = range(topology.size), len(topology.ranks_on) - 1
+        plain, sizes, returned = (b.slice_bytes(topology.size) for b in (bucket, there, back))
+        beside = [len(topology.ranks_on[host]) - 1 for host in topology.hosts]
+        inside, across, home = (_collected_bytes(s, topology) for s in (plain, sizes, returned))
+        crossing = [across[r] - sizes[r] + other_hosts * returned[r] for r in ranks]
+        sent = (sum(plain) - inside[r] + crossing[r] + beside[r] * home[r] for r in ranks)
+        received = (
+            beside[r] * inside[r] + other_hosts * sizes[r] + sum(returned) - returned[r]
+            for r in ranks
+        )
+        rounds = self.traffic(there, topology).rounds
+        return Traffic(tuple(sent), tuple(received), rounds, tuple(crossing))
+
+    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
+        """As below, but hosts' sums cross as codes."""
+        hosts, slices, rank = comm.topology.ranks_on, coding.slices, comm.rank
+        own_host, collected = comm.topology.hosts[rank], _collected(slices, comm)
+        beside = [r for r in hosts[own_host] if r != rank]
+        inside = {o: _receive(comm, slices[o], beside) for o in collected}
+        across: list[tuple[Tensor, Pending] | None] = [None]
+        if slices[rank].numel():
+            across = [
+                None
+                if host == own_host
+                else _landing(comm, coding.landing(rank), _collector(rank, host, comm.topology))
+                for host in hosts
+            ]
+        sends = [comm.send(slices[o], r) for r in beside for o in _collected(slices, comm, r)]
+        for o in collected:
+            _add(slices[o], inside[o], place=comm.topology.local_ranks[rank])
+            if o != rank:
+                sends.append(comm.send(coding.message(o), o))
+        coding.add(rank, (None if part is None else _arrived(part) for part in across))
+        for send in sends:
+            send.wait()
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up what one collects inside the host, then the hosts' sums of one's own slice."""
@@ -117,6 +159,24 @@ def _collector(owner: int, host: str, topology: Topology) -> int:
     """The rank that collects the owner's slice on a host: on its own the owner itself."""
     ranks = topology.ranks_on[host]
     return ranks[topology.local_ranks[owner] % len(ranks)]
+
+
+def _collected_bytes(sizes: Sequence[int], topology: Topology) -> list[int]:
+    """Bytes of the slices that each rank collects."""
+    collected = [0] * topology.size
+    for owner, size in enumerate(sizes):
+        for host in topology.ranks_on:
+            collected[_collector(owner, host, topology)] += size
+    return collected
+
+
+def _landing(comm: Comm, part: Tensor, source: int) -> tuple[Tensor, Pending]:
+    return part, comm.receive(part, source)
+
+
+def _arrived(part: tuple[Tensor, Pending]) -> Tensor:
+    part[1].wait()
+    return part[0]
 
 
 def _collected(slices: Sequence[Tensor], comm: Comm, rank: int | None = None) -> list[int]:

@@ -60,6 +60,20 @@ class Ring(CodingExchange):
             leaving=tuple(sent[r] * topology.apart(r, (r + 1) % ranks) for r in range(ranks)),
         )
 
+    def halves(self, bucket: Bucket, topology: Topology) -> tuple[Traffic, Traffic]:
+        """All slices but one: there all but the own, back all but the next."""
+        ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
+        whole, nbytes = self.traffic(bucket, topology), sum(sizes)
+
+        def half(sent: Sequence[int], received: Sequence[int]) -> Traffic:
+            leaving = [n * topology.apart(r, (r + 1) % ranks) for r, n in enumerate(sent)]
+            return Traffic(tuple(sent), tuple(received), whole.rounds // 2, tuple(leaving))
+
+        own = [nbytes - sizes[r] for r in range(ranks)]
+        following = [nbytes - sizes[(r + 1) % ranks] for r in range(ranks)]
+        before = [nbytes - sizes[r - 1] for r in range(ranks)]
+        return half(own, before), half(following, own)
+
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up each slice on its way to its owner."""
         self._pass_on(slices, comm, first=comm.rank - 1, add=True)

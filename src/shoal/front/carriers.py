@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from shoal.codecs.carrier import CodedCarrier
 from shoal.codecs.coded import Coded, codec_named, exchange_named
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
-from shoal.core.errors import PlanError
+from shoal.contracts.transfer import Transfer
+from shoal.core.errors import PlanError, UsageError
+from shoal.core.numbers import is_positive
 from shoal.core.plan import Plan
 from shoal.core.registry import named, of
 
@@ -45,8 +48,9 @@ def all_codecs(
     plan: Plan | None, pins: Mapping[str, str] | None, allowed: Sequence[str]
 ) -> list[str]:
     """The codecs that a plan or pins ask for, and those that are allowed."""
-    asked = {str(e.codec) for e in _exchanges(plan, pins) if isinstance(e, Coded)}
-    return sorted(asked.union(allowed))
+    codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, Coded)]
+    codecs += map(codec_named, allowed)
+    return sorted({str(way) for codec in codecs for way in (codec, codec.there)})
 
 
 def _exchanges(plan: Plan | None, pins: Mapping[str, str] | None) -> list[Exchange]:
@@ -54,3 +58,20 @@ def _exchanges(plan: Plan | None, pins: Mapping[str, str] | None) -> list[Exchan
     asked += [(choice.strategy, choice.exchange) for choice in plan.choices] if plan else []
     texts = {text for name, text in asked if text and named(Strategy, name).role.takes_exchange}
     return [exchange_named(text) for text in texts]
+
+
+def check_most_error(most_error: Any) -> None:
+    """Raise UsageError where it bounds no error."""
+    if most_error is not None and not is_positive(most_error):
+        raise UsageError(
+            "max_error is a bound of a relative error, above 0",
+            got=repr(most_error)[:80],
+            do="give for instance 0.1, or None for each codec's own",
+        )
+
+
+def bound_errors(transfers: Iterable[Transfer], most_error: float | None) -> None:
+    """Have codecs be off by no more than that; None leaves each its own bound."""
+    for transfer in transfers:
+        if most_error is not None and isinstance(transfer.carrier, CodedCarrier):
+            transfer.carrier.most_error = most_error

@@ -30,7 +30,7 @@ from shoal.core.registry import named, of
 from shoal.engine.replicas import EVERY
 from shoal.engine.stragglers import Stragglers
 from shoal.engine.weights import inputs_alike
-from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
+from shoal.front.carriers import all_codecs, bound_errors, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.joining import is_tail_host, serve_and_end
 from shoal.front.request import (
@@ -88,6 +88,7 @@ def parallelize(
     codecs: str | Iterable[str] = (),
     compute_loss: Callable[[nn.Module, Any], Any] | None = None,
     check_every: int = EVERY,
+    max_error: float | None = None,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -209,6 +210,7 @@ def parallelize(
         codecs if isinstance(codecs, str) or not isinstance(codecs, Iterable) else tuple(codecs),
         compute_loss,
         check_every,
+        max_error,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -280,6 +282,7 @@ def parallelize(
         compute_loss=compute_loss,
         check_every=check_every,
     )
+    bound_errors(running.engine.transfers, max_error)
     placed = as_planned(profile, chosen)
     _watch_stragglers(session, running, chosen, placed, cluster)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))

@@ -26,7 +26,7 @@ from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import from_outside, named
 from shoal.engine.replicas import EVERY
-from shoal.front.carriers import codecs_of
+from shoal.front.carriers import check_most_error, codecs_of
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
@@ -72,6 +72,7 @@ class Request:
     codecs: Any = ()  # see `codecs_of`
     compute_loss: Callable[..., Any] | None = None
     check_every: int = EVERY
+    max_error: float | None = None
 
 
 def checked(
@@ -113,6 +114,7 @@ def checked(
     check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
     codecs_of(asked.codecs)
+    check_most_error(asked.max_error)
     _check_staleness(asked.staleness, asked, session)
     server_hosts = session.other(Servers)
     servers = len(server_hosts.hosts) if server_hosts else 0
@@ -410,6 +412,7 @@ def require_same(
         "micro_batches": asked.micro_batches,
         "placement": _in_order(asked.placement),
         "sync_batchnorm": asked.sync_batchnorm,
+        "max_error": asked.max_error,
         "codecs": list(codecs_of(asked.codecs)),
         "check_every": asked.check_every,
         "buffers": asked.buffers if isinstance(asked.buffers, str) else list(asked.buffers.items()),

@@ -184,7 +184,7 @@ class SlicedTransfer(OwnedTransfer):
         self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
         coded = dict(list(parameters.items())[:num_coded])
         self.carrier: Carrier = exchange.carrier(bucket.live(coded))
-        self.exact = self.carrier.exact
+        self._lossy = not self.carrier.exact  # at first
         may_lose = tuple(piece for piece in self.pieces if piece.parameter in set(coded.values()))
         self._unsent = Unsent(self.carrier, may_lose, place.rank)
         bucket.close()
@@ -199,6 +199,11 @@ class SlicedTransfer(OwnedTransfer):
         )
         self._mark: Mark | None = None  # of the round that it goes with
         self._landing = Landing(self, parameters, self._take, self._own.whole, bucket.workers)
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        """False: see `OwnedTransfer`; a guard may end it."""
+        return self.carrier.exact
 
     def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
         """Bring what is in `.grad` into the slices; whether there was anything."""
@@ -288,6 +293,9 @@ class SlicedTransfer(OwnedTransfer):
             self._gather_changes(values, comm)
         else:
             self.carrier.gather(comm)
+        if self._lossy and self.exact and turn is Turn.VALUES:
+            self._lossy = False
+            self._unsent.forget()
         if self._bucket.at_server:
             return []
         self._turns.check([part.turn for part in self._bucket.slices], turn)
@@ -306,7 +314,7 @@ class SlicedTransfer(OwnedTransfer):
         self._unsent.keep(values, own)
 
     def open_update(self, parameters: Collection[Tensor]) -> None:
-        if not self.exact:
+        if self._lossy:
             self._unsent.put_in(parameters)
 
     def slice_of(self, rank: int) -> Slice:

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from shoal.contracts.exchange import Carrier
+from shoal.contracts.exchange import UNSENT, Carrier
 from shoal.core.pieces import Piece
 
 
@@ -31,7 +31,7 @@ class Unsent:
         self._known: dict[Piece, Tensor] = {}
 
     def _parts(self) -> Sequence[tuple[Piece, Tensor]]:
-        numbers = self._carrier.kept("unsent", self._rank)
+        numbers = self._carrier.kept(UNSENT, self._rank)
         parts = numbers.split([piece.numel for piece in self.pieces])
         return list(zip(self.pieces, parts, strict=True))
 
@@ -44,9 +44,14 @@ class Unsent:
                 own.add_(unsent)
                 unsent.sub_(own.to(unsent.dtype) - known.to(unsent.dtype))  # rounding is left
 
+    def forget(self) -> None:
+        """All ranks take new values as they are."""
+        self._known.clear()
+        self._carrier.kept(UNSENT, self._rank).zero_()
+
     def changes(self, values: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """The differences of new values from what all ranks have, which is put in `places`."""
-        differences = [self._carrier.kept("unsent", self._rank).new_empty(0)]
+        differences = [self._carrier.kept(UNSENT, self._rank).new_empty(0)]
         for piece, value, place in zip(self.pieces, values, places, strict=True):  # 3
             place.copy_(self._known.get(piece, value))
             dtype = differences[0].dtype

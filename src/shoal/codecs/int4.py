@@ -1,0 +1,73 @@
+"""Values as 15 steps of the largest in their block, for the way back; to owners they go as int8.
+
+    code   │ largest / 7 of each block, float32 │ steps, one of each half to a byte │
+
+What owners send back are small changes, of which what is lost is kept once, not by every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shoal.codecs.int8 import Int8
+from shoal.contracts.codec import Codec, State
+from shoal.core.errors import UsageError
+
+_STEPS = 7
+_LEAST = 1e-30  # of a scale: nothing is divided by zero
+
+
+@final
+@dataclass(frozen=True)
+class Int4(Codec):
+    """Half a byte a value, and four bytes a block."""
+
+    name: ClassVar[str] = "int4"
+    in_runs: ClassVar[bool] = True
+    least_dims: ClassVar[int] = 2
+    most_error: ClassVar[float] = 0.2
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.block <= 1 << 16 or self.block % 2:
+            raise UsageError(
+                "the block of int4 is an even number, from 2 to 65,536 values",
+                got=str(self.block),
+                do="leave it out: it is 64",
+            )
+
+    @property
+    def there(self) -> Codec:
+        return Int8()
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        num_blocks = -(-numel // self.block)
+        return 4 * num_blocks + num_blocks * self.block // 2
+
+    def encode(self, values: Tensor, state: State) -> Tensor:
+        num_blocks = -(-len(values) // self.block)
+        short = num_blocks * self.block - len(values)
+        rows = (pad(values, (0, short)) if short else values).view(num_blocks, -1)
+        steps = rows.abs()
+        largest = steps.amax(dim=1)
+        scales = largest.float().mul_(1 / _STEPS)
+        torch.mul(rows, (1 / scales.clamp(min=_LEAST))[:, None], out=steps)
+        low, high = steps.round_().add_(_STEPS + 1).to(torch.uint8).view(2, -1)
+        return torch.cat([scales.view(torch.uint8), high.bitwise_left_shift_(4).add_(low)])
+
+    def decode(self, code: Tensor, into: Tensor) -> None:
+        num_blocks = -(-len(into) // self.block)
+        scales, packed = code[: 4 * num_blocks].view(torch.float32), code[4 * num_blocks :]
+        whole = num_blocks * self.block
+        rows = into if whole == len(into) else into.new_empty(whole)
+        low, high = rows.view(2, -1)
+        low.copy_(packed & 15)
+        high.copy_(packed >> 4)
+        rows.sub_(_STEPS + 1).view(num_blocks, -1).mul_(scales[:, None])
+        if rows is not into:
+            into.copy_(rows[: len(into)])

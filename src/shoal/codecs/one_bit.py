@@ -1,0 +1,82 @@
+"""Values as their signs, and the mean size of their block: 28 times fewer bytes.
+
+    code   │ mean size of each block, float32 │ signs, a bit each │
+
+One step is far off; what it loses comes later.
+Reference: Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+Distributed Training of Speech DNNs", Interspeech 2014.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shoal.contracts.codec import Codec, State
+from shoal.core.errors import UsageError
+
+
+@final
+@dataclass(frozen=True)
+class OneBit(Codec):
+    """A bit a value, and four bytes a block."""
+
+    name: ClassVar[str] = "one_bit"
+    in_runs: ClassVar[bool] = True
+    least_dims: ClassVar[int] = 2
+    most_error: ClassVar[float] = 0.7
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.block <= 1 << 16 or self.block % 8:
+            raise UsageError(
+                "the block of one_bit is a multiple of 8, from 8 to 65,536 values",
+                got=str(self.block),
+                do="leave it out: it is 256",
+            )
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        return -(-numel // 8) + 4 * -(-numel // self.block)
+
+    def encode(self, values: Tensor, state: State) -> Tensor:
+        num_blocks = -(-len(values) // self.block)
+        short = num_blocks * self.block - len(values)
+        sizes = values.abs()
+        sums = (pad(sizes, (0, short)) if short else sizes).view(num_blocks, -1).sum(dim=1).float()
+        sums[:-1].div_(self.block)
+        sums[-1:].div_(self.block - short)
+        return torch.cat([sums.view(torch.uint8), _packed(values >= 0)])
+
+    def decode(self, code: Tensor, into: Tensor) -> None:
+        num_blocks = -(-len(into) // self.block)
+        sizes = code[: 4 * num_blocks].view(torch.float32)
+        signs = _unpacked(code[4 * num_blocks :], len(into))
+        short = num_blocks * self.block - len(into)
+        rows = into.new_empty(len(into) + short) if short else into
+        rows[len(into) :].zero_()
+        rows[: len(into)].copy_(signs)
+        rows.mul_(2).sub_(1).view(num_blocks, -1).mul_(sizes[:, None])
+        if short:
+            into.copy_(rows[: len(into)])
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Eight to a byte, the first in its lowest place."""
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little"))
+    rows = pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
+    return (rows << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        dim=1, dtype=torch.uint8
+    )
+
+
+def _unpacked(code: Tensor, numel: int) -> Tensor:
+    if code.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(code.numpy(), count=numel, bitorder="little"))
+    places = torch.arange(8, dtype=torch.uint8, device=code.device)
+    return ((code[:, None] >> places) & 1).view(-1)[:numel]

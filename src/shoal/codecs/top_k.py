@@ -1,0 +1,84 @@
+"""The largest values alone, and where they are: at 1 %, 67 times fewer bytes.
+
+    code   │ places in the run, int32 │ values, bfloat16 │
+
+They are found by a threshold that a sample suggests, where it suits; else by selection. All others
+are lost for now, and come when they have added up.
+Reference: Lin et al., "Deep Gradient Compression", ICLR 2018.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.codec import Codec, State
+from shoal.core.errors import UsageError
+
+_SAMPLE = 4096
+_MORE = 1.5  # candidates for each that is wanted
+
+
+@final
+@dataclass(frozen=True)
+class TopK(Codec):
+    """Six bytes for each of the largest."""
+
+    name: ClassVar[str] = "top_k"
+    in_runs: ClassVar[bool] = True
+    least_dims: ClassVar[int] = 2
+    most_error: ClassVar[float] = 0.95
+    share: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 0.5:
+            raise UsageError(
+                "the share of top_k is above 0, and at most 0.5",
+                got=str(self.share),
+                do="leave it out: it is 0.01",
+            )
+
+    def _number(self, numel: int) -> int:
+        return min(numel, 2 * max(1, round(self.share * numel / 2)))  # even: runs lie by fours
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        return 6 * self._number(numel)
+
+    def encode(self, values: Tensor, state: State) -> Tensor:
+        places = _largest(values.abs(), self._number(len(values)))
+        chosen = values.index_select(0, places).to(torch.bfloat16)
+        return torch.cat([places.to(torch.int32).view(torch.uint8), chosen.view(torch.uint8)])
+
+    def decode(self, code: Tensor, into: Tensor) -> None:
+        into.zero_()
+        self.decode_add(code, into)
+
+    def decode_add(self, code: Tensor, into: Tensor) -> None:
+        places, values = self._parted(code, into)
+        into.index_add_(0, places, values)
+
+    def decode_subtract(self, code: Tensor, into: Tensor) -> None:
+        places, values = self._parted(code, into)
+        into.index_add_(0, places, values, alpha=-1)
+
+    def _parted(self, code: Tensor, into: Tensor) -> tuple[Tensor, Tensor]:
+        number = self._number(len(into))
+        places, values = code.split([4 * number, 2 * number])
+        return places.view(torch.int32), values.view(torch.bfloat16).to(into.dtype)
+
+
+def _largest(sizes: Tensor, number: int) -> Tensor:
+    """Where the largest are."""
+    every = len(sizes) // _SAMPLE
+    if every > 1 and sizes.device.type == "cpu" and isfinite(sizes.sum()):
+        sample = sizes[::every]
+        rank = max(1, round(len(sample) * _MORE * number / len(sizes)))
+        threshold = sample.topk(min(rank, len(sample)), sorted=False).values.min()
+        candidates = (sizes >= threshold).nonzero().view(-1)
+        if number <= len(candidates) < len(sizes) // 2:
+            return candidates[sizes[candidates].topk(number, sorted=False).indices]
+    return sizes.topk(number, sorted=False).indices

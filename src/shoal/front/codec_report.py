@@ -1,0 +1,153 @@
+"""`codec_report`: what codecs save of each layer, and how far what they send is off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from shoal.codecs.carrier import CodedCarrier
+from shoal.core.plan import Choice
+from shoal.front.parallel import plan_of
+from shoal.planner.timeline import Predictor
+from shoal.session.additions import uncompiled
+from shoal.session.session import Attached, current
+
+
+@dataclass(frozen=True)
+class CodecRow:
+    """One layer that a codec serves.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.CodecRow("head", "replicate:ring+int8", 4000, 1016, 0.007, None, True).ratio
+        3.937007874015748
+    """
+
+    layer: str
+    way: str  # as a pin says it
+    exact_bytes: float  # that the busiest rank would send of it in a step
+    sent_bytes: float  # that it sends
+    step_error: float | None  # relative, of one step; None before the first
+    mean_error: float | None  # of the mean over 100 steps; None before there were so many
+    coded: bool  # False: it was off by more than it may, and is exact again
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes."""
+        return self.exact_bytes / max(self.sent_bytes, 1.0)
+
+
+@dataclass(frozen=True)
+class CodecReport:
+    """The layers that codecs serve; print it for a table.
+
+    Errors are those of what this rank has sent.
+
+    Examples:
+        >>> import shoal
+        >>> print(shoal.CodecReport(()))
+        no layer is served with a codec
+    """
+
+    rows: tuple[CodecRow, ...]
+
+    @property
+    def worst(self) -> CodecRow | None:
+        """The layer whose mean over 100 steps is off most; before there is one, whose step is."""
+        return max(
+            self.rows, key=lambda row: (row.mean_error or 0.0, row.step_error or 0.0), default=None
+        )
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no layer is served with a codec"
+        width = max(len(row.layer) for row in self.rows)
+        lines = [f"{'layer':{width}}  exact MB  sent MB  one step  100 steps  way"]
+        for row in self.rows:
+            lines.append(
+                f"{row.layer:{width}}  {row.exact_bytes / 1e6:8.3f}  {row.sent_bytes / 1e6:7.3f}  "
+                f"{_percent(row.step_error):>8}  {_percent(row.mean_error):>9}  {row.way}"
+                + ("" if row.coded else " (exact again)")
+            )
+        exact = sum(row.exact_bytes for row in self.rows)
+        sent = sum(row.sent_bytes for row in self.rows)
+        lines.append(f"in all {exact / 1e6:.3f} MB a step, sent as {sent / 1e6:.3f} MB")
+        return "\n".join(lines)
+
+
+def codec_report(model: nn.Module) -> CodecReport:
+    """What codecs save of each layer of a model, and how far what this rank sends is off.
+
+    The error of one step is that of what is sent to what it is of. What a code loses is
+    sent later: so the error of the mean over 100 steps is what training sees. Not a collective.
+
+    Returns:
+        A row for each layer that the plan serves with a codec; print it for a table.
+
+    Raises:
+        UsageError: the model was not parallelised, or before `init`.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> _ = shoal.parallelize(
+        ...     model, loss_fn, optimizer, sample=(torch.ones(8, 4), torch.zeros(8, 2))
+        ... )
+        >>> print(shoal.codec_report(model))
+        no layer is served with a codec
+    """
+    if plan_of(model) is None:
+        return CodecReport(())
+    attached = current().attached[uncompiled(model)]
+    predictor = Predictor(attached.profile, attached.cluster)
+    carriers = list(coded_carriers(attached))
+    rows = [
+        _row(choice, predictor, carriers)
+        for choice in attached.plan.choices
+        if predictor.without_codec(choice) != choice
+    ]
+    return CodecReport(tuple(rows))
+
+
+def coded_carriers(attached: Attached) -> Iterable[CodedCarrier]:
+    """What carries codes of a model."""
+    for transfer in attached.engine.transfers:
+        if isinstance(transfer.carrier, CodedCarrier):
+            yield transfer.carrier
+
+
+def _row(choice: Choice, predictor: Predictor, carriers: Iterable[CodedCarrier]) -> CodecRow:
+    names = {p.name for p in predictor.layer(choice.layer).parameters}
+    steps: list[float] = []
+    means: list[float] = []
+    coded = True
+    for carrier in carriers:
+        inside = names & set(carrier.bucket.numels)
+        if inside:
+            coded = coded and not carrier.given_up
+            step, mean = carrier.ledger.step_errors(), carrier.ledger.mean_errors()
+            steps += [step[name] for name in inside if name in step]
+            means += [mean[name] for name in inside if name in mean]
+    exact_bytes, _ = predictor.alone_s(predictor.without_codec(choice))
+    sent_bytes, _ = predictor.alone_s(choice)
+    return CodecRow(
+        choice.layer,
+        choice.way,
+        exact_bytes,
+        sent_bytes,
+        max(steps, default=None),
+        max(means, default=None),
+        coded,
+    )
+
+
+def _how_far(row: CodecRow) -> tuple[float, float]:
+    return row.mean_error or 0.0, row.step_error or 0.0
+
+
+def _percent(error: float | None) -> str:
+    return "-" if error is None else f"{error:.2%}"

@@ -1,0 +1,80 @@
+"""What codecs have lost and ranks will still send: told and given back, for checkpoints.
+
+A checkpoint keeps the sum over ranks, so that any number of ranks can go on. Guarded by
+tests/session/test_residuals.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from shoal.codecs.carrier import CodedCarrier
+from shoal.contracts.exchange import StateDict
+from shoal.contracts.transfer import Transfer
+from shoal.session.additions import uncompiled
+from shoal.session.session import current
+
+_log = logging.getLogger("shoal")
+
+
+def residuals(model: nn.Module) -> StateDict:
+    """What this rank owes of a model's gradients and parameters, at a step boundary.
+
+    Not a collective; it waits for parameters on their way.
+
+    Returns:
+        By parameter name: "gradient", in the unit of gradients, and "parameter", which owners have
+        beyond what all ranks have. Flat, float32 (float64 where the model is), in the order of the
+        parameter's memory. {} where nothing is owed.
+    """
+    owed: StateDict = {}
+    for transfer in _settled(model):
+        if transfer.carrier is not None:
+            for name, entries in transfer.carrier.residuals().items():
+                sums = owed.setdefault(name, {})
+                for what, numbers in entries.items():
+                    sums[what] = sums[what] + numbers if what in sums else numbers
+    return owed
+
+
+def give_residuals(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Have ranks owe what ranks owed together, whatever plan and number of ranks that were.
+
+    Each takes what it owns. What nobody owes here, as the plan is exact there or the parameter has
+    another size, is dropped, with a warning on rank 0.
+
+    Args:
+        model: a parallelised one.
+        sums: of all ranks' `residuals`, the same on every rank.
+    """
+    session = current()
+    taken: set[str] = set()
+    sizes = {name: p.numel() for name, p in uncompiled(model).named_parameters()}
+    fitting = {
+        name: entries
+        for name, entries in sums.items()
+        if all(numbers.numel() == sizes.get(name) for numbers in entries.values())
+    }
+    for transfer in _settled(model):
+        if isinstance(transfer.carrier, CodedCarrier):
+            transfer.carrier.give(session.comm.rank, fitting)
+            taken.update(transfer.carrier.bucket.numels)
+    dropped = [name for name in sums if name not in fitting or name not in taken]
+    if dropped and session.comm.rank == 0:
+        _log.warning(
+            "what codecs had lost of %s is dropped: %s",
+            ", ".join(dropped[:3]) + (f" and {len(dropped) - 3} more" if len(dropped) > 3 else ""),
+            "its size is another now, or it is sent exactly",
+        )
+
+
+def _settled(model: nn.Module) -> list[Transfer]:
+    attached = current().attached.get(uncompiled(model))
+    if attached is None:
+        return []
+    if attached.running.owners is not None:
+        attached.running.owners.settle()
+    return list(attached.engine.transfers)
