@@ -1,0 +1,119 @@
+"""The commands that pages show are run as they stand there, but for what a reader fills in.
+
+`R` counts hosts and `HOST` is the first one's address: here all are this machine. `make demo` and
+`make lab` are what the Makefile has for them. Ports are free ones, so that tests run side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import PAGES, ROOT, commands
+
+from shoal.launch.lab import Lab
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
+
+NEEDS_OTHER_HOSTS = "--peer"  # tests/commands/test_doctor.py runs these
+TAKES_HOURS = "--cases 2000"
+RUN = sorted(
+    {
+        command
+        for page in PAGES
+        for command in commands(page)
+        if NEEDS_OTHER_HOSTS not in command and TAKES_HOURS not in command
+    }
+    | {"make lab"}
+)
+PROGRAMS = {
+    "shoal": ["-m", "shoal"],
+    ".venv/bin/shoal": ["-m", "shoal"],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "python": [],
+}
+
+
+def in_makefile(target: str) -> str:
+    """The command with which a target of the Makefile ends."""
+    rule = re.search(rf"(?ms)^{target}:.*?\n\t(?P<lines>.*?)\n\n", (ROOT / "Makefile").read_text())
+    assert rule
+    return rule["lines"].splitlines()[-1].strip().replace("$(BIN)", ".venv/bin")
+
+
+def as_run(command: str) -> list[str]:
+    """A command with this interpreter's programs in place of those in the reader's path."""
+    return [
+        part
+        for word in shlex.split(command)
+        for part in ([sys.executable, *PROGRAMS[word]] if word in PROGRAMS else [word])
+    ]
+
+
+def free_port() -> int:
+    """A port at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def on_each_host(command: str) -> list[str]:
+    """The command as it is given on each host."""
+    if "--master-addr HOST" in command:
+        meeting = f"--master-addr 127.0.0.1 --master-port {free_port()}"
+        command = command.replace("--master-addr HOST", meeting)
+    hosts = re.search(r"--nnodes (\d+)", command)
+    return [
+        command.replace("--node-rank R", f"--node-rank {rank}")
+        for rank in range(int(hosts[1]) if hosts else 1)
+    ]
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_command_that_is_shown_runs(command: str, tmp_path: Path) -> None:
+    if promised := command.startswith("make "):
+        command = in_makefile(command.removeprefix("make "))
+    if "shoal lab" in command and (lacks := Lab().missing()):
+        pytest.skip(lacks)
+    for folder in ("examples", "tests"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if "torchrun" in command and "--nnodes" not in command:
+        environment["PET_MASTER_PORT"] = str(free_port())
+    running = [
+        subprocess.Popen(
+            as_run(each),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for each in on_each_host(command)
+    ]
+    try:
+        for process in running:
+            said, _ = process.communicate()
+            assert process.returncode == 0, said
+            if promised:
+                assert accuracy(said) >= 0.98, said
+    finally:
+        for process in running:
+            process.kill()
+
+
+def accuracy(said: str) -> float:
+    """The last test accuracy that a training run printed."""
+    return float(re.findall(r"test accuracy ([\d.]+)%", said)[-1]) / 100
+
+
+def test_what_a_page_says_is_what_is_run() -> None:
+    assert in_makefile("lab").startswith(".venv/bin/shoal lab --hosts 4")
+    assert as_run("shoal plan a.py")[1:] == ["-m", "shoal", "plan", "a.py"]
+    assert [each[-1] for each in on_each_host("torchrun --nnodes 2 --node-rank R")] == ["0", "1"]
+    assert accuracy("test accuracy 3.10%\ntest accuracy 98.90%") == 0.989
