@@ -84,7 +84,7 @@ def on_each_host(command: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("command", sorted(shown()))
+@pytest.mark.parametrize("command", sorted(shown()), ids=str)
 def test_a_command_that_is_shown_runs(command: str, tmp_path: Path) -> None:
     if "shoal lab" in command and (lacks := Lab().missing()):
         pytest.skip(lacks)
