@@ -66,9 +66,8 @@ def drawn(rows: list[tuple[str, str, float, float]]) -> str:
         f'width="{SHOWN}" height="{SHOWN * height // WIDTH}" role="img" '
         'aria-label="Megabytes that each layer of AlexNet sends in a step, before and after">',
         f"<style>{STYLE}</style>",
-        f'<text x="4" y="18">Megabytes that a rank sends in a step, '
-        "four hosts at 1 Gbit/s</text>",
-        f'<text x="4" y="34" class="small">grey: all-reduce of every gradient · '
+        '<text x="4" y="18">Megabytes that a rank sends in a step, four hosts at 1 Gbit/s</text>',
+        '<text x="4" y="34" class="small">grey: all-reduce of every gradient · '
         "colour: what Shoal chose</text>",
     ]
     for number, (name, way, before, after) in enumerate(rows):
