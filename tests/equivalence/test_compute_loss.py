@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from one_process import (
     ALL_CUTS,
+    AMONG_WORKERS,
     BUCKETED,
     CUTS,
     OTHERS,
@@ -19,12 +20,21 @@ from one_process import (
     Training,
     assert_same,
     built,
+    cluster_of,
     features,
     integers,
     mlp,
+    numbers,
+    rows_of,
+    sgd,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import PlanError
+from shoal.front.joining import using
 
 
 class Tagger(nn.Module):
@@ -150,3 +160,239 @@ def test_a_batch_of_every_form(way: str, form: str, uneven: bool) -> None:
         loop=plain,
     )
     assert_same(training, 3, way, uneven=uneven)
+
+
+class Keeping(nn.Module):
+    """Two layers, and what the first one gives kept for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.balance = hidden.square().mean()
+        return self.second(hidden)
+
+
+def by_modules(model: Any, batch: Any) -> Tensor:
+    """As a training_step does, which calls parts of its module and never the module."""
+    x, y = batch
+    return F.cross_entropy(model.second(torch.tanh(model.first(x))), y)
+
+
+def by_forward(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model.forward(batch[0]), batch[1])
+
+
+def twice(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x), y) + (model(x.flip(1)) - model(x)).square().mean()
+
+
+def kept(model: Any, batch: Any) -> Tensor:
+    return of_pair(model, batch) + 3 * model.balance
+
+
+def penalised(model: Any, batch: Any) -> Tensor:
+    return of_pair(model, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def summed(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / 10
+
+
+class OfModule(nn.Module):
+    """A module that computes the loss."""
+
+    def forward(self, model: Any, batch: Any) -> Tensor:
+        return of_pair(model, batch)
+
+
+USES: dict[str, Callable[..., Tensor]] = {
+    "by modules": by_modules,
+    "by forward": by_forward,
+    "twice": twice,
+    "kept": kept,
+    "summed": summed,
+    "a module": OfModule(),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
+def test_whatever_it_does_with_the_model(way: str, use: str, loop: str) -> None:
+    training = Training(
+        model=built(Keeping),
+        batches=features(7, 3, steps=6),
+        loss_fn=None,
+        compute_loss=USES[use],
+        loop=LOOPS[loop],
+    )
+    assert_same(training, 3, way, uneven=True)
+
+
+def beside(model: Any, compute_loss: Any, optimizer: Any, batches: Any) -> None:
+    """What is added to the loss, and the loss of another batch."""
+    for batch, other in zip(batches, reversed(batches), strict=True):
+        optimizer.zero_grad()
+        loss = compute_loss(model, batch) + compute_loss(model, other)
+        (loss + 0.1 * model.first.weight.square().sum()).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("count", [None, lambda batch: 2 * len(batch[0])], ids=["rows", "count"])
+@pytest.mark.parametrize("way", [*AMONG_WORKERS, *CUTS])
+def test_what_is_beside_it_in_one_backward(way: str, count: Any) -> None:
+    training = Training(
+        model=built(Keeping),
+        batches=[*features(7, 3, steps=2, rows=9), *features(7, 3, steps=2, rows=23)],
+        loss_fn=None,
+        compute_loss=by_modules,
+        count=count,
+        loop=beside,
+    )
+    assert_same(training, 3, way, uneven=True)
+
+
+def gradient_penalty(model: Any, batch: Any) -> Tensor:
+    x, y = batch
+    x = x.detach().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    return F.cross_entropy(output, y) + slope.square().mean()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+    ("way", "penalty"),
+    [
+        *((way, gradient_penalty) for way in AMONG_WORKERS),
+        *((way, penalised) for way in BUCKETED),
+    ],
+)
+def test_a_penalty_in_it(way: str, penalty: Any, loop: str) -> None:
+    training = Training(
+        model=built(Keeping),
+        batches=features(7, 3, steps=6),
+        loss_fn=None,
+        compute_loss=penalty,
+        loop=LOOPS[loop],
+    )
+    assert_same(training, 3, way, uneven=True)
+
+
+class Words(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(13, 5, sparse=sparse), nn.Linear(5, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(ids)).mean(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfTable(Training):
+    """With the table served one way, and the head another."""
+
+    table: str = "sparse"
+
+    def pins_of(self, way: str, ranks: int) -> dict[str, str]:
+        return {"table": self.table, "head": "replicate"}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("table", ["sparse", "server_rows"])
+def test_tables(table: str, loop: str) -> None:
+    training = OfTable(
+        model=built(lambda: Words(sparse=table == "sparse")),
+        batches=[(integers(13, 12, 4, seed=s), integers(3, 12, seed=s)) for s in range(6)],
+        loss_fn=None,
+        compute_loss=of_pair,
+        loop=LOOPS[loop],
+        table=table,
+    )
+    assert_same(training, 3, table, uneven=True)
+
+
+def test_one_rank_evaluates_alone() -> None:
+    def work(comm: ThreadComm) -> float:
+        model = built(mlp)
+        (batch,) = features(7, 3, steps=1)
+        with using(comm, cluster_of(2)):
+            model, computes, _ = shoal.parallelize(
+                model,
+                None,
+                sgd(model.parameters()),
+                sample=rows_of(batch, comm.rank, 2),
+                compute_loss=of_pair,
+            )
+            assert computes.__name__ == "of_pair"
+            with torch.no_grad():
+                return 0.0 if comm.rank else float(computes(model, batch))
+
+    expected = of_pair(built(mlp), features(7, 3, steps=1)[0])
+    assert run(2, work, timeout_s=20)[0] == pytest.approx(float(expected.detach()), abs=1e-12)
+
+
+def test_what_is_undone_is_the_users_own_again() -> None:
+    def work(comm: ThreadComm) -> Any:
+        model = built(mlp)
+        batch = rows_of(features(7, 3, steps=1)[0], comm.rank, 2)
+        with using(comm, cluster_of(2)):
+            _, computes, _ = shoal.parallelize(
+                model, None, sgd(model.parameters()), sample=batch, compute_loss=of_pair
+            )
+            shoal.unparallelize(model)
+            computes(model, batch).backward()
+            own = built(mlp)
+            of_pair(own, batch).backward()
+            pairs = zip(model.parameters(), own.parameters(), strict=True)
+            return all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+    assert run(2, work, timeout_s=20) == [True, True]
+
+
+def test_a_backward_of_another_loss_is_warned_of() -> None:
+    def work(comm: ThreadComm) -> None:
+        model = built(mlp)
+        batch = rows_of(features(7, 3, steps=1)[0], comm.rank, 2)
+        with using(comm, cluster_of(2)):
+            shoal.parallelize(
+                model, None, sgd(model.parameters()), sample=batch, compute_loss=of_pair
+            )
+            of_pair(model, batch).backward()
+
+    with pytest.warns(UserWarning, match="not made by the compute_loss that parallelize returned"):
+        run(2, work, timeout_s=20)
+
+
+def test_a_plan_of_it_needs_no_count() -> None:
+    model = built(mlp)
+    plan = shoal.plan(
+        model,
+        None,
+        sgd(model.parameters()),
+        sample={"seed": 3},
+        cluster=cluster_of(2),
+        compute_loss=lambda model, batch: model(numbers(batch["seed"], 7)).mean(),
+    )
+    assert len(plan.choices) == 2
+
+
+def test_the_planner_leaves_stage_out_and_says_why() -> None:
+    model, compute_loss = built(mlp), of_pair
+    cluster = replace(cluster_of(2), tail=("tail",))
+    sample = features(7, 3, steps=1)[0]
+
+    def plan(**how: Any) -> Any:
+        optimizer = sgd(model.parameters())
+        return shoal.plan(
+            model, None, optimizer, sample=sample, cluster=cluster, compute_loss=compute_loss, **how
+        )
+
+    assert "stage" not in {choice.strategy for choice in plan().choices}
+    with pytest.raises(PlanError, match="compute_loss calls the model itself"):
+        plan(pins={"2": "stage"})

@@ -50,6 +50,8 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
 )
 @click.option(
     "--steps",
+    "--max-steps",
+    "steps",
     type=click.IntRange(1),
     help="End after this many steps, however many passes they take.",
 )

@@ -100,6 +100,7 @@ def train(
     torch.manual_seed(_SEED)
     training_data, test_data = recipe.data()
     loader = shard(training_data)
+    epochs, num_steps = _length(recipe, loader, epochs, max_steps)
     # 2  spread the model over the ranks
     model, objective = recipe.model(), recipe.objective()
     optimizer = recipe.optimizer(model.parameters())
@@ -117,7 +118,7 @@ def train(
     _show_plan(model, save, reasons=reasons)
     # 3  the ordinary loop
     run = Run(recipe, loader, model, objective, optimizer)
-    median_step_s = run.train(*_length(recipe, loader, epochs, max_steps), checkpoint, every_s)
+    median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
     # 4  what came of it
     if median_step_s is not None:
         _show_outcome(model, median_step_s)
@@ -136,7 +137,7 @@ def _length(
             raise UsageError(
                 "nobody knows when the recipe's stream ends, and no number of steps is given",
                 got=str(error),
-                do="add --max-steps, or give the dataset a __len__",
+                do="say when to end: shoal train … --steps 1000; or give the dataset a __len__",
             ) from error
         return epochs or max_steps, max_steps
     if epochs is None:

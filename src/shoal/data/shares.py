@@ -8,7 +8,7 @@ New shares begin with the first batch that no rank has cut yet, so all cut alike
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, final
 
@@ -67,13 +67,21 @@ class Given(Shares):
 
 @final
 class Speed(Shares):
-    """By the measured speed of each rank."""
+    """By the measured speed of each rank.
+
+    Args:
+        comm: the ranks.
+        passes: tell what the main thread has waited for other ranks.
+        clock: gives seconds.
+    """
 
     even = False
 
-    def __init__(self, comm: Comm, passes: Passes) -> None:
+    def __init__(
+        self, comm: Comm, passes: Passes, clock: Callable[[], float] = perf_counter
+    ) -> None:
         self._comm = comm.channel("speeds") if comm.size > 1 else None
-        self._passes = passes
+        self._passes, self._clock = passes, clock
         self._begin: tuple[int, int] = (0, 0)  # epoch and turn that no rank's cut is behind
         self._shares: list[tuple[tuple[int, int], list[float]]] = []  # and from where they hold
         self._given: tuple[float, float, int] | None = None
@@ -93,7 +101,7 @@ class Speed(Shares):
         if self._given is not None:
             begin_s, waited_s, rows = self._given
             self._rows += rows
-            self._seconds += perf_counter() - begin_s - (self._passes.waited_s() - waited_s)
+            self._seconds += self._clock() - begin_s - (self._passes.waited_s() - waited_s)
         self._given = None
         if num_steps == 1:  # which warms up
             self._rows, self._seconds = 0, 0.0
@@ -102,7 +110,7 @@ class Speed(Shares):
 
     def given(self, batch: Any) -> None:
         """The loop gets one."""
-        self._given = perf_counter(), self._passes.waited_s(), num_rows(batch)
+        self._given = self._clock(), self._passes.waited_s(), num_rows(batch)
 
     def _agree(self, comm: Comm) -> None:
         speed = self._rows / self._seconds if self._seconds > 0 else 0.0

@@ -397,6 +397,7 @@ def plan(
             micro_batches if tail else None,
             buffers=buffers,
             compute_loss=compute_loss,
+            counted=True,
         )
     profile = replace(profile, norms=norms.described(profile))
     wanted, device = all_codecs(None, pins, allowed), device_of(model)

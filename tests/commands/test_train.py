@@ -1,0 +1,88 @@
+"""Commands on a stream, and on a recipe that computes the loss of a batch."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from shoal.comm.threads import ThreadComm, run
+from shoal.commands.worker import CRITERION, PlanOptions, check, plan, train
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.front.joining import using
+from shoal.front.recipe import load
+
+HOSTS = Cluster(Topology(("one", "other")), Link(1e-4, 1e8))
+ENDLESS = """
+    import itertools
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Numbers(IterableDataset):
+        def __iter__(self):
+            return ({"x": torch.full((2,), float(n))} for n in itertools.count())
+
+    def data():
+        return DataLoader(Numbers(), batch_size=4)
+
+    def model():
+        return nn.Linear(2, 1)
+
+    def compute_loss(model, batch):
+        return model(batch["x"]).square().mean()
+
+    def optimizer(params):
+        return torch.optim.SGD(params, lr=1e-4)
+"""
+
+
+def recipe(folder: Path, text: str) -> Path:
+    path = folder / "endless.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_a_stream_without_an_end_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    nothing_is_built = ENDLESS.replace("return nn.Linear(2, 1)", "raise AssertionError")
+    with using(ThreadComm()), pytest.raises(UsageError) as caught:
+        train(load(recipe(tmp_path, nothing_is_built)), PlanOptions())
+    assert "nobody knows when the recipe's stream ends" in str(caught.value)
+    assert "--steps" in str(caught.value)
+
+
+def test_so_many_steps_of_it_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with using(ThreadComm()):
+        train(load(recipe(tmp_path, ENDLESS)), PlanOptions(), max_steps=7)
+    assert "7 steps in" in capsys.readouterr().out
+
+
+COUNTED = (
+    ENDLESS.replace("itertools.count()", "range(40)")
+    + """
+    def count(batch):
+        return 3 * len(batch["x"])
+"""
+)
+
+
+def test_a_recipe_that_computes_the_loss_of_a_batch_checks(
+    tmp_path: Path,
+) -> None:
+    path = recipe(tmp_path, COUNTED)
+
+    def work(comm: ThreadComm) -> float:
+        with using(comm, HOSTS):
+            return check(load(path), PlanOptions(), steps=3)
+
+    assert max(run(2, work, timeout_s=30)) <= CRITERION
+
+
+def test_a_recipe_that_computes_the_loss_of_a_batch_is_planned(tmp_path: Path) -> None:
+    with using(ThreadComm()):
+        made = plan(load(recipe(tmp_path, COUNTED)), PlanOptions(), HOSTS)
+    assert [choice.layer for choice in made.choices] == ["(model)"]
