@@ -113,8 +113,12 @@ def serve(
     environment is that of one of the last SHOAL_SERVERS ranks.
 
     Args:
-        model, loss_fn, optimizer: on a tail host, the same as workers give `parallelize`.
-        timeout_s, start_timeout_s, lost_after_s: as for `init`.
+        model: on a tail host, the same as workers give `parallelize`.
+        loss_fn: likewise.
+        optimizer: likewise, or a list of them.
+        timeout_s: as for `init`.
+        start_timeout_s: as for `init`.
+        lost_after_s: as for `init`.
 
     Raises:
         MissingRank: a rank did not start in time. It is named.
