@@ -7,7 +7,7 @@
     quiet   nothing happens: any name is a false one
 
 Each host has one rank, and a core of its own as far as there are cores. Printed are the lines that
-Shoal logs, by the second, and whether the case has passed. Needs root and Linux.
+Shoal logs. Needs root and Linux.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import Process
 from pathlib import Path
+from tempfile import mkdtemp
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ _WIDTH, _ROWS = 384, 256
 _STRUCK = "h1"
 
 
-def train(case: str, seconds: float) -> None:
+def train(case: str, seconds: float, due: Path) -> None:
     """One rank; all train until rank 0 says that it is enough."""
     world = shoal.init()
     cores = sorted(os.sched_getaffinity(0))
@@ -47,32 +47,30 @@ def train(case: str, seconds: float) -> None:
     generator = torch.Generator().manual_seed(world.rank)
     x, y = torch.randn(_ROWS, _WIDTH, generator=generator), torch.arange(_ROWS) % 8
     shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins={"*": "replicate"})
-    began_s, burners, steps = time.monotonic(), [], 0
+    began_s, steps = time.monotonic(), 0
+    burners: list[subprocess.Popen[bytes]] = []
     while shoal.mean(time.monotonic() - began_s) < seconds:
         for _ in range(10):
             optimizer.zero_grad()
             loss_fn(model(x), y).backward()
             optimizer.step()
         steps += 10
-        is_due = case == "busy" and time.monotonic() - began_s > seconds / 3
-        if is_due and world.host == _STRUCK and not burners:
-            burners = [Process(target=_burn, daemon=True) for _ in range(4)]  # on the same core
-            for burner in burners:
-                burner.start()
+        is_due = time.monotonic() - began_s > seconds / 3
+        if is_due and world.is_main:
+            due.touch()
+        if is_due and case == "busy" and world.host == _STRUCK and not burners:
+            endless = (sys.executable, "-c", "while True: pass")
+            burners = [subprocess.Popen(endless) for _ in range(4)]  # on the same core
     for burner in burners:
         burner.terminate()
     if world.is_main:
         print(f"{steps} steps in {time.monotonic() - began_s:.0f} s")
 
 
-def _burn() -> None:
-    while True:
-        pass
-
-
-def _slow_down(lab: Lab, after_s: float) -> None:
-    """The link of the struck host, at both of its ends."""
-    time.sleep(after_s)
+def _slow_down(lab: Lab, due: Path) -> None:
+    """The link of the struck host, at both of its ends, once that file is there."""
+    while not due.exists():
+        time.sleep(0.1)
     number = int(_STRUCK[1:])
     for namespace, device in (
         (lab.namespaces[number], INTERFACE),
@@ -89,17 +87,18 @@ def main() -> None:
     parser.add_argument("--case", choices=("busy", "link", "quiet"), default="quiet")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--due", type=Path, help="a file that a rank makes when it is time")
     parser.add_argument("--rank", action="store_true", help="be a rank of it")
     asked = parser.parse_args()
     if asked.rank:
-        train(asked.case, asked.seconds)
+        train(asked.case, asked.seconds, asked.due)
         return
+    due = Path(mkdtemp()) / "due"
     me = (sys.executable, str(Path(__file__).resolve()), "--rank", "--case", asked.case)
-    job = Job((*me, "--seconds", str(asked.seconds)), asked.hosts)
+    job = Job((*me, "--seconds", str(asked.seconds), "--due", str(due)), asked.hosts)
     with Lab(hosts=asked.hosts, rate=_RATE) as lab:
         if asked.case == "link":
-            after_s = asked.seconds / 3 + 10  # and the start
-            threading.Thread(target=_slow_down, args=(lab, after_s), daemon=True).start()
+            threading.Thread(target=_slow_down, args=(lab, due), daemon=True).start()
         result = lab.launch(job)
     sys.exit(result.exit_code)
 

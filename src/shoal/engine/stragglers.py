@@ -2,19 +2,21 @@
 
     1  measure   each backward: seconds of a step, those that the main thread did not wait, those
                  between steps; how long it waited for a processor, and for pages of memory
-    2  tell      every 20 backwards each rank tells the medians, beside other exchanges
+    2  tell      every three seconds or so each rank tells the medians, beside other exchanges
     3  judge     at the next backward, alike on every rank. A rank that computes half as long again
                  as the others do is named. Where all ranks wait far longer than the plan predicts,
                  links are tried: some messages between neighbours
     4  name      what is so in two judgements in a row, on rank 0, once until it is over
 
-Costs a few reads of clocks and of /proc a backward, and one short message to every other rank in
-20. Guarded by tests/engine/test_stragglers.py; in the lab: benchmarks/stragglers.py.
+Costs two reads of a clock a backward, and two short messages to every other rank every three
+seconds or five backwards, whichever is longer. Guarded by tests/engine/test_stragglers.py; in the
+lab: benchmarks/stragglers.py.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import threading
 import time
@@ -34,7 +36,7 @@ from shoal.engine.common import exchanged
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Errand, Lane
 
-WINDOW = 20  # backwards from one telling to the next
+_WINDOW_S, _WINDOW = 3.0, (5, 500)  # from one telling to the next: seconds; backwards
 _SLOWER = 1.5  # times what the others compute
 _LEAST = 0.15  # of the step: what is less costs nobody anything
 _EXPOSED = 2.0  # times what is predicted to be waited for
@@ -88,7 +90,6 @@ class Stragglers:
         topology: the ranks and their hosts.
         expected_s: seconds a step of communication that hides under nothing, as predicted.
         bytes_per_s: of a link, as measured.
-        window: backwards from one telling to the next.
         clock: of the main thread; by default the real one.
     """
 
@@ -99,12 +100,11 @@ class Stragglers:
         topology: Topology,
         expected_s: float,
         bytes_per_s: float,
-        window: int = WINDOW,
         clock: Clock | None = None,
     ) -> None:
         self._routes, self._lane, self._topology = engine.routes, lane, topology
         self._expected_s, self._bytes_per_s = expected_s, bytes_per_s
-        self._window = window
+        self._window = _WINDOW[0]  # until it is known how long steps take
         self._clock = Clock() if clock is None else clock
         self._told: tuple[Errand, list[list[float]]] | None = None
         self._times: Counter[str] = Counter()  # judgements in a row, by what is named
@@ -133,6 +133,7 @@ class Stragglers:
     def _judge(self, seen: Sequence[Seen]) -> None:
         found = slow_ranks(seen, self._topology)
         self._rest = max(0, self._rest - 1)
+        self._window = window_of(max(each.step_s for each in seen))
         if links_are_late(seen):
             self._times["links"] += 1
             if self._times["links"] >= _TIMES and not self._rest:
@@ -174,6 +175,12 @@ class Stragglers:
             "else it carries; or call parallelize again, which plans for it"
         )
         return {f"link {where}": line}
+
+
+def window_of(step_s: float) -> int:
+    """Backwards from one telling to the next, for steps of so many seconds."""
+    fewest, most = _WINDOW
+    return most if step_s <= 0 else min(max(math.ceil(_WINDOW_S / step_s), fewest), most)
 
 
 def slow_ranks(seen: Sequence[Seen], topology: Topology) -> dict[str, str]:
