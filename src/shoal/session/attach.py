@@ -26,12 +26,12 @@ from shoal.contracts.state import OF_LOSS, states
 from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import MEMORY, Buckets
+from shoal.core.eager import keep_eager
 from shoal.core.errors import PlanError
 from shoal.core.facts import MovingState
 from shoal.core.plan import Plan
 from shoal.core.role import Role
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, Terms
-from shoal.core.uncompiled import leave_alone
 from shoal.engine.border import Border
 from shoal.engine.common import Common
 from shoal.engine.engine import Engine
@@ -86,7 +86,7 @@ def attach(
     `norms` which batch norms go by the rows of all ranks. Where there is a `compute_loss`, that to
     use from now on is returned. Replicas are compared every `check_every` backwards; 0: never.
     """
-    leave_alone()
+    keep_eager()
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
     servers = session.other(Servers)

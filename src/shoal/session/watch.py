@@ -29,8 +29,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.sample import ComputeLoss
+from shoal.core.eager import eager
 from shoal.core.terms import OF_ROWS, TARGET, Terms
-from shoal.core.uncompiled import uncompiled
 from shoal.engine.border import Border
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weigher
@@ -159,7 +159,7 @@ class _BeforeCompiled(StaysBehind):
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
 
-    @uncompiled
+    @eager
     def __call__(self, module: nn.Module, args: Any) -> None:
         for inner in module.modules():
             if inner._compiled_call_impl is not None or "_orig_mod" in inner._modules:
@@ -175,7 +175,7 @@ class _Before(StaysBehind):
     def __init__(self, calls: Calls, counting: Counting) -> None:
         self._calls, self._counting = calls, counting
 
-    @uncompiled
+    @eager
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._calls.enter(_past(type(self).__call__, sys._getframe(1))):
             return None
@@ -197,7 +197,7 @@ class _After(StaysBehind):
     def __init__(self, calls: Calls, counting: Counting) -> None:
         self._calls, self._counting = calls, counting
 
-    @uncompiled
+    @eager
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -264,7 +264,7 @@ class _CountedLoss(StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 
-    @uncompiled
+    @eager
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any
     ) -> Any:
@@ -276,7 +276,7 @@ class _CountedModel(StaysBehind):
     def __init__(self, counted: _Counted) -> None:
         self._counted = counted
 
-    @uncompiled
+    @eager
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:

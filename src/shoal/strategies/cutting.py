@@ -34,10 +34,10 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait, total
+from shoal.core.eager import eager
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.core.pieces import cut_sizes
 from shoal.core.role import Role
-from shoal.core.uncompiled import uncompiled
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.rowwise import row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
@@ -340,7 +340,7 @@ class _CutLayer(nn.Module):
 
     _cut_layer: _Parts | None = None
 
-    @uncompiled
+    @eager
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         parts = self._cut_layer
         # by functional_call

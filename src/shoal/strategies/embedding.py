@@ -39,11 +39,11 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.weighing import Weighing
 from shoal.core.cost import Cost, Phase, Update, Wait, total
+from shoal.core.eager import eager
 from shoal.core.facts import Cluster, Facts, LayerProfile
 from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.core.rows import in_rows
-from shoal.core.uncompiled import uncompiled
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.sparse import SparseFacts, SparseProbe
 from shoal.profiling.updates import UpdateProbe
@@ -286,7 +286,7 @@ class CutEmbedding(nn.Embedding):
 
     _cut_embedding: Table | None = None
 
-    @uncompiled
+    @eager
     def forward(self, input: Tensor) -> Tensor:
         table = self._cut_embedding
         if table is None or self.weight is not table.weight:  # functional_call gives it others
@@ -308,7 +308,7 @@ class CutEmbeddingBag(nn.EmbeddingBag):
 
     _cut_embedding: _Table | None = None
 
-    @uncompiled
+    @eager
     def forward(
         self,
         input: Tensor,

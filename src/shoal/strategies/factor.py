@@ -33,9 +33,9 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic
+from shoal.core.eager import eager
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.role import Role
-from shoal.core.uncompiled import uncompiled
 from shoal.exchange.direct import Direct
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.strategies.copies import plain
@@ -163,7 +163,7 @@ class FactorLinear(nn.Linear):
 
     _factors: FactorTransfer | None = None
 
-    @uncompiled
+    @eager
     def forward(self, input: Tensor) -> Tensor:
         transfer = self._factors
         if transfer is None or not transfer.serves(self):
@@ -185,7 +185,7 @@ class FactorEmbedding(nn.Embedding):
 
     _factors: FactorTransfer | None = None
 
-    @uncompiled
+    @eager
     def forward(self, input: Tensor) -> Tensor:
         transfer = self._factors
         if transfer is None or not transfer.serves(self):

@@ -34,11 +34,11 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.cost import Cost, Phase, Traffic, Update, Wait
+from shoal.core.eager import eager
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.names import pins
 from shoal.core.role import Role
-from shoal.core.uncompiled import uncompiled
 from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
@@ -145,7 +145,7 @@ class _Staged(nn.Module):
 
     _stage: Any = None
 
-    @uncompiled
+    @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._stage is None:
             return super().forward(*args, **kwargs)

@@ -25,9 +25,9 @@ from shoal.comm.threads import ThreadComm
 from shoal.contracts.comm import Comm
 from shoal.contracts.weighing import UNWEIGHED, Weighing
 from shoal.core.cost import Phase, Traffic, total
+from shoal.core.eager import eager
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile, SyncNorm, Topology
-from shoal.core.uncompiled import uncompiled
 from shoal.strategies.copies import plain
 from shoal.strategies.cutting import move
 from shoal.tensors.guarded import ComingParameter, keeper
@@ -158,7 +158,7 @@ class _Synchronised(Synchronised):
     A copy of it is an ordinary layer.
     """
 
-    @uncompiled
+    @eager
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         if not self.training:
             output: Tensor = super().forward(*args, **kwargs)

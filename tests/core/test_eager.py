@@ -8,21 +8,21 @@ import sys
 import pytest
 import torch
 
-from shoal.core.uncompiled import leave_alone, uncompiled
+from shoal.core.eager import eager, keep_eager
 
 
 def test_a_marked_method_is_ordinary_until_a_model_is_parallelised() -> None:
     class Child:
-        @uncompiled
+        @eager
         def marked(self) -> int:
             return 1
 
     plain = vars(Child)["marked"]
     assert not hasattr(plain, "_torchdynamo_disable") and Child().marked() == 1
-    leave_alone()
+    keep_eager()
     disabled = vars(Child)["marked"]
     assert disabled._torchdynamo_disable and Child().marked() == 1
-    leave_alone()
+    keep_eager()
     assert vars(Child)["marked"] is disabled, "disabled once"
 
 
@@ -30,12 +30,12 @@ def test_of_a_compiled_function_it_is_no_part() -> None:
     seen = []
 
     class Looks:
-        @uncompiled
+        @eager
         def look(self, x: torch.Tensor) -> torch.Tensor:
             seen.append(torch.compiler.is_compiling())
             return x + 1
 
-    leave_alone()
+    keep_eager()
     compiled = torch.compile(lambda x: Looks().look(2 * x), backend="eager")
     assert compiled(torch.ones(())).item() == 3 and seen == [False]
 

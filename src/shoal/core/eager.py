@@ -15,12 +15,12 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def uncompiled(method: F) -> F:
-    """Mark a method that `leave_alone` is to disable. To be used in the body of a class."""
+def eager(method: F) -> F:
+    """Mark a method that `keep_eager` is to disable. To be used in the body of a class."""
     return cast(F, _Marked(method))
 
 
-def leave_alone() -> None:
+def keep_eager() -> None:
     """Have torch.compile leave all marked methods alone, from here on."""
     while _MARKED:
         owner, name = _MARKED.pop()
