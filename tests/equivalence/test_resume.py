@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from one_process import assert_same_bits, difference
-from resumed import BEFORE, OPTIMIZERS, ROWS, WAYS, Outcome, going_on, on_ranks, saving
+from resumed import BEFORE, OPTIMIZERS, ROWS, WAYS, Outcome, Script, going_on, on_ranks, saving
 from torch import Tensor
+
+import shoal
 
 RANKS = (1, 2, 3, 4)
 Case = tuple[str, int, str, int, str]  # optimizer, ranks and way before, ranks and way after
@@ -41,6 +44,7 @@ def pairs(case: Case) -> set[tuple[object, ...]]:
 
 
 CASES = pairwise()
+QUICK = ("pair", "head")
 _IDS = ["{}-{} {}-{} {}".format(*case) for case in CASES]
 
 
@@ -77,6 +81,26 @@ def test_the_same_ranks_and_plan_get_the_same_bits(way: str, tmp_path: Path) -> 
     truth = on_ranks(make, 3, WAYS[way], saving(tmp_path / "saved"))
     got = on_ranks(make, 3, WAYS[way], going_on(tmp_path / "saved"))
     assert_same_bits([truth[0].model, *(outcome.model for outcome in got)])
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS]
+)
+def test_beside_training_the_same_bytes_are_written(way: str, tmp_path: Path) -> None:
+    """Where layers are cut, parts cross to the writers meanwhile."""
+
+    def loop(script: Script, loss_fn: Any) -> None:
+        script.train(loss_fn, 2)
+        saved = {"model": script.model, "optimizer": script.optimizer}
+        shoal.save(tmp_path / "now", **saved)
+        with shoal.Checkpoints(tmp_path / "run", keep=1, **saved) as checkpoints:
+            checkpoints.save(wait=False)
+            script.train(loss_fn, 2)
+
+    on_ranks(OPTIMIZERS["AdamW"], 3, WAYS[way], loop)
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        expected = (tmp_path / "now" / name).read_bytes()
+        assert (tmp_path / "run" / "step-00000000" / name).read_bytes() == expected
 
 
 def test_each_row_of_the_epoch_comes_once(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +24,8 @@ class Background:
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._thread: threading.Thread | None = None
+        self._alone = True
+        atexit.register(self._at_exit)  # the thread is a daemon
         self.error: BaseException | None = None  # of the last write
 
     @property
@@ -29,19 +33,22 @@ class Background:
         """Whether a write goes on."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Begin a write, once the one before is done."""
+    def start(self, work: Callable[[], None], *, alone: bool) -> None:
+        """Begin a write, once the one before is done; `alone` where it needs no other rank."""
         self.wait()
-        self.error = None
-        # not a daemon: an ordinary end of the program waits for it
-        self._thread = threading.Thread(target=self._run, args=(work,), name="shoal-checkpoint")
+        self.error, self._alone = None, alone
+        name = "shoal-checkpoint"
+        self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         self._thread.start()
 
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        if self._thread is not None:
+    def wait(self, *, broken: bool = False) -> None:
+        """Wait until nothing is being written; not for lost ranks, if something is `broken`."""
+        if self._thread is not None and (self._alone or not broken):
             self._thread.join()
             self._thread = None
+
+    def _at_exit(self) -> None:
+        self.wait(broken=getattr(sys, "last_value", None) is not None)
 
     def _run(self, work: Callable[[], None]) -> None:
         with suppress(OSError):  # of this thread alone, on Linux

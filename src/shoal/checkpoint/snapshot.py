@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.checkpoint import tensors
 from shoal.checkpoint.folder import replacing
+from shoal.checkpoint.parts import Bringing, Spread
 from shoal.checkpoint.state import State
 from shoal.checkpoint.tree import Path as Keys
 from shoal.checkpoint.tree import decoded, encoded
@@ -53,6 +54,7 @@ class Snapshot:
     memory: Memory | None = None
     keeps: bool = True
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    spreads: dict[tuple[str, str], Spread] = field(default_factory=dict)  # by file and name
     forms: dict[str, dict[str, tensors.Form]] = field(default_factory=dict)
 
     def encoded(self, file: str, value: Any, strip: str = "") -> Any:
@@ -63,28 +65,65 @@ class Snapshot:
         """
         return encoded(value, partial(self._take, file, strip), (file,))
 
-    def _take(self, file: str, strip: str, path: Keys, tensor: Tensor) -> str:
+    def _take(self, file: str, strip: str, path: Keys, tensor: Tensor | Spread) -> str:
         wanted = "/".join(path[1:]).removeprefix(strip) or file
         there, name, number = self.forms.setdefault(file + SUFFIX, {}), wanted, 2
         while name in there:
             name, number = f"{wanted}#{number}", number + 1
+        if isinstance(tensor, Spread):
+            assert self.memory is not None
+            part = tensors.form_of(name, tensor.part)
+            there[name] = tensors.Form(part.dtype, tuple(tensor.shape))
+            kept = self.memory.copied(file, name, tensor.part)
+            self.spreads[file + SUFFIX, name] = Spread(kept, tensor.cut)
+            return name
         there[name] = tensors.form_of(name, tensor)
         if self.keeps:
             kept = tensor if self.memory is None else self.memory.copied(file, name, tensor)
             self.files.setdefault(file + SUFFIX, {})[name] = kept
         return name
 
-    def write(self, path: Path, state: State) -> None:
-        """Write it all into a folder of that name, whole or not at all.
+    def write(self, path: Path, state: State, bringing: Bringing | None = None) -> None:
+        """Write it all into a folder of that name, whole or not at all, where this process does.
+
+        Args:
+            path: of the folder.
+            state: all but the tensors.
+            bringing: of `in_order()`, where there are any; then a collective.
 
         Raises:
             UsageError: there is something else at that name.
             OSError: the file system refuses.
         """
+        try:
+            if self.keeps:
+                self._write(path, state, bringing)
+        finally:
+            if bringing is not None:
+                bringing.rest()
+
+    def in_order(self) -> list[Spread]:
+        """What ranks have parts of, in the order in which it is written."""
+        return [
+            self.spreads[file, name]
+            for file, forms in self.forms.items()
+            for name in tensors.ordered(forms)
+            if (file, name) in self.spreads
+        ]
+
+    def _write(self, path: Path, state: State, bringing: Bringing | None) -> None:
+        def tensor(file: str, name: str) -> Tensor:
+            if (file, name) not in self.spreads:
+                return self.files[file][name]
+            assert bringing is not None
+            whole = bringing.next()
+            assert whole is not None
+            return whole
+
         with replacing(path) as folder:
             files = {
-                name: tensors.write(folder / name, forms, self.files[name].__getitem__)
-                for name, forms in self.forms.items()
+                file: tensors.write(folder / file, forms, partial(tensor, file))
+                for file, forms in self.forms.items()
             }
             replace(state, files=files).write(folder)
 

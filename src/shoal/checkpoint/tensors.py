@@ -89,7 +89,7 @@ def write(path: Path, forms: Mapping[str, Form], tensor: Callable[[str], Tensor]
     Returns:
         The checksums.
     """
-    names = sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
+    names = ordered(forms)
     header = _header(names, forms)
     checksums = {HEADER: checksum(header)}
     with open(path, "wb") as file:
@@ -104,6 +104,11 @@ def write(path: Path, forms: Mapping[str, Form], tensor: Callable[[str], Tensor]
         file.flush()
         os.fsync(file.fileno())
     return checksums
+
+
+def ordered(forms: Mapping[str, Form]) -> list[str]:
+    """The names in the order of the file: large types first, so that all are aligned."""
+    return sorted(forms, key=lambda name: (-forms[name].dtype.itemsize, name))
 
 
 def _header(names: list[str], forms: Mapping[str, Form]) -> bytes:

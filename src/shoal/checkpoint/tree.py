@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.parts import Spread
 from shoal.core.errors import UsageError
 
 KIND = "$"
 Path = tuple[str, ...]
-Take = Callable[[Path, Tensor], str]  # keeps a tensor that is at a place; its name
+Take = Callable[[Path, Any], str]  # keeps a tensor that is at a place; its name
 Give = Callable[[str], Tensor]  # the tensor of a name
 
 _DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -63,7 +64,7 @@ def encoded(value: Any, take: Take, path: Path = ()) -> Any:
         number = float(value)
         finite = number - number == 0
         return number if finite else {KIND: "float", "value": repr(number)}
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Spread):
         return {KIND: "tensor", "name": take(path, value)}
     if isinstance(value, Mapping):
         return _encoded_dict(value, take, path)

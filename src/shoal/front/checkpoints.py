@@ -20,10 +20,12 @@ from typing import Any, Self, final
 from shoal.checkpoint.background import Background
 from shoal.checkpoint.clock import Clock
 from shoal.checkpoint.fetched import fetched
+from shoal.checkpoint.parts import Bringing
 from shoal.checkpoint.run import Run, name_of, step_of
 from shoal.checkpoint.snapshot import Memory, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.agreement import agreed
+from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
 from shoal.front.saving import restored, taken, written
@@ -85,6 +87,9 @@ class Checkpoints:
         self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
         self._run, self._clock, self._memory = Run(Path(folder)), Clock(every_s), Memory()
         self._background = Background(self._failed)
+        first = self._comm.topology.local_ranks
+        self._writers = [r for r in range(self._comm.size) if not (first[r] if local else r)]
+        self._channel: Comm | None = None  # for parts of tensors, where there are any
         self.steps = 0  # that the run has made, also before a restart
         self._decides = 1  # the step at which ranks decide next
         if self._writes:
@@ -96,8 +101,7 @@ class Checkpoints:
     @property
     def _writes(self) -> bool:
         """Whether this process does."""
-        rank = self._comm.rank
-        return self._comm.topology.local_ranks[rank] == 0 if self._local else rank == 0
+        return self._comm.rank in self._writers
 
     def resume(self) -> dict[str, Any]:
         """Go on from the newest checkpoint that is complete (a collective).
@@ -182,6 +186,9 @@ class Checkpoints:
             self._settle()
         finally:
             self._run.unlock()
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +202,7 @@ class Checkpoints:
         if error is None:
             self.close()
             return
-        self._background.wait()  # ranks may have parted: no collective
+        self._background.wait(broken=True)  # ranks may have parted: no collective
         self._run.unlock()
 
     def _start(self) -> None:
@@ -204,15 +211,27 @@ class Checkpoints:
         self._background.wait()
         self._clock.saved()
         snapshot = Snapshot(self._memory, keeps=self._writes)
-        state = taken(snapshot, self._objects, self._comm, self.steps)
-        if self._writes:
+        state = taken(snapshot, self._objects, self._comm, self.steps, spread=True)
+        spreads = snapshot.in_order()
+        if spreads and self._channel is None:  # as on every rank
+            self._channel = self._comm.channel("checkpoints")
+        if self._channel is not None:
+            bringing = Bringing(self._channel, self._writers, spreads)
+        else:
+            bringing = None
+        if self._writes or spreads:
             taken_s = time.perf_counter() - began_s
-            self._background.start(partial(self._write, snapshot, state, taken_s))
+            work = partial(self._write, snapshot, state, bringing, taken_s)
+            self._background.start(work, alone=not spreads)
 
-    def _write(self, snapshot: Snapshot, state: State, taken_s: float) -> None:
+    def _write(
+        self, snapshot: Snapshot, state: State, bringing: Bringing | None, taken_s: float
+    ) -> None:
         began_s = time.perf_counter()
         name = name_of(state.step or 0)
-        written(snapshot, self._run.folder / name, state)
+        written(snapshot, self._run.folder / name, state, bringing)
+        if not self._writes:
+            return
         self._run.put_latest(name, self._keep)
         seconds = time.perf_counter() - began_s
         Stages(speaks=self._comm.rank == 0).say(

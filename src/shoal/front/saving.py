@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import randomness
 from shoal.checkpoint.fetched import fetched
+from shoal.checkpoint.parts import Bringing
 from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.agreement import agreed
@@ -105,9 +106,14 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
 
 
 def taken(
-    snapshot: Snapshot, objects: Mapping[str, Any], comm: Comm, step: int | None = None
+    snapshot: Snapshot,
+    objects: Mapping[str, Any],
+    comm: Comm,
+    step: int | None = None,
+    *,
+    spread: bool = False,
 ) -> State:
-    """Take all that is to be saved (a collective)."""
+    """Take all that is to be saved (a collective); `spread` as for `state_of`."""
     if not objects:
         raise UsageError(
             "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
@@ -117,7 +123,7 @@ def taken(
     for keyword, value in objects.items():
         optimizer = isinstance(value, Optimizer)
         forms[keyword] = snapshot.encoded(
-            keyword, state_of(value, modules), strip="state/" if optimizer else ""
+            keyword, state_of(value, modules, spread=spread), strip="state/" if optimizer else ""
         )
     states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")
     if all(randomness.is_alike(states[0], state) for state in states):
@@ -168,12 +174,10 @@ def _models(objects: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
                     yield path, uncompiled(member)
 
 
-def written(snapshot: Snapshot, path: Path, state: State) -> None:
+def written(snapshot: Snapshot, path: Path, state: State, bringing: Bringing | None = None) -> None:
     """Write it, where this process does (UsageError if it cannot)."""
-    if not snapshot.keeps:
-        return
     try:
-        snapshot.write(path, state)
+        snapshot.write(path, state, bringing)
     except OSError as error:
         raise UsageError(
             "the checkpoint cannot be written",

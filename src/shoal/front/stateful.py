@@ -21,8 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint.parts import Spread
 from shoal.core.errors import ShoalError, UsageError
+from shoal.optim.extend import kept_state_dict
 from shoal.session.additions import uncompiled
+from shoal.tensors.cut import OverRanks, cut_of, is_cut, part_of
 
 _SHOWN = 4  # names that a message lists
 Modules = Sequence[tuple[str, Mapping[str, Tensor]]]
@@ -57,19 +60,40 @@ def modules_of(objects: Mapping[str, Any]) -> Modules:
     ]
 
 
-def state_of(value: Any, modules: Modules) -> Any:
-    """What is to be saved of a value: plain data and tensors (a collective)."""
+def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
+    """What is to be saved of a value: plain data and tensors (a collective).
+
+    Args:
+        value: an object with a state, such objects in lists or dicts, or plain data.
+        modules: that optimizers' parameters have their names in.
+        spread: leave layers that are cut, and their optimizer's state, where they are: a `Spread`
+            for each tensor.
+    """
     if isinstance(value, nn.Module) and has_state(value):
-        return uncompiled(value).state_dict()
+        return _of_module(uncompiled(value), spread=spread)
     if isinstance(value, Optimizer):
-        return _named(value, value.state_dict(), modules)
+        state = kept_state_dict(value, Spread) if spread else value.state_dict()
+        return _named(value, state, modules)
     if has_state(value):
         return value.state_dict()
     if not any(members(value, "")):
         return value
     if isinstance(value, Mapping):
-        return {key: state_of(part, modules) for key, part in value.items()}
-    return [state_of(part, modules) for part in value]
+        return {key: state_of(part, modules, spread=spread) for key, part in value.items()}
+    return [state_of(part, modules, spread=spread) for part in value]
+
+
+def _of_module(module: nn.Module, *, spread: bool) -> Any:
+    if not spread or type(module).state_dict is not nn.Module.state_dict:
+        return module.state_dict()
+    state = module.state_dict(keep_vars=True)  # brings nothing of what is cut
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            cut = cut_of(value) if is_cut(value) else None
+            state[name] = (
+                Spread(part_of(value), cut) if isinstance(cut, OverRanks) else value.detach()
+            )
+    return state
 
 
 def put_back(value: Any, saved: Any, modules: Modules, path: str) -> None:

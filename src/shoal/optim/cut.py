@@ -10,7 +10,7 @@ A part's update is the same part of the whole's update, or the layer would not h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -86,6 +86,18 @@ class CutPart(Part):
         held = [parameter for parameter in self.parameters() if parameter in state]
         return {p: _whole(cut_of(p), part_of(p), state[p]) for p in held}
 
+    def kept_state(self, spread: Callable[[Tensor, OverRanks], Any]) -> States:
+        state = self.optimizer.state
+        kept: States = {}
+        for parameter in self.parameters():
+            cut, part = cut_of(parameter), part_of(parameter)
+            if parameter in state and isinstance(cut, OverRanks):
+                kept[parameter] = {
+                    name: spread(value, cut) if _is_part(value, part) else value
+                    for name, value in state[parameter].items()
+                }
+        return kept
+
     def take_state(self) -> None:
         state = self.optimizer.state
         for parameter in self.parameters():
@@ -99,10 +111,11 @@ def _whole(cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
     assert isinstance(cut, OverRanks)
     purpose = f"optimizer.state_dict(): state of {cut.name}"
 
-    def is_part(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape == part.shape
-
     return {
-        name: laid_as(cut.layout, cut.gathered(value, purpose)) if is_part(value) else value
+        name: laid_as(cut.layout, cut.gathered(value, purpose)) if _is_part(value, part) else value
         for name, value in state.items()
     }
+
+
+def _is_part(value: Any, part: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == part.shape

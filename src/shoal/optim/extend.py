@@ -39,6 +39,7 @@ from shoal.optim.checks import Arguments, check_known, checked_step
 from shoal.optim.methods import Methods
 from shoal.optim.part import Part, put, shown
 from shoal.optim.whole import WholePart
+from shoal.tensors.cut import OverRanks
 
 _EXTENSION = "_shoal_extension"
 
@@ -83,6 +84,19 @@ def release(optimizer: Optimizer, engine: Engine | None = None) -> None:
         del optimizer.__dict__[_EXTENSION]
 
 
+def kept_state_dict(
+    optimizer: Optimizer, spread: Callable[[Tensor, OverRanks], Any]
+) -> dict[str, Any]:
+    """`optimizer.state_dict()`, in which parts of this rank stand as `spread` has them.
+
+    Args:
+        optimizer: any, also one without parts.
+        spread: is given a part of a tensor, and how that is cut.
+    """
+    extension: _Extension | None = optimizer.__dict__.get(_EXTENSION)
+    return optimizer.state_dict() if extension is None else extension.kept(spread)
+
+
 def _extension(optimizer: Optimizer) -> _Extension:
     if _EXTENSION not in optimizer.__dict__:
         optimizer.__dict__[_EXTENSION] = _Extension(optimizer)
@@ -111,6 +125,7 @@ class _Extension:
         self._whole = WholePart(optimizer, self._parts, self._left_alone)
         self._open = 0  # a step that calls its base class's runs the hooks of both
         self._check: RemovableHandle | None = None
+        self._spread: Callable[[Tensor, OverRanks], Any] | None = None  # while a state is taken
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
         self._stepping = Methods(optimizer)
@@ -266,9 +281,22 @@ class _Extension:
         return total.to(first.device, first.dtype)
 
     def _state_dict(self, original: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        states = {p: state for part in self._parts for p, state in part.whole_state().items()}
+        spread = self._spread
+        of_parts = [
+            part.whole_state() if spread is None else part.kept_state(spread)
+            for part in self._parts
+        ]
+        states = {p: state for of_part in of_parts for p, state in of_part.items()}
         with shown(self._optimizer, states):
             return original()
+
+    def kept(self, spread: Callable[[Tensor, OverRanks], Any]) -> dict[str, Any]:
+        """The optimizer's state, in which parts of this rank stand as `spread` has them."""
+        self._spread = spread
+        try:
+            return self._optimizer.state_dict()
+        finally:
+            self._spread = None
 
     def _load_state_dict(self, original: Callable[[Any], None], state_dict: dict[str, Any]) -> None:
         original(state_dict)

@@ -13,7 +13,7 @@ on every rank (extend.py). A parameter is in one part only.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.core.pieces import local_gradient, set_local_gradient
-from shoal.tensors.cut import opened
+from shoal.tensors.cut import OverRanks, opened
 
 States = dict[nn.Parameter, dict[str, Any]]  # by parameter, as in Optimizer.state
 
@@ -58,6 +58,13 @@ class Part(ABC):
     @abstractmethod
     def whole_state(self) -> States:
         """The state of these parameters in one-process form, on every rank (a collective)."""
+
+    def kept_state(self, spread: Callable[[Tensor, OverRanks], Any]) -> States:
+        """The same, in which what ranks have parts of may be this rank's part, as `spread` has it.
+
+        A collective, where there is anything else.
+        """
+        return self.whole_state()
 
     @abstractmethod
     def take_state(self) -> None:

@@ -138,6 +138,20 @@ class OverRanks(Cut):
     def whole(self, part: Tensor) -> Tensor:
         return self.gathered(part, f"reading of {self.name} (state_dict, print, grad)")
 
+    def numels(self) -> list[int]:
+        """Elements of each rank's part."""
+        line = self.like.numel() // max(1, self.like.shape[self._dim])
+        return [line * size for size in self._sizes]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The whole, of every rank's part, whose elements are in order."""
+        formed = []
+        for size, part in zip(self._sizes, parts, strict=True):
+            shape = list(self.like.shape)
+            shape[self._dim] = size
+            formed.append(part.view(shape))
+        return torch.cat(formed, self._dim)
+
     def gathered(self, part: Tensor, purpose: str) -> Tensor:
         """All of a tensor of the parameter's form, of which every rank has its part (a collective).
 

@@ -1,0 +1,94 @@
+"""Tensors of which each rank has a part, on their way to those who write them, beside training.
+
+    every rank     posts a chunk of its part to each writer
+    a writer       receives a chunk from every other rank; the first one then rests
+    … until the parts are whole
+
+All ranks go through the same tensors in the same order. The first writer rests three times as long
+as the chunks took, so what training sends has most of the link. Cost: each part crosses once to
+each writer, 1 MiB a message. Guarded by tests/checkpoint/test_parts.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.comm import Comm
+from shoal.tensors.cut import OverRanks
+
+CHUNK_BYTES = 1 << 20
+_REST = 3.0  # of the time that is spent on receiving
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """A tensor of which every rank has a part."""
+
+    part: Tensor  # this rank's
+    cut: OverRanks
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        return self.cut.like.shape
+
+
+@final
+class Bringing:
+    """Brings parts to their writers, one tensor after the other.
+
+    Args:
+        comm: a channel of its own.
+        writers: their ranks.
+        spreads: in the order in which all ranks go through them. Parts are contiguous.
+    """
+
+    def __init__(self, comm: Comm, writers: Sequence[int], spreads: Sequence[Spread]) -> None:
+        self._comm, self._writers, self._left = comm, writers, list(spreads)
+
+    def next(self) -> Tensor | None:
+        """Bring the next tensor; the whole of it where this rank writes."""
+        comm, spread = self._comm, self._left.pop(0)
+        sizes = [spread.part.element_size() * numel for numel in spread.cut.numels()]
+        own = _bytes(spread.part)
+        writes = comm.rank in self._writers
+        parts = {r: torch.empty(n, dtype=torch.uint8, device="cpu") for r, n in enumerate(sizes)}
+        parts[comm.rank] = own
+        for begin in range(0, max(sizes), CHUNK_BYTES):
+            began_s = time.perf_counter()
+            end = begin + CHUNK_BYTES
+            others = [writer for writer in self._writers if writer != comm.rank]
+            pending = [comm.send(own[begin:end], w) for w in others if begin < len(own)]
+            if writes:
+                pending += [
+                    comm.receive(parts[rank][begin:end], rank)
+                    for rank in comm.others
+                    if begin < sizes[rank]
+                ]
+            for operation in pending:
+                operation.wait()
+            if comm.rank == self._writers[0]:  # the others wait for its next chunk
+                time.sleep(_REST * (time.perf_counter() - began_s))
+        if not writes:
+            return None
+        dtype = spread.part.dtype
+        return spread.cut.joined([parts[rank].view(dtype) for rank in range(comm.size)])
+
+    def rest(self) -> None:
+        """Let the other ranks finish, where what is left cannot be written."""
+        while self._left:
+            self.next()
+
+
+def _bytes(part: Tensor) -> Tensor:
+    return (
+        part.detach().reshape(-1).view(torch.uint8)
+        if part.numel()
+        else part.new_empty(0, dtype=torch.uint8)
+    )
