@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +115,31 @@ def test_residuals_of_another_model_are_dropped_with_a_word(
         outcomes = given(2, WAYS[0], owed)
     assert not any(numbers.any() for o in outcomes for e in o.values() for numbers in e.values())
     assert "what codecs had lost of elsewhere, 0.weight is dropped" in caplog.text
+
+
+def test_a_checkpoint_keeps_their_sum(tmp_path: Path) -> None:
+    """Two ranks save, three load, train nothing, and save: the sum is what it was."""
+
+    def saving(path: Path, source: Path | None) -> Callable[..., None]:
+        def work(
+            network: nn.Module, own: list[Batch], train: Callable[[list[Batch]], None]
+        ) -> None:
+            if source is None:
+                train(own)
+            else:
+                shoal.load(source, model=network)
+            shoal.save(path, model=network)
+
+        return work
+
+    first, second = tmp_path / "two", tmp_path / "three"
+    owed = total(outcomes_of(2, WAYS[0], saving(first, None)))
+    again = total(outcomes_of(3, WAYS[1].replace("one_bit", "int8"), saving(second, first)))
+    assert any(entries["gradient"].any() for entries in owed.values())
+    for name, entries in owed.items():
+        torch.testing.assert_close(again[name]["gradient"], entries["gradient"])
+    assert list(second.glob("codec-residuals*"))
+
+
+def outcomes_of(ranks: int, pin: str, work: Callable[..., None]) -> list[StateDict]:
+    return [o for _, o in run(ranks, lambda comm: started(comm, ranks, pin, work), timeout_s=60)]

@@ -30,9 +30,10 @@ from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
 from shoal.front.stateful import members, modules_of, put_back, state_of
 from shoal.session.additions import uncompiled
+from shoal.session.residuals import give_residuals, summed_residuals
 from shoal.session.session import current, found, ranks
 
-_RANDOM = "random-state"  # no keyword is called that
+_RANDOM, _RESIDUALS = "random-state", "codec-residuals"  # no keywords are called that
 _WRITING = "shoal.save: writing the checkpoint"
 
 
@@ -128,11 +129,13 @@ def taken(
     states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")
     if all(randomness.is_alike(states[0], state) for state in states):
         states = states[:1]
+    owed = {path: sums for path, model in _models(objects) if (sums := summed_residuals(model))}
     software = versions()
     return State(
         objects=forms,
         random=snapshot.encoded(_RANDOM, states),
         models=_parallelised(objects),
+        residuals=snapshot.encoded(_RESIDUALS, owed),
         step=step,
         written_by={"shoal": software.shoal, "torch": software.torch},
     )
@@ -214,4 +217,7 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
         states = saved.decoded(_RANDOM, saved.state.random)
         randomness.restore(states, comm.rank, comm.size)
     _go_on(saved.state.models, objects)
+    owed = saved.decoded(_RESIDUALS, saved.state.residuals)
+    for path, model in _models(objects):
+        give_residuals(model, owed.get(path, {}))
     return plain

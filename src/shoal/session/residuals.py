@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.codecs.carrier import CodedCarrier
@@ -38,6 +40,32 @@ def residuals(model: nn.Module) -> StateDict:
                 for what, numbers in entries.items():
                     sums[what] = sums[what] + numbers if what in sums else numbers
     return owed
+
+
+def summed_residuals(model: nn.Module) -> StateDict:
+    """What all ranks owe together, on every rank: as `residuals` (a collective)."""
+    session = current()
+    attached = session.attached.get(uncompiled(model))
+    if attached is None or not any("+" in choice.exchange for choice in attached.plan.choices):
+        return {}  # as on every rank
+    own = residuals(model)
+    listed = [
+        [name, what, numbers.numel(), numbers.dtype == torch.float64]
+        for name, entries in own.items()
+        for what, numbers in entries.items()
+    ]
+    everywhere: list[list[list[Any]]] = session.comm.gather_objects(
+        listed, "shoal.save: what codecs owe"
+    )
+    sums: StateDict = {}
+    device = next(model.parameters()).device
+    for name, what, numel, double in sorted({tuple(row) for rank in everywhere for row in rank}):
+        dtype = torch.float64 if double else torch.float32
+        numbers = own.get(name, {}).get(what, torch.zeros(numel, dtype=dtype, device=device))
+        total = numbers.clone()
+        session.comm.all_reduce(total)
+        sums.setdefault(name, {})[what] = total
+    return sums
 
 
 def give_residuals(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
