@@ -41,6 +41,9 @@ class Around(Comm):
     def runs(self, number: int, purpose: str) -> None:
         self.inner.runs(number, purpose)
 
+    def expects(self, seconds: float) -> None:
+        self.inner.expects(seconds)
+
     def may_answer(self, answer: Callable[[], None] | None) -> None:
         self.inner.may_answer(answer)
 

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import final
 
 from shoal.comm.beats import BEATING, Beat, Board, Verdict
-from shoal.comm.places import Apart, Place, apart, missed, named, unlike
+from shoal.comm.places import Apart, Place, all_are_in, apart, missed, named, unlike
 
 _SELDOM = 32  # turns between two looks at most
+_TURN_S = 0.25  # between two turns of one that waits, at least
 _LONG_S = 3.0  # a rank that others wait for as long as this is named
 _LOGGER = logging.getLogger("shoal")
 
@@ -35,6 +36,8 @@ class Lookout:
         self._began_s = 0.0
         self._before: tuple[Apart | None, Mapping[int, int]] = None, {}
         self._has_warned = False
+        self._awaited: tuple[str, int] | None = None  # what all ranks are in
+        self._looks = 0  # turns since that was seen
 
     def look(self) -> Verdict | None:
         """In a turn of the heartbeat: the verdict that ranks wait in vain, if they do."""
@@ -53,11 +56,33 @@ class Lookout:
         self._before = found, counts
         if found is None:
             self._warn(places)
-            return None
+            return self._overdue(places)
         newer = all(counts[rank] > then.get(rank, counts[rank]) for rank in counts)
         if found.waits and not (found == before and newer):
             return None
         return Verdict(found.what, found.rank, differ=True)
+
+    def _overdue(self, places: Mapping[int, Place]) -> Verdict | None:
+        """The verdict that an exchange takes far longer than planned, though all are in it.
+
+        Counted are looks, not seconds: this process may have been stopped.
+        """
+        wait, limit_s = self._journal.wait, self._journal.limit_s()
+        if wait is None or limit_s is None or not all_are_in(wait, places):
+            self._awaited, self._looks = None, 0
+            return None
+        if (wait.channel, wait.number) != self._awaited:
+            self._awaited, self._looks = (wait.channel, wait.number), 0
+        self._looks += min(self._board.rank + 1, _SELDOM)
+        if self._looks * _TURN_S < limit_s:
+            return None
+        return Verdict(
+            f"an exchange that all ranks are in did not end within {limit_s:.0f} s, ten times what "
+            f"the plan predicts of a step: rank {self._board.rank} waited at: {wait.at}",
+            None,
+            got="every rank has come there: a link is stuck, or far slower than it was measured",
+            deadline=True,
+        )
 
     def differing(self) -> Verdict | None:
         """The verdict that ranks are at different things, for one that has noticed it."""

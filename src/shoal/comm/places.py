@@ -60,6 +60,8 @@ class Record:
     running: tuple[int, str] = (0, "")  # what its lane is at
     # says that this rank brings nothing to what others wait for
     answer: Callable[[], None] | None = None
+    # seconds that what all members have begun may take; None: as long as the channel's own limit
+    limit_s: float | None = None
 
     def told(self) -> None:
         """Every rank has been told that they differ here; they may go on from it."""
@@ -105,6 +107,11 @@ class Journal:
         """The main thread waits for that number of a channel, or for the last it has begun."""
         awaited = record.begun if number is None else number
         self.wait = Wait(record.name, awaited, at, record.members)
+
+    def limit_s(self) -> float | None:
+        """How long what the main thread waits for may take, once all ranks have begun it."""
+        record = None if self.wait is None else self._records.get(self.wait.channel)
+        return None if record is None else record.limit_s
 
     def answer(self) -> None:
         """On the main thread: tell those who wait for it that this rank brings nothing."""
@@ -196,6 +203,14 @@ def _is_blocked(rank: int, ring: Mapping[int, Place]) -> bool:
         and wait.channel not in place.answers
         and place.begun.get(wait.channel, 0) < wait.number
         for other, place in ring.items()
+    )
+
+
+def all_are_in(wait: Wait, places: Mapping[int, Place]) -> bool:
+    """Whether every rank that takes part has begun what is waited for."""
+    return bool(wait.number) and all(
+        rank in places and places[rank].begun.get(wait.channel, 0) >= wait.number
+        for rank in wait.members
     )
 
 

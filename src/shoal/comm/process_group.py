@@ -42,6 +42,8 @@ from shoal.core.open_files import raise_limit
 T = TypeVar("T")
 _TAG, _LABELS = 0, 1  # of messages of no purpose, and of those that say the purpose
 _SHORT = 1016  # bytes of what ranks tell each other that cross at once
+_USUAL_S = 300.0  # what `init` has for a limit, where nobody says otherwise
+_FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times what is planned
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 # what gloo says where not the others are at fault
 _OWN_FAULTS = ("Unable to find address", "Unable to find interface", "Cannot resolve", "bind")
@@ -285,6 +287,11 @@ class ProcessGroupComm(Comm):
     def runs(self, number: int, purpose: str) -> None:
         self._tag = self._tag_of(purpose)
         self._record.running = number, purpose
+
+    def expects(self, seconds: float) -> None:
+        # who has raised the limit has said otherwise; one that was lowered is over first
+        if self.timeout_s <= _USUAL_S:
+            self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
     def may_answer(self, answer: Callable[[], None] | None) -> None:
         self._record.answer = answer

@@ -216,6 +216,12 @@ class Comm(ABC):
         """Note that the lane is at it."""
         return
 
+    def expects(self, seconds: float) -> None:
+        """What goes over this channel is planned to take so long: far beyond it is an error, once
+        all ranks are in it.
+        """
+        return
+
     def may_answer(self, answer: Callable[[], None] | None) -> None:
         """Have `answer` called once, on the main thread as that waits for something, where others
         wait for what this rank has not begun on this channel.

@@ -183,6 +183,10 @@ class Lane:
         self._queue.put(errand)
         return errand
 
+    def expects(self, seconds: float) -> None:
+        """What it exchanges is planned to take so long."""
+        self._comm.expects(seconds)
+
     @property
     def rank(self) -> int:
         """This rank, on the lane's channel."""

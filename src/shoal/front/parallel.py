@@ -301,6 +301,8 @@ def _watch_stragglers(
     if plan.staleness != 0 or lane is None:
         return
     step = Predictor(profile, cluster).as_is(plan)
+    for each in engine.routes.lanes:
+        each.expects(step.step_s)
     expected_s = step.end_s - step.backward_s + step.waited_s
     rate = cluster.link.bytes_per_s
     Stragglers(engine, lane, session.comm.topology, expected_s, rate)
