@@ -361,7 +361,12 @@ def test_a_backward_of_another_loss_is_warned_of() -> None:
         batch = rows_of(features(7, 3, steps=1)[0], comm.rank, 2)
         with using(comm, cluster_of(2)):
             shoal.parallelize(
-                model, None, sgd(model.parameters()), sample=batch, compute_loss=of_pair
+                model,
+                None,
+                sgd(model.parameters()),
+                sample=batch,
+                compute_loss=of_pair,
+                count=lambda batch: 3 * len(batch[0]),
             )
             of_pair(model, batch).backward()
 

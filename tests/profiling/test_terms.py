@@ -178,3 +178,110 @@ def test_ranks_that_show_other_places_take_one_that_all_have() -> None:
     by_first, by_output = Terms(), Terms(OUTPUT)
     ranks = [Seen("mean", (by_first, by_output)), Seen("mean", (by_output,))]
     assert agreed_terms(ranks) == by_output
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def mean_of(*path: Any) -> Any:
+    """A loss that is a mean over the rows at the end of a path."""
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        for step in path:
+            batch = batch[step]
+        return model(batch).square().mean()
+
+    return compute_loss
+
+
+def alike(model: nn.Module, batch: Any) -> Tensor:
+    """A loss that is no mean over rows: of views against one another."""
+    first, second = batch
+    return (model(first) @ model(second).T).logsumexp((0, 1))
+
+
+def of_rows(model: nn.Module, batch: Any) -> Tensor:
+    return torch.stack([model(row["x"]).square().mean() for row in batch]).mean()
+
+
+def of_words(model: nn.Module, batch: Any) -> Tensor:
+    return model(torch.tensor([[len(word), 1.0, 2.0] for word in batch])).square().mean()
+
+
+def of_listed_pictures(model: nn.Module, batch: Any) -> Tensor:
+    return torch.stack([model(picture).square().mean() for picture in batch]).mean()
+
+
+def of_bags(model: nn.Module, batch: Any) -> Tensor:
+    nodes, labels = batch
+    return model(nodes).mean() - labels.mean()
+
+
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+WHOLE: dict[str, tuple[Any, Any, float]] = {
+    "a tensor": (X, mean_of(), 5),
+    "a tuple": ((X, X[:, 0]), mean_of(0), 5),
+    "a list": ([X, X[:, 0]], mean_of(0), 5),
+    "a dict": ({"scale": torch.ones(1), "x": X}, mean_of("x"), 5),
+    "a dict of lists": ({"x": X, "names": [["a"]] * 5}, mean_of("x"), 5),
+    "two rows in a list": ([X[:2], X[:2, 0]], mean_of(0), 2),
+    "views of which none is a mean": ((X, X + 1), alike, 5),
+    "a list of such views": ([X, X + 1], alike, 5),
+    "rows in a list": ([{"x": row} for row in X], of_rows, 5),
+    "words": (["a", "bc", "def", "g"], of_words, 4),
+    "pictures in a list": ([X[:2], X[2:4], X[1:3], X[3:]], of_listed_pictures, 4),
+    "a target of its own rows": ((X, torch.ones(2)), of_bags, 2),
+    "a batch of one text": ({"x": X[None]}, mean_of("x"), 1),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_rows_of_a_whole_batch(name: str) -> None:
+    batch, compute_loss, rows = WHOLE[name]
+    found = agreed_terms([seen(Sample.of(Rows(), None, batch, compute_loss))], of_batch=True)
+    assert (count_of(found, batch), found.summed) == (rows, False)
+
+
+def of_boxes(model: nn.Module, batch: Any) -> Tensor:
+    pictures, targets = batch
+    each = [
+        model(picture).mean() - target["boxes"].square().mean()
+        for picture, target in zip(pictures, targets, strict=True)
+    ]
+    return torch.stack(each).mean()
+
+
+BOXES = {"boxes": torch.ones(2, 4)}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ((X, X[:4], X), (BOXES, BOXES, BOXES)),  # pictures and targets, as detection has them
+        [["a", "b"], ["c", "d"]],
+    ],
+)
+def test_a_batch_whose_rows_nobody_sees_is_refused(batch: Any) -> None:
+    with pytest.raises(SampleError, match="nobody can tell how many rows"):
+        seen(Sample.of(Rows(), None, batch, of_boxes))
+
+
+def test_a_sum_over_the_rows_of_a_whole_batch() -> None:
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).square().sum()
+
+    found = agreed_terms([seen(Sample.of(Rows(), None, {"x": X}, compute_loss))], of_batch=True)
+    assert found.summed
+
+
+def test_a_sample_of_one_row_on_one_rank_alone() -> None:
+    def terms(rows: int) -> Any:
+        return seen(Sample.of(Rows(), None, {"x": X[:rows]}, mean_of("x")))
+
+    assert count_of(agreed_terms([terms(1), terms(4)], of_batch=True), {"x": X}) == 5

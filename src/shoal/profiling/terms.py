@@ -35,6 +35,7 @@ from shoal.core.terms import INPUT, OUTPUT, TARGET, Terms
 _FEW = 8  # rows that a loss is tried on
 _NEAR = 1e-3  # of two losses that should be the same
 _OF_MODULES = frozenset(vars(nn.Module()))
+_LENGTH = "#"  # in a path: of the list there
 _MEAN, _SUM, _NEITHER, _UNKNOWN = "mean", "sum", "neither", "unknown"
 _COUNT = (
     "say how many terms the loss of a batch is a mean over: "
@@ -43,6 +44,7 @@ _COUNT = (
 
 _Path = tuple[int | str, ...]
 _Size = tuple[int, ...]
+_LossOf = Callable[[Sequence[int]], float]  # of these rows
 
 
 @dataclass(frozen=True)
@@ -185,29 +187,30 @@ def _of_whole_loss(sample: Sample) -> Seen:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()  # no dropout, and no statistics
 
-    def kind_by(place: _Place) -> str:
+    def loss_by(place: _Place) -> _LossOf:
         number = place.size[0]
 
         def loss_of(rows: Sequence[int]) -> float:
             sample.renew()
-            picked = _picked if sample.compute_loss is None else _picked_of_batch
+            by_parts = sample.compute_loss is not None and place.path[:1] != (_LENGTH,)
+            picked = _picked_of_parts if by_parts else _picked
             with torch.enable_grad():  # by which the loss in a tuple is known
                 return float(sample.loss_of(picked(sample.x, number, rows)).detach())
 
-        return _kind(loss_of, min(number, _FEW))
+        return loss_of
 
     try:
         if sample.compute_loss is not None:
-            return _of_batch(sample.x, kind_by)
+            return _of_batch(sample.x, loss_by)
         place = _Place((), next(_sizes(arguments(model, sample.x)), ((), (0,)))[1])
-        return Seen(kind_by(place), place.terms)
+        return Seen(_kind(loss_by(place), min(place.size[0], _FEW)), place.terms)
     finally:
         sample.renew()
         for module, mode in modes:
             module.training = mode
 
 
-def _of_batch(batch: Any, kind_by: Callable[[_Place], str]) -> Seen:
+def _of_batch(batch: Any, loss_by: Callable[[_Place], _LossOf]) -> Seen:
     """Where a batch has its rows, and what the loss is of them."""
     places = [_Place(path, size) for path, size in _sizes_of_batch(batch)]
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2
@@ -215,21 +218,41 @@ def _of_batch(batch: Any, kind_by: Callable[[_Place], str]) -> Seen:
     by_number: dict[int, _Place] = {}
     for place in targets or places:
         by_number.setdefault(place.size[0], place)
-    kinds = {number: kind_by(place) for number, place in by_number.items()}
+    if is_pair and _has_objects(batch[1]):
+        by_number.clear()  # what is inside one of them is no row
+    kinds = {n: _kind(loss_by(place), min(n, _FEW)) for n, place in by_number.items()}
     shown = [number for number, kind in kinds.items() if kind != _UNKNOWN]
-    if not kinds or (len(kinds) > 1 and not shown):
+    if not shown and not _is_plain(batch, by_number, places[:1] if targets else []):
         raise SampleError(
             "nobody can tell how many rows the batch has",
             got=f"batch = {describe(batch)}",
             expected="tensors that have as many rows, over which the loss is a mean or a sum",
             do=_COUNT,
         )
-    number = [*shown, *kinds][0]
+
+    def likely(number: int) -> tuple[bool, bool, bool, int]:
+        """Its rows matter; there are several; it is a list of them; many tensors have as many."""
+        place = by_number[number]
+        matters = len(shown) > 1 and _matters(loss_by(place), min(number, _FEW))
+        of_list = place.path == (_LENGTH,)
+        return matters, number > 1, of_list, sum(each.size[0] == number for each in places)
+
+    number = max(shown or kinds, key=likely)
     same = [place for place in (*places[:1], by_number[number]) if place.size[0] == number]
     return Seen(kinds[number], tuple(terms for place in same for terms in place.terms))
 
 
-def _kind(loss_of: Callable[[Sequence[int]], float], number: int) -> str:
+def _matters(loss_of: _LossOf, number: int) -> bool:
+    """Whether the loss of some rows is another than that of all: they are no mere settings."""
+    return number > 1 and not _near(loss_of(range(number // 2)), loss_of(range(number)))
+
+
+def _has_objects(value: Any) -> bool:
+    """Whether it is a tuple of what is not tensors, such as a dict for each picture."""
+    return isinstance(value, tuple) and not all(isinstance(item, Tensor) for item in value)
+
+
+def _kind(loss_of: _LossOf, number: int) -> str:
     """What a loss is of rows, by those of the first ones once, twice and three times.
 
     It is asked there and back, so that what grows from call to call (an annealed term) cancels out.
@@ -327,9 +350,9 @@ def _picked(value: Any, number: int, rows: Sequence[int]) -> Any:
     return mapped(value, pick, (list, Tensor))
 
 
-def _picked_of_batch(batch: Any, number: int, rows: Sequence[int]) -> Any:
+def _picked_of_parts(batch: Any, number: int, rows: Sequence[int]) -> Any:
     """The same of a whole batch, which may be a list of its parts: [x, y]."""
-    if isinstance(batch, list) and not _is_column(batch):
+    if isinstance(batch, list):
         return [_picked(part, number, rows) for part in batch]
     return _picked(batch, number, rows)
 
@@ -341,7 +364,7 @@ def _sizes(value: Any, path: _Path = (), depth: int = DEPTH) -> Iterator[tuple[_
             yield path, tuple(value.shape)
     elif isinstance(value, list):
         if value and not isinstance(value[0], int | float | str):
-            yield (*path, "#"), (len(value),)
+            yield (*path, _LENGTH), (len(value),)
             yield from _sizes(value[0], (*path, 0), depth)
     elif isinstance(value, tuple):
         for index, part in enumerate(value):
@@ -356,24 +379,39 @@ def _sizes(value: Any, path: _Path = (), depth: int = DEPTH) -> Iterator[tuple[_
 
 
 def _sizes_of_batch(batch: Any) -> Iterator[tuple[_Path, _Size]]:
-    """The same of a whole batch, which may be a list of its parts, as torch's loader makes it."""
-    if isinstance(batch, list) and _is_column(batch):
-        yield ("#",), (len(batch),)
-    elif isinstance(batch, list):
-        yield from _sizes(tuple(batch))
-    else:
-        yield from _sizes(batch)
+    """The same of a whole batch. A list is of its parts, as torch's loader makes it, or of rows."""
+    if isinstance(batch, list):
+        if _may_be_rows(batch):
+            yield (_LENGTH,), (len(batch),)
+        batch = tuple(batch)
+    yield from _sizes(batch)
 
 
-def _is_column(values: list[Any]) -> bool:
-    """Whether a list is of words or numbers, a row each."""
-    return bool(values) and all(isinstance(value, int | float | str) for value in values)
+def _may_be_rows(values: list[Any]) -> bool:
+    """Whether the items of a list are all alike: words, dicts, pictures, more than a pair of."""
+    kinds = set(map(type, values))
+    if len(kinds) != 1 or not isinstance(values[0], Tensor):
+        return len(kinds) == 1
+    return len(values) > 2 and len({value.shape for value in values}) == 1
+
+
+def _is_plain(batch: Any, by_number: Mapping[int, _Place], first: Sequence[_Place]) -> bool:
+    """Whether rows are known although the loss shows none.
+
+    They are where the target of a pair is a tensor, or all tensors have as many.
+    """
+    if len(by_number) != 1:
+        return False
+    ((number, place),) = by_number.items()
+    if first:
+        return isinstance(batch[1], Tensor) or first[0].size[0] == number
+    return _LENGTH not in place.path
 
 
 def _size_at(value: Any, path: _Path) -> _Size | None:
     """The size of what is at the end of a path, or None."""
     for step in path:
-        if step == "#":
+        if step == _LENGTH:
             return (len(value),) if isinstance(value, list) else None
         try:
             if isinstance(step, str) and step.startswith("."):

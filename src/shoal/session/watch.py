@@ -97,7 +97,8 @@ def watch(
         hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
         of_batch = Counting(border, weigher, terms, by_loss=terms.summed, count=count)
         computed = Computed(model, compute_loss, of_batch, calls, summed=terms.summed)
-        border.awaited_loss = _NOT_COMPUTED
+        if count is not None or terms.summed:  # else others than it are right, too
+            border.awaited_loss = _NOT_COMPUTED
         function = computed.function()
         function.__dict__[_COUNTED] = computed
         return function, Watched(hooks, ref(border), ref(computed))
