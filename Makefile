@@ -3,7 +3,7 @@
 #                 twice the ranks each makes half the steps in one
 # make test       the quick set of the tests: every kind of case, not every combination
 # make test-all   all tests
-# make test-rest  those that `make test` leaves out
+# make test-rest  those that `make test` leaves out, but for those that take minutes each
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in build/site
@@ -32,7 +32,7 @@ test-all: .venv/ready
 	$(PYTEST) || $(ALONE)
 
 test-rest: .venv/ready
-	$(PYTEST) -m slow || $(ALONE) -m slow
+	$(PYTEST) -m "slow and not minutes" || $(ALONE) -m "slow and not minutes"
 
 test-gpu: .venv/ready
 	SHOAL_TEST_DEVICE=cuda $(PYTEST) -m "not slow" tests/gpu tests/faults/test_lost_ranks.py

@@ -140,8 +140,7 @@ def contender(work: Workload, plan: Plan, auto: Attached) -> Peer:
     measured again.
     """
     session, peer = current(), Peer("shoal", seeded(work), work)
-    running = attach(session, peer.model, peer.loss, [peer.optimizer], plan)
-    peer.loss = running.loss_fn
+    peer.loss, running = attach(session, peer.model, peer.loss, [peer.optimizer], plan)
     session.attached[peer.model] = replace(
         auto, engine=running.engine, plan=plan, owned=running.owned
     )

@@ -19,7 +19,12 @@ from pages import PAGES, ROOT, commands
 
 from shoal.launch.lab import Lab
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.minutes,
+    pytest.mark.processes,
+    pytest.mark.timeout(900),
+]
 
 NEEDS_OTHER_HOSTS = "--peer"  # tests/commands/test_doctor.py runs these
 TAKES_HOURS = "--cases 2000"

@@ -107,7 +107,7 @@ def serve(
     start_timeout_s: float = 60.0,
     lost_after_s: float | None = None,
 ) -> None:
-    """Be a server or a tail host until the workers have ended; for a program that only serves.
+    """Be a server or a tail host until the workers have ended, in a program that only serves.
 
     It needs no training script: `python -c "import shoal; shoal.serve()"` is a server, where the
     environment is that of one of the last SHOAL_SERVERS ranks.
