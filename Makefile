@@ -26,13 +26,13 @@ demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
 
 test: .venv/ready
-	$(PYTEST) -m "not slow" || $(ALONE) -m "not slow"
+	$(PYTEST) -m "not slow" || $(ALONE)
 
 test-all: .venv/ready
 	$(PYTEST) || $(ALONE)
 
 test-rest: .venv/ready
-	$(PYTEST) -m "slow and not minutes" || $(ALONE) -m "slow and not minutes"
+	$(PYTEST) -m "slow and not minutes" || $(ALONE)
 
 test-gpu: .venv/ready
 	SHOAL_TEST_DEVICE=cuda $(PYTEST) -m "not slow" tests/gpu tests/faults/test_lost_ranks.py

@@ -57,6 +57,24 @@ class Direct(DeliveringExchange):
         rounds = 2 if topology.size > 1 and bucket.numel else 0
         return Traffic(both_ways, both_ways, rounds, leaving=tuple(leaving))
 
+    def coding_traffic(
+        self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
+    ) -> Traffic:
+        """Foreign slices there, and its own back to every other one."""
+        size, others = topology.size, topology.size - 1
+        sizes, returned = there.slice_bytes(size), back.slice_bytes(size)
+        apart = [size - len(topology.ranks_on[host]) for host in topology.hosts]
+        leaving = [
+            sum(sizes[o] for o in range(size) if topology.hosts[o] != host) + away * returned[r]
+            for r, (host, away) in enumerate(zip(topology.hosts, apart, strict=True))
+        ]
+        return Traffic(
+            tuple(sum(sizes) - sizes[r] + others * returned[r] for r in range(size)),
+            tuple(others * sizes[r] + sum(returned) - returned[r] for r in range(size)),
+            self.traffic(there, topology).rounds,
+            leaving=tuple(leaving),
+        )
+
     def deliver(
         self, outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm
     ) -> Iterator[int]:
