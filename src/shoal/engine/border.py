@@ -38,7 +38,7 @@ from shoal.contracts.weighing import OwnHook, accumulates
 from shoal.core.errors import UsageError
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weight
-from shoal.profiling.terms import kept_by
+from shoal.profiling.terms import keep, kept_by
 from shoal.remote.stage_output import StageOutput
 from shoal.tensors.cut import is_cut
 from shoal.tensors.cut_output import CutOutput
@@ -109,15 +109,7 @@ class Border:
 
         for module in model.modules():
             for name, value in kept_by(module).items():
-                new = _mapped(value, change, 0)
-                if new is value:
-                    continue
-                if isinstance(value, list):  # which somebody else may have, too
-                    value[:] = new
-                elif isinstance(value, dict):
-                    value.update(new)
-                else:
-                    vars(module)[name] = new
+                keep(module, name, _mapped(value, change, 0))
 
     def inward(self, inputs: Any, weight: Weight) -> Any:
         """The same inputs, through the border."""

@@ -13,55 +13,28 @@ A lone process stops after checking what it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from shoal.comm.agreement import agreed, from_first
-from shoal.contracts.sample import Sample, check_compute_loss
-from shoal.contracts.strategy import Strategy
-from shoal.core.errors import PlanError, UsageError
-from shoal.core.facts import Cluster, ModelProfile
+from shoal.contracts.sample import check_compute_loss
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster
 from shoal.core.plan import MICRO_BATCHES, Plan
-from shoal.core.registry import named, of
 from shoal.engine.replicas import EVERY
-from shoal.engine.stragglers import Stragglers
-from shoal.engine.weights import inputs_alike
-from shoal.front.carriers import all_codecs, bound_errors, codecs_of, exchanges_of
+from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.joining import is_tail_host, serve_and_end
-from shoal.front.request import (
-    Request,
-    check_moving,
-    check_sync_norms,
-    checked,
-    listed,
-    require_same,
-)
-from shoal.front.rounding import warn_of_rounding
-from shoal.optim.extend import extend
-from shoal.planner.search import repredicted
+from shoal.front.request import Request, checked, in_a_tuple, listed, require_same
+from shoal.front.spreading import Job, alone, profiled, spread
 from shoal.planner.search_options import DEFAULT, SearchOptions
-from shoal.planner.sharing import plan_for, with_sharing
-from shoal.planner.timeline import Predictor, as_planned
-from shoal.profiling.layers import profile_model
+from shoal.planner.sharing import plan_for
 from shoal.profiling.moving import check_ways
-from shoal.profiling.tails import tail_of
-from shoal.remote.far_tail import FarTail
 from shoal.remote.tail_hosts import TailHosts
-from shoal.remote.tail_messages import Open
-from shoal.report.stages import Stages
-from shoal.report.text import summary
-from shoal.rewrite.apply import check_served
-from shoal.session.additions import add, uncompiled
-from shoal.session.attach import attach
-from shoal.session.memory import give_back_freed, keep_freed
-from shoal.session.running import Running
-from shoal.session.session import Attached, Session, current, ranks
-from shoal.strategies.sync_batchnorm import alone as sync_norms_alone
+from shoal.session.additions import uncompiled
+from shoal.session.session import current, ranks
 
 _CHECKING = "parallelize: checking what was given"
 
@@ -185,32 +158,26 @@ def parallelize(
     comm = session.comm
     if is_tail_host(session):
         serve_and_end(session, model, loss_fn, listed(optimizer))
-    tail = session.other(TailHosts)
-    if tail is not None:
+    if (tail := session.other(TailHosts)) is not None:
         tail.calls += 1
-    names = (
-        tuple(strategies)
-        if isinstance(strategies, Iterable) and not isinstance(strategies, str)
-        else strategies
-    )
     asked = Request(
-        plan,
-        pins,
-        names,
-        count,
-        staleness,
-        memory,
-        placement,
-        memory_limit,
-        micro_batches,
-        search_options,
-        tuple(left_alone),
-        buffers,
-        sync_batchnorm,
-        codecs if isinstance(codecs, str) or not isinstance(codecs, Iterable) else tuple(codecs),
-        compute_loss,
-        check_every,
-        max_error,
+        plan=plan,
+        pins=pins,
+        strategies=in_a_tuple(strategies),
+        count=count,
+        staleness=staleness,
+        memory=memory,
+        placement=placement,
+        memory_limit=memory_limit,
+        micro_batches=micro_batches,
+        search_options=search_options,
+        left_alone=tuple(left_alone),
+        buffers=buffers,
+        sync_batchnorm=sync_batchnorm,
+        codecs=in_a_tuple(codecs),
+        compute_loss=compute_loss,
+        check_every=check_every,
+        max_error=max_error,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -218,128 +185,10 @@ def parallelize(
     require_same(comm, asked, given_plan, model, optimizers)
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
-    if comm.size == 1:
-        if sample is not None:
-            # said already here, not only under torchrun
-            Sample.of(model, loss_fn, sample, compute_loss)
-        for torch_optimizer in optimizers:
-            extend(torch_optimizer, asked.left_alone)
-            session.notice_steps(torch_optimizer)
-        add(model, None)
-        return model, compute_loss or loss_fn, optimizer
-    stages = Stages(speaks=comm.rank == 0)
-    keep_freed()
-    comm.reached("parallelize: measuring the model")
-    first = tail is not None and tail.calls == 1  # whose end may be elsewhere
-    pieces = (given_plan.micro_batches if given_plan else micro_batches) if first else None
-    with sync_norms_alone(model, sync_batchnorm) as norms:
-        profile = profile_model(
-            model,
-            loss_fn,
-            optimizers,
-            sample,
-            comm,
-            pieces,
-            buffers=buffers,
-            compute_loss=compute_loss,
-            counted=count is not None,
-        )
-    profile = replace(profile, norms=norms.described(profile))
-    alike = loss_fn is not None and inputs_alike(comm, *sample)
-    stages.done("measuring the model")
-    comm.reached("parallelize: measuring the links")
-    cluster = measured_cluster(
-        session,
-        exchanges_of(given_plan, pins),
-        device_of(model),
-        all_codecs(given_plan, pins, codecs_of(asked.codecs)),
+    loss = (alone if comm.size == 1 else spread)(
+        session, Job(model, loss_fn, optimizers, sample, asked, given_plan)
     )
-    give_back_freed()
-    stages.done("measuring the links")
-    comm.reached("parallelize: planning and rewriting")
-    chosen = from_first(comm, Plan, lambda: _chosen(given_plan, profile, cluster, asked))
-    stages.done("planning")
-    if comm.rank == 0:
-        warn_of_rounding(comm.topology, chosen)
-    check_moving(chosen, profile.moving)
-    has_tail = any(named(Strategy, choice.strategy).role.is_at_tail for choice in chosen.choices)
-    check_sync_norms(chosen, profile.norms, has_tail=has_tail)
-    stage = _open_tail(session, model, loss_fn, chosen, profile)
-    loss, running = attach(
-        session,
-        model,
-        loss_fn,
-        optimizers,
-        chosen,
-        count=count,
-        memory=memory,
-        stage=stage,
-        inputs_alike=alike,
-        left_alone=asked.left_alone,
-        moving=profile.moving,
-        terms=profile.terms,
-        norms=norms,
-        compute_loss=compute_loss,
-        check_every=check_every,
-    )
-    bound_errors(running.engine.transfers, max_error)
-    placed = as_planned(profile, chosen)
-    _watch_stragglers(session, running, chosen, placed, cluster)
-    session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
-    cluster = replace(cluster, ahead=chosen.staleness != 0)
-    session.attached[model] = Attached(running, chosen, placed, cluster)
-    stages.say(summary(chosen, profile.moving, profile.norms))
     return model, loss, optimizer
-
-
-def _watch_stragglers(
-    session: Session, running: Running, plan: Plan, profile: ModelProfile, cluster: Cluster
-) -> None:
-    """Have ranks name who keeps them waiting, where they keep step."""
-    engine = running.engine
-    lane = engine.routes.among_workers
-    if plan.staleness != 0 or lane is None:
-        return
-    step = Predictor(profile, cluster).as_is(plan)
-    for each in engine.routes.lanes:
-        each.expects(step.step_s)
-    expected_s = step.end_s - step.backward_s + step.waited_s
-    rate = cluster.link.bytes_per_s
-    Stragglers(engine, lane, session.comm.topology, expected_s, rate)
-
-
-def _open_tail(
-    session: Session,
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    plan: Plan,
-    profile: ModelProfile,
-) -> FarTail | None:
-    """The way to the end of the model, if the plan has it on tail hosts."""
-    at_tail = {c.layer: c for c in plan.choices if named(Strategy, c.strategy).role.is_at_tail}
-    hosts = session.other(TailHosts)
-    if hosts is None or not at_tail:
-        return None
-    if hosts.calls > 1:
-        raise PlanError(
-            "tail hosts run the end of the model that is parallelised first",
-            do='parallelise this one first, or leave "stage" out of its plan',
-        )
-    tail = tail_of(map(profile.layer, at_tail))
-    assert tail is not None, "a layer is at the tail that is in no end of the model"
-    if set(tail.layers) != set(at_tail):
-        raise PlanError(
-            "the layers that the plan gives to tail hosts are no end of the model",
-            got=", ".join(at_tail),
-            expected=", ".join(tail.layers),
-            do="give all of these to them, or none",
-        )
-    modules = {name: model.get_submodule(name) for name in tail.modules}
-    shared = {name: choice.exchange for name, choice in at_tail.items()}
-    hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared))
-    at_workers = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
-    alike = any(strategy.role.is_cut for strategy in at_workers)
-    return FarTail(hosts, model, modules, loss_fn, plan.micro_batches, alike=alike)
 
 
 def plan(
@@ -389,19 +238,18 @@ def plan(
         check_compute_loss(compute_loss, loss_fn)
     check_ways(buffers, model, compute_loss or loss_fn)
     allowed = codecs_of(codecs)
-    with sync_norms_alone(model, sync_batchnorm) as norms:
-        profile = profile_model(
-            model,
-            loss_fn,
-            listed(optimizer),
-            sample,
-            comm,
-            micro_batches if tail else None,
-            buffers=buffers,
-            compute_loss=compute_loss,
-            counted=True,
-        )
-    profile = replace(profile, norms=norms.described(profile))
+    profile, _ = profiled(
+        model,
+        loss_fn,
+        listed(optimizer),
+        sample,
+        comm,
+        micro_batches if tail else None,
+        sync_batchnorm=sync_batchnorm,
+        buffers=buffers,
+        compute_loss=compute_loss,
+        counted=True,
+    )
     wanted, device = all_codecs(None, pins, allowed), device_of(model)
     where = cluster or measured_cluster(current(), exchanges_of(None, pins), device)
     where = with_codings(where, comm, wanted, device)
@@ -456,31 +304,3 @@ def plan_of(model: nn.Module) -> Plan | None:
         )
     attached = session.attached.get(model)
     return attached.plan if attached else None
-
-
-def _chosen(
-    given_plan: Plan | None,
-    profile: ModelProfile,
-    cluster: Cluster,
-    asked: Request,
-) -> Plan:
-    if given_plan is None:
-        stale = asked.staleness != 0
-        kinds = of(Strategy)
-        served = [name for name, kind in kinds.items() if kind.role.takes_servers]
-        return plan_for(
-            profile,
-            cluster,
-            pins=asked.pins,
-            strategies=served if stale else asked.strategies,
-            placement=asked.placement,
-            staleness=asked.staleness,
-            memory=asked.memory,
-            memory_limit=asked.memory_limit,
-            micro_batches=asked.micro_batches,
-            options=asked.search_options,
-            codecs=codecs_of(asked.codecs),
-        )
-    check_served(given_plan, profile, cluster)
-    cluster = replace(cluster, ahead=given_plan.staleness != 0)
-    return with_sharing(repredicted(given_plan, profile, cluster), profile, cluster)

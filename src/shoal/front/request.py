@@ -75,6 +75,12 @@ class Request:
     max_error: float | None = None
 
 
+def in_a_tuple(names: Any) -> Any:
+    """Names of any iterable, that they can be looked at twice; a single name as it is."""
+    is_many = isinstance(names, Iterable) and not isinstance(names, str)
+    return tuple(names) if is_many else names
+
+
 def checked(
     asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session
 ) -> Plan | None:

@@ -102,6 +102,19 @@ def kept_by(module: nn.Module) -> dict[str, Any]:
     }
 
 
+def keep(module: nn.Module, name: str, value: Any) -> None:
+    """Put another value into an attribute; a list or dict, which others may have, changes."""
+    before = vars(module)[name]
+    if value is before:
+        return
+    if isinstance(before, list):
+        before[:] = value
+    elif isinstance(before, dict):
+        before.update(value)
+    else:
+        vars(module)[name] = value
+
+
 def agreed_terms(ranks: Sequence[Seen], of_batch: bool = False) -> Terms:
     """What every rank's sample shows, the same for all.
 

@@ -23,6 +23,7 @@ from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.sample import ComputeLoss
 from shoal.contracts.state import OF_LOSS, states
+from shoal.contracts.strategy import Place
 from shoal.contracts.transfer import OwnedTransfer, Transfer
 from shoal.contracts.weighing import Weighing
 from shoal.core.buckets import MEMORY, Buckets
@@ -96,28 +97,16 @@ def attach(
     boundary = comm.channel(f"model{session.models}-boundary") if is_cut or norms else None
     sites = placed(model, plan, comm.rank, num_servers, buckets)
     tables, weighing = _open_tables(session, sites, plan, optimizers), Weighing()
-    rewritten = apply(
-        model,
-        [
-            replace(
-                site,
-                place=replace(
-                    site.place, comm=boundary, tables=tables, tail=stage, weighs=weighing
-                ),
-            )
-            for site in sites
-        ],
-        comm,
-    )
+
+    def met(place: Place) -> Place:
+        return replace(place, comm=boundary, tables=tables, tail=stage, weighs=weighing)
+
+    sites = [replace(site, place=met(site.place)) for site in sites]
+    rewritten = apply(model, sites, comm)
     if norms is not None:
         assert boundary is not None
         norms.join(boundary, weighing)
-    counts = (
-        comm.channel(f"model{session.models}-counts") if weighs and plan.staleness == 0 else None
-    )
-    weigher = Weigher(counts, inputs_alike)
-    if (usual := session.usual_rows.get(model, {}).get(comm.size)) is not None:
-        weigher.go_on(usual)
+    weigher = _weigher(session, model, inputs_alike, weighs=weighs and plan.staleness == 0)
     waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     main = [comm for comm in waited_for if comm is not None]
     of_state = _of_state(session, model, compute_loss or loss_fn, moving)
@@ -125,12 +114,9 @@ def attach(
         session, model, plan, rewritten, of_state, optimizers, buckets, main
     )
     if plan.staleness == 0:
-        changed = owners.changes if owners else list
-        common = Common(model, optimizers, session.passes, changed)
-        if not engine.compare(common):
-            weigher.compare(common)
-    if check_every and plan.staleness == 0:
-        _compare_replicas(rewritten, engine, optimizers, check_every)
+        _compare(session, model, optimizers, engine, owners, weigher)
+        if check_every:
+            _compare_replicas(rewritten, engine, optimizers, check_every)
     model_number = session.models
     session.threads[model_number] = Threads(
         ref(model),
@@ -141,14 +127,8 @@ def attach(
         lasting=servers is not None,
     )
     session.models += 1
-    engine.listen(Event.ROUND_OPENED, weigher.opened)
-    session.passes.waits.add(engine.routes)
-    engine.listen(Event.FORWARD_ENTERED, session.passes.forward)
-    engine.listen(Event.BACKWARD_ENTERED, session.passes.backward)
-    for table in tables.all if tables else ():
-        engine.listen(Event.BACKWARD_ENTERED, table.begin)
+    _listen(engine, session, weigher, tables, stage)
     if stage is not None:
-        engine.listen(Event.BACKWARD_ENTERED, stage.entered)
         stage.weighs = weighing
         assert loss_fn is not None
         loss_fn = loss_at_tail(loss_fn)
@@ -174,6 +154,47 @@ def attach(
         at_servers,
         norms,
     )
+
+
+def _weigher(session: Session, model: nn.Module, inputs_alike: bool, *, weighs: bool) -> Weigher:
+    """What knows of every call how the rows are shared out; as a checkpoint had it, if one had."""
+    comm = session.comm
+    counts = comm.channel(f"model{session.models}-counts") if weighs else None
+    weigher = Weigher(counts, inputs_alike)
+    if (usual := session.usual_rows.get(model, {}).get(comm.size)) is not None:
+        weigher.go_on(usual)
+    return weigher
+
+
+def _compare(
+    session: Session,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    engine: Engine,
+    owners: Owners | None,
+    weigher: Weigher,
+) -> None:
+    """Have ranks compare in every backward what they must have in common."""
+    common = Common(model, optimizers, session.passes, owners.changes if owners else list)
+    if not engine.compare(common):
+        weigher.compare(common)
+
+
+def _listen(
+    engine: Engine,
+    session: Session,
+    weigher: Weigher,
+    tables: Tables | None,
+    stage: FarTail | None,
+) -> None:
+    """Tell of the engine's events who goes by them."""
+    passes = session.passes
+    passes.waits.add(engine.routes)
+    engine.listen(Event.ROUND_OPENED, weigher.opened)
+    engine.listen(Event.FORWARD_ENTERED, passes.forward)
+    entered = [passes.backward, *(table.begin for table in (tables.all if tables else ()))]
+    for listener in entered if stage is None else [*entered, stage.entered]:
+        engine.listen(Event.BACKWARD_ENTERED, listener)
 
 
 def _join(weighing: Weighing, border: ref[Border]) -> None:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
-from shoal.profiling.terms import kept_by
+from shoal.profiling.terms import keep, kept_by
 from shoal.remote.stage_output import StageOutput
 
 Place = tuple[nn.Module, str]  # an attribute of a module
@@ -79,14 +79,7 @@ class Pieces:
             new = self._whole(of_each)
             if new is None:
                 new = self.of_one(value, OnePiece(f"attribute {where}", self._layers))
-            if new is value:
-                continue
-            if isinstance(value, list):  # which somebody else may have, too
-                value[:] = new
-            elif isinstance(value, dict):
-                value.update(new)
-            else:
-                vars(module)[name] = new
+            keep(module, name, new)
 
     def _whole(self, of_each: list[Any]) -> Tensor | None:
         """The rows of all micro-batches, if that is what an attribute has of each."""
