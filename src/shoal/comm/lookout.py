@@ -77,7 +77,7 @@ class Lookout:
         if self._looks * _TURN_S < limit_s:
             return None
         return Verdict(
-            f"an exchange that all ranks are in did not end within {limit_s:.0f} s, far longer than "
+            f"an exchange that all ranks are in took over {limit_s:.0f} s, far longer than "
             f"the plan predicts of a step: rank {self._board.rank} waited at: {wait.at}",
             None,
             got="every rank has come there: a link is stuck, or far slower than it was measured",
