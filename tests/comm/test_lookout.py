@@ -52,7 +52,7 @@ def test_it_counts_once_all_are_in(board: OneOther) -> None:
     verdict = board.looks(1)
     error = verdict.error("rank 0")
     assert isinstance(error, DeadlinePassed)
-    assert "that all ranks are in did not end within 10 s" in str(error)
+    assert "that all ranks are in took over 10 s" in str(error)
     assert "step 7, exchange bucket 3" in str(error) and "a link is stuck" in str(error)
 
 
