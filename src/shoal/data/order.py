@@ -64,25 +64,27 @@ def proposed_seed(loader: Any) -> int:
 
 def _generators(sampler: Any) -> list[torch.Generator]:
     """Of a sampler, and of the sampler in a batch sampler."""
-    found = [getattr(each, "generator", None) for each in (sampler, getattr(sampler, "sampler", 0))]
-    return [each for each in found if isinstance(each, torch.Generator)]
+    found = [
+        getattr(source, "generator", None) for source in (sampler, getattr(sampler, "sampler", 0))
+    ]
+    return [source for source in found if isinstance(source, torch.Generator)]
 
 
 @contextmanager
 def _with_generators(sampler: Any) -> Iterator[None]:
     """Lend generators to torch's samplers that have none: another thread may draw from torch's."""
     lent = [
-        each
-        for each in (sampler, getattr(sampler, "sampler", None))
-        if isinstance(each, Sampler) and vars(each).get("generator", 0) is None
+        source
+        for source in (sampler, getattr(sampler, "sampler", None))
+        if isinstance(source, Sampler) and vars(source).get("generator", 0) is None
     ]
     try:
-        for each in lent:
-            vars(each)["generator"] = torch.Generator()
+        for source in lent:
+            vars(source)["generator"] = torch.Generator()
         yield
     finally:
-        for each in lent:
-            vars(each)["generator"] = None
+        for source in lent:
+            vars(source)["generator"] = None
 
 
 @final

@@ -40,7 +40,7 @@ def firewall(survey: Survey) -> Iterator[Finding]:
     for sender, receiver in survey.pairs():
         failed = survey.attempts(sender, receiver)
         way, path = survey.way(sender, receiver), survey.path(sender, receiver)
-        if way is None and any(each.outcome in (NO_ROUTE, ANOTHER) for each in failed):
+        if way is None and any(attempt.outcome in (NO_ROUTE, ANOTHER) for attempt in failed):
             yield _no_route(sender, receiver, failed)
         # a host that went silent has told nothing
         if way is not None and path is None and sender.id in survey.paths:
@@ -131,11 +131,13 @@ def _interface_problem(survey: Survey, host: Host) -> tuple[str, str] | None:
         return f"{host.name} uses an interface that leads to no other host", f"{told}; {used}"
     name = host.interface_of(host.announced)
     attempts = [a for other in others for a in survey.attempts(other, host)]
-    tried = [each for each in attempts if each.address == host.announced]
+    tried = [attempt for attempt in attempts if attempt.address == host.announced]
     elsewhere = [
-        each for each in attempts if not each.outcome and host.interface_of(each.address) != name
+        attempt
+        for attempt in attempts
+        if not attempt.outcome and host.interface_of(attempt.address) != name
     ]
-    missed = [each for each in tried if each.outcome]
+    missed = [attempt for attempt in tried if attempt.outcome]
     # where nobody asks for one, that is taken which leads to the others
     if host.asked and (elsewhere or stays_here(name)):
         got = f"{host.announced} ({name}): {missed[0].outcome if missed else 'of this host alone'}"
@@ -149,7 +151,7 @@ def _interface_problem(survey: Survey, host: Host) -> tuple[str, str] | None:
 def _reached_at(survey: Survey, host: Host) -> str:
     """The interface at which others reach a host, or one that may lead to them."""
     attempts = [a for other in survey.hosts for a in survey.attempts(other, host)]
-    addresses = [each.address for each in attempts if not each.outcome]
+    addresses = [attempt.address for attempt in attempts if not attempt.outcome]
     addresses += [address.text for address in host.outer]
     return next((name for a in addresses if (name := host.interface_of(a))), "")
 
@@ -161,7 +163,7 @@ def _blocked(survey: Survey, first: Host, second: Host) -> Iterator[tuple[Host, 
         (sender, receiver)
         for sender, receiver in both
         if (attempts := survey.attempts(sender, receiver))
-        and all(each.outcome not in ("", NO_ROUTE, ANOTHER) for each in attempts)
+        and all(attempt.outcome not in ("", NO_ROUTE, ANOTHER) for attempt in attempts)
     ]
     if len(failed) < 2:
         yield from failed
@@ -182,7 +184,7 @@ def _requests(survey: Survey, sender: Host, receiver: Host) -> bool:
 
 def _refusal(survey: Survey, sender: Host, receiver: Host) -> bool:
     """Whether a refusal came: sent in answer to what went the other way."""
-    return any(each.outcome == REFUSED for each in survey.attempts(receiver, sender))
+    return any(attempt.outcome == REFUSED for attempt in survey.attempts(receiver, sender))
 
 
 def _datagrams(survey: Survey, sender: Host, receiver: Host) -> bool:
@@ -225,7 +227,7 @@ def _no_route(sender: Host, receiver: Host, failed: Iterable[Attempt]) -> Findin
         "firewall",
         f"no route leads from {sender.name} to {receiver.name}",
         where=f"{sender.name} → {receiver.name}",
-        got="; ".join(f"{each.address}: {each.outcome}" for each in failed),
+        got="; ".join(f"{attempt.address}: {attempt.outcome}" for attempt in failed),
         mend=f"ip route add {receiver.announced or 'ADDRESS'} dev {device}",
         on=sender.name,
     )

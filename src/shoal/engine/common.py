@@ -77,7 +77,7 @@ class Common:
     def mark(self, where: str) -> Mark:
         """What this rank has now."""
         self.where = where
-        settings = tuple([each.digests() for each in self._settings])
+        settings = tuple([groups.digests() for groups in self._settings])
         current = self._passes.current()
         of_pass = (current.loader, current.epoch, current.order) if current else (0, 0, 0)
         of_owners = self._changed()
@@ -100,7 +100,7 @@ class Common:
     def told(self, mark: _Mark) -> dict[str, Any]:
         """All that the ranks compare, as plain data."""
         return {
-            "settings": [text for each in self._settings for text in each.texts()],
+            "settings": [text for groups in self._settings for text in groups.texts()],
             "pass": list(mark.has[1]),
             "changes": mark.has[2],
             "of owners": list(mark.of_owners),
@@ -232,9 +232,9 @@ def _difference(told: Sequence[Mapping[str, Any]], alike: bool) -> _Difference |
 
 
 def _of_settings(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
-    listed = [dict(map(tuple, each["settings"])) for each in told]
-    for name in dict.fromkeys(name for each in listed for name in each):
-        values = [each.get(name, "(not there)") for each in listed]
+    listed = [dict(map(tuple, report["settings"])) for report in told]
+    for name in dict.fromkeys(name for report in listed for name in report):
+        values = [report.get(name, "(not there)") for report in listed]
         if (pair := _odd(values)) is not None:
             rank, other = pair
             return _Difference(
@@ -250,10 +250,10 @@ def _of_settings(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
 
 
 def _of_passes(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
-    passes = [tuple(each["pass"]) for each in told]
+    passes = [tuple(report["pass"]) for report in told]
     loaders = Counter(loader for loader, _, _ in passes)
     loader = loaders.most_common(1)[0][0]
-    there = [rank for rank, each in enumerate(passes) if each[0] == loader != 0]
+    there = [rank for rank, report in enumerate(passes) if report[0] == loader != 0]
     for index, what in ((1, "the epoch of the sharded loader"), (2, "the order of its rows")):
         pair = _odd([passes[rank][index] for rank in there])
         if pair is not None:
@@ -275,11 +275,11 @@ def _of_passes(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
 
 def _of_owners(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
     """Weights with owners: these send what they have, so that one rank's would be mixed in."""
-    names = [each["of owners"] for each in told]
+    names = [report["of owners"] for report in told]
     if _odd(names) is None:
         return None
-    rank = max(range(len(names)), key=lambda each: len(names[each]))
-    other = min(range(len(names)), key=lambda each: len(names[each]))
+    rank = max(range(len(names)), key=lambda index: len(names[index]))
+    other = min(range(len(names)), key=lambda index: len(names[index]))
     return _Difference(
         rank,
         other,
@@ -292,18 +292,18 @@ def _of_owners(told: Sequence[Mapping[str, Any]]) -> _Difference | None:
 
 
 def _of_weights(told: Sequence[Mapping[str, Any]], alike: bool) -> _Difference | None:
-    changes = [each["changes"] for each in told]
+    changes = [report["changes"] for report in told]
     if _odd(changes) is None:
         return None
     for name in told[0]["weights"]:
-        values = [each["weights"].get(name, (0, [])) for each in told]
+        values = [report["weights"].get(name, (0, [])) for report in told]
         pair = _odd([digest for digest, _ in values])
         if pair is None:
             continue
         some = [numbers for _, numbers in values]
         if alike or _unlike(some[pair[0]], some[pair[1]]):
             # who has changed them more often has likely done it
-            rank, other = sorted(pair, key=lambda each: -abs(changes[each]))
+            rank, other = sorted(pair, key=lambda index: -abs(changes[index]))
             return _Difference(
                 rank,
                 other,

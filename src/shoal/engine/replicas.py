@@ -132,9 +132,9 @@ class Replicas:
         odd, undecided = judged(list(tensors), everyone, processors)
         if undecided:
             raise _no_majority(undecided, everyone.shape[0], where)
-        self._count({rank for each in odd for rank in each.ranks}, odd, where)
-        for each in odd:
-            _heal(tensors[each.name], each, comm)
+        self._count({rank for odd_one in odd for rank in odd_one.ranks}, odd, where)
+        for odd_one in odd:
+            _heal(tensors[odd_one.name], odd_one, comm)
         _tell(odd, comm, where)
 
     def _count(self, ranks: set[int], odd: Sequence[Odd], where: str) -> None:
@@ -146,7 +146,7 @@ class Replicas:
                     f"rank {rank} differs from the other ranks at {times} checks in a row, though "
                     "it was given their bits each time",
                     where=where,
-                    got=f"other bits in {_some([each.name for each in odd])}",
+                    got=f"other bits in {_some([odd_one.name for odd_one in odd])}",
                     do="have that host's memory tested, or take it out. If your program changes "
                     "weights on that rank alone, do so on all; check_every=0 turns this check off",
                     rank=rank,
@@ -252,9 +252,9 @@ def _heal(tensor: Tensor, odd: Odd, comm: Comm) -> None:
 def _tell(odd: Sequence[Odd], comm: Comm, where: str) -> None:
     """Name who has differed: on rank 0, and where it was."""
     names: dict[int, list[str]] = {}
-    for each in odd:
-        for rank in each.ranks:
-            names.setdefault(rank, []).append(each.name)
+    for odd_one in odd:
+        for rank in odd_one.ranks:
+            names.setdefault(rank, []).append(odd_one.name)
     for rank, of_rank in names.items():
         if comm.rank in (0, rank):
             host = comm.topology.hosts[rank]

@@ -119,7 +119,7 @@ class Stragglers:
             errand, told = self._told
             self._told = None
             errand.wait(errand.purpose)
-            self._judge([Seen(*each) for each in told])
+            self._judge([Seen(*report) for report in told])
         self._clock.backward(self._routes.waited_s())
         if self._clock.steps >= self._window:
             own = [*self._clock.medians(), self._expected_s]
@@ -133,7 +133,7 @@ class Stragglers:
     def _judge(self, seen: Sequence[Seen]) -> None:
         found = slow_ranks(seen, self._topology)
         self._rest = max(0, self._rest - 1)
-        self._window = window_of(max(each.step_s for each in seen))
+        self._window = window_of(max(report.step_s for report in seen))
         if links_are_late(seen):
             self._times["links"] += 1
             if self._times["links"] >= _TIMES and not self._rest:
@@ -141,16 +141,16 @@ class Stragglers:
                 found |= self._slow_links(seen)
         else:
             self._times["links"] = 0
-        for what in found:
-            self._times[what] += 1
-        for what in [w for w in self._times if w != "links" and w not in found]:
-            del self._times[what]
-            if not what.startswith("link"):
-                self._named.discard(what)
-        for what, line in found.items():
-            is_sure = self._times[what] >= _TIMES or what.startswith("link")
-            if is_sure and what not in self._named:
-                self._named.add(what)
+        for subject in found:
+            self._times[subject] += 1
+        for subject in [w for w in self._times if w != "links" and w not in found]:
+            del self._times[subject]
+            if not subject.startswith("link"):
+                self._named.discard(subject)
+        for subject, line in found.items():
+            is_sure = self._times[subject] >= _TIMES or subject.startswith("link")
+            if is_sure and subject not in self._named:
+                self._named.add(subject)
                 if self._lane.rank == 0:
                     _LOGGER.warning(line)
 
@@ -166,11 +166,12 @@ class Stragglers:
         where = slow_link(rates, self._bytes_per_s, self._topology)
         if where is None:
             return {}
-        waited_s = min(each.waited_s for each in seen)
+        waited_s = min(report.waited_s for report in seen)
+        step_s = max(report.step_s for report in seen)
         line = (
             f"shoal: the link {where} carries {_mbit(min(rates))}, and carried "
             f"{_mbit(self._bytes_per_s)} when it was measured. Every rank waits "
-            f"{_ms(waited_s)} of a step of {_ms(max(each.step_s for each in seen))} for exchanges; "
+            f"{_ms(waited_s)} of a step of {_ms(step_s)} for exchanges; "
             f"{_ms(seen[0].expected_s)} were predicted. Look at its cable, its switch and what "
             "else it carries; or call parallelize again, which plans for it"
         )
@@ -187,10 +188,10 @@ def slow_ranks(seen: Sequence[Seen], topology: Topology) -> dict[str, str]:
     """The ranks that compute far longer than the others, each with a line to log."""
     found = {}
     for rank, own in enumerate(seen):
-        others = [each for other, each in enumerate(seen) if other != rank]
+        others = [report for other, report in enumerate(seen) if other != rank]
         if not others:
             continue
-        usual_s = median(each.own_s for each in others)
+        usual_s = median(report.own_s for report in others)
         if own.own_s > _SLOWER * usual_s and own.own_s - usual_s > _LEAST * own.step_s:
             host = topology.hosts[rank]
             found[f"rank {rank}"] = (
@@ -203,8 +204,8 @@ def slow_ranks(seen: Sequence[Seen], topology: Topology) -> dict[str, str]:
 
 def links_are_late(seen: Sequence[Seen]) -> bool:
     """Whether every rank waits far longer than predicted, so that nobody's computing is why."""
-    waited_s = min(each.waited_s for each in seen)
-    step_s = max(each.step_s for each in seen)
+    waited_s = min(report.waited_s for report in seen)
+    step_s = max(report.step_s for report in seen)
     return waited_s > max(_EXPOSED * seen[0].expected_s, _LEAST * step_s)
 
 

@@ -226,8 +226,8 @@ def _follows_rows(sample: Sample, changes: Changes, names: Sequence[str]) -> lis
     values = {name: (changes.states[name], changes.before(name)) for name in names}
     alike = replace(sample, x=_rows_alike(sample.x), y=_rows_alike(sample.y))
     found = []
-    for each in (sample, alike):
-        outcome = _outcome(each, start, values, steps=1)
+    for batch in (sample, alike):
+        outcome = _outcome(batch, start, values, steps=1)
         found.append({name: _digest_of(changes.states[name]) for name in names})
     start.put_back()
     failed = outcome.startswith(_FAILED)
