@@ -62,12 +62,15 @@ def proposed_seed(loader: Any) -> int:
     )
 
 
+def _sources(sampler: Any) -> list[Any]:
+    """A sampler, and the one in a batch sampler."""
+    return [sampler, getattr(sampler, "sampler", None)]
+
+
 def _generators(sampler: Any) -> list[torch.Generator]:
-    """Of a sampler, and of the sampler in a batch sampler."""
-    found = [
-        getattr(source, "generator", None) for source in (sampler, getattr(sampler, "sampler", 0))
-    ]
-    return [source for source in found if isinstance(source, torch.Generator)]
+    """Those that a sampler draws from."""
+    found = [getattr(source, "generator", None) for source in _sources(sampler)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 @contextmanager
@@ -75,7 +78,7 @@ def _with_generators(sampler: Any) -> Iterator[None]:
     """Lend generators to torch's samplers that have none: another thread may draw from torch's."""
     lent = [
         source
-        for source in (sampler, getattr(sampler, "sampler", None))
+        for source in _sources(sampler)
         if isinstance(source, Sampler) and vars(source).get("generator", 0) is None
     ]
     try:
