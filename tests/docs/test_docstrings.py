@@ -8,9 +8,9 @@ import os
 import pkgutil
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from pages import PAGES, ROOT
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
@@ -24,7 +24,8 @@ def _is_raised(public: object) -> bool:
 
 # errors and the end of a server's script are raised, not called
 CALLED = [name for name in shoal.__all__ if not _is_raised(getattr(shoal, name))]
-API = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
+API = ROOT / "docs" / "reference" / "api.md"
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 def examples() -> Iterator[doctest.DocTest]:
@@ -63,3 +64,15 @@ def test_what_is_public_has_an_example(name: str) -> None:
 def test_the_reference_has_every_public_name_once() -> None:
     entries = re.findall(r"(?m)^::: shoal\.(\w+)$", API.read_text())
     assert sorted(entries) == sorted(shoal.__all__)
+
+
+@pytest.mark.quick
+def test_every_test_and_benchmark_that_is_named_exists() -> None:
+    named = re.compile(r"\b(?:tests|benchmarks)/[\w/]+\.py")
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (*SOURCES, *PAGES)
+        for name in named.findall(path.read_text())
+        if not (ROOT / name).is_file()
+    }
+    assert not missing

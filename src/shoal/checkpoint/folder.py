@@ -6,7 +6,7 @@
     4  flush     the parent, so that the name lasts
     5  LATEST    names it, and gets its place in the same way
 
-Guarded by tests/checkpoint/test_folder.py and tests/faults/test_killed_saves.py.
+Guarded by tests/checkpoint/test_folder.py. benchmarks/checkpoints.py kills jobs while they save.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 It has plain data as JSON, and tensors by file and name. What it takes of tensors it copies into
 memory that is used again, so that training goes on meanwhile.
-Guarded by tests/checkpoint/test_snapshot.py.
+Guarded by tests/checkpoint/test_parts.py and tests/front/test_saving.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     crc32              of `state`, written as JSON without spaces
     state              objects · random · models · residuals · outer · step · files · written_by
 
-Nothing in it is keyed by a rank. Guarded by tests/checkpoint/test_state.py.
+Nothing in it is keyed by a rank. Guarded by tests/front/test_saving.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ its main thread waits for. From the journals of all it follows who waits in vain
 
 Neither goes away by waiting, however slow a link is. A rank that computes is in neither: it may
 begin what the others wait for. Costs a few attributes for each thing begun. Guarded by
-tests/comm/test_places.py.
+tests/faults/test_different_places.py.
 """
 
 from __future__ import annotations

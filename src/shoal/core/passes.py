@@ -6,7 +6,7 @@
 A pass that no backward belongs to is a peek (a batch to measure with, pictures for a log). It does
 not count, so a rank that peeks alone is no epoch ahead of the others. As long as no model is
 parallelised, nobody sees backwards: a pass counts if it went to its end.
-Guarded by tests/front/test_passes.py.
+Guarded by tests/data/test_passes.py.
 """
 
 from __future__ import annotations

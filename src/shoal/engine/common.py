@@ -11,8 +11,7 @@
                  that were changed and put back, are none: their bits tell
 
 A mark costs some 20 µs of one process, and grows with parameters and groups: their versions and
-identities are looked at, not memory. Guarded by
-tests/engine/test_common.py and tests/equivalence/test_in_common.py.
+identities are looked at, not memory. Guarded by tests/equivalence/test_in_common.py.
 """
 
 from __future__ import annotations
