@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.checkpoint.run import Run, step_of
+from shoal.checkpoint.run import RunFolder, step_of
 from shoal.front.recipe import load as load_recipe
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def job(folder: Path, numel: int, told: int, one_name: bool) -> None:
 
 def read(folder: Path, numel: int, one_name: bool) -> int:
     """Which save the newest complete checkpoint is; 0 where there is none. All of it is checked."""
-    name = "saved" if one_name else Run(folder).newest()
+    name = "saved" if one_name else RunFolder(folder).newest()
     saved = objects(numel)
     try:
         number = shoal.load(folder / (name or "none"), **saved, number=0)["number"]

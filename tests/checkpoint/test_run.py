@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.folder import LATEST, STATE, replacing
-from shoal.checkpoint.run import Run, name_of, step_of
+from shoal.checkpoint.run import RunFolder, name_of, step_of
 from shoal.core.errors import UsageError
 
 
-def put(run: Run, step: int, keep: int = 3) -> None:
+def put(run: RunFolder, step: int, keep: int = 3) -> None:
     with replacing(run.folder / name_of(step)) as new:
         (new / STATE).write_text("{}")
     os.utime(run.folder / name_of(step) / STATE, (step, step))
     run.put_latest(name_of(step), keep)
 
 
-def names(run: Run) -> list[str]:
+def names(run: RunFolder) -> list[str]:
     return sorted(path.name for path in run.folder.iterdir())
 
 
 def test_the_last_few_are_kept(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     for step in (5, 10, 15, 20):
         put(run, step, keep=2)
     assert names(run) == [LATEST, name_of(15), name_of(20)]
@@ -35,7 +35,7 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
 
 def test_what_is_newer_by_time_stays_though_it_has_fewer_steps(tmp_path: Path) -> None:
     """As where somebody went back to an older one."""
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     for step in (10, 20):
         put(run, step)
     with replacing(run.folder / name_of(5)) as new:
@@ -46,7 +46,7 @@ def test_what_is_newer_by_time_stays_though_it_has_fewer_steps(tmp_path: Path) -
 
 
 def test_without_latest_the_one_of_most_steps_counts(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     assert run.newest() is None
     put(run, 99_999_999)
     put(run, 100_000_000)
@@ -65,7 +65,7 @@ def test_other_names_are_no_checkpoints(name: str) -> None:
 
 
 def test_one_job_at_a_time(tmp_path: Path) -> None:
-    first, second = Run(tmp_path), Run(tmp_path)
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
     first.lock()
     with pytest.raises(UsageError, match=rf"another job(.|\n)*process {os.getpid()} on "):
         second.lock()
@@ -83,7 +83,7 @@ def test_a_killed_job_leaves_no_lock(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-I", "-S", "-c", code, lock], check=False)
     assert ended.returncode == -9
     (tmp_path / "step-00000001.tmp-host-1-aa").mkdir()
-    run = Run(tmp_path)
+    run = RunFolder(tmp_path)
     run.lock()
     assert names(run) == ["LOCK"]
     run.unlock()
@@ -92,4 +92,4 @@ def test_a_killed_job_leaves_no_lock(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written there"):
-        Run(tmp_path / "file" / "run").lock()
+        RunFolder(tmp_path / "file" / "run").lock()

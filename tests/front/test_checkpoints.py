@@ -170,6 +170,18 @@ def test_a_signal_asks_for_a_checkpoint(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_an_error_in_the_loop_lets_signals_act_as_before(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with (
+        using(ThreadComm()),
+        pytest.raises(KeyError),
+        shoal.Checkpoints(tmp_path, signals=True, model=nn.Linear(2, 2)),
+    ):
+        assert signal.getsignal(signal.SIGINT) is not before
+        raise KeyError
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"every_s": 0}, "every_s"), ({"every_s": "10min"}, "every_s"), ({"keep": 0}, "keep is")],

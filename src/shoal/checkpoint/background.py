@@ -25,8 +25,7 @@ class Background:
         self._failed = failed
         self._thread: threading.Thread | None = None
         self._alone = True
-        atexit.register(self._at_exit)  # the thread is a daemon
-        self.error: BaseException | None = None  # of the last write
+        self._error: BaseException | None = None  # of the last write
 
     @property
     def is_busy(self) -> bool:
@@ -36,9 +35,10 @@ class Background:
     def start(self, work: Callable[[], None], *, alone: bool) -> None:
         """Begin a write, once the one before is done; `alone` where it needs no other rank."""
         self.wait()
-        self.error, self._alone = None, alone
+        self._error, self._alone = None, alone
         name = "shoal-checkpoint"
         self._thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        atexit.register(self._at_exit)  # the thread is a daemon
         self._thread.start()
 
     def wait(self, *, broken: bool = False) -> None:
@@ -46,6 +46,14 @@ class Background:
         if self._thread is not None and (self._alone or not broken):
             self._thread.join()
             self._thread = None
+            atexit.unregister(self._at_exit)  # which would keep all that there is to save
+
+    def finish(self) -> None:
+        """Wait until nothing is being written; raise the error of the last write, once."""
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _at_exit(self) -> None:
         self.wait(broken=getattr(sys, "last_value", None) is not None)
@@ -57,5 +65,5 @@ class Background:
         try:
             work()
         except BaseException as error:
-            self.error = error
+            self._error = error
             self._failed(error)

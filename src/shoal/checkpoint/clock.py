@@ -1,8 +1,8 @@
 """When the next checkpoint is due, though ranks must decide it together and seldom talk.
 
 Rank 0's clock decides. Ranks agree on the number of the step at which they decide next, by the
-measured time of a step: half of what is left, and a second at most. So most steps cost nothing, a
-checkpoint comes at most a second late, and so does what a signal asks for.
+measured time of a step: half of what is left, and so many seconds at most. So most steps cost
+nothing, and neither a checkpoint nor what a signal asks for comes later than by these seconds.
 Guarded by tests/checkpoint/test_clock.py.
 """
 
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import final
 
-_LOOK_S = 1.0  # seconds between two decisions, at most
 _MOST_STEPS = 10_000
 
 
@@ -22,11 +21,14 @@ class Clock:
 
     Args:
         every_s: seconds from one checkpoint to the next.
+        late_s: seconds between two decisions, at most.
         now: the time in seconds.
     """
 
-    def __init__(self, every_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._every_s, self._now = every_s, now
+    def __init__(
+        self, every_s: float, late_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._every_s, self._late_s, self._now = every_s, late_s, now
         self._last_s = self._decided_s = now()
         self._decided_at = 0
 
@@ -43,8 +45,8 @@ class Clock:
         """The step at which to decide next, as seen from this one."""
         now_s = self._now()
         steps = step - self._decided_at
-        step_s = (now_s - self._decided_s) / steps if steps > 0 else _LOOK_S
+        step_s = (now_s - self._decided_s) / steps if steps > 0 else self._late_s
         self._decided_s, self._decided_at = now_s, step
         left_s = max(0.0, self._every_s - (now_s - self._last_s))
-        wait_s = min(left_s / 2, _LOOK_S)
+        wait_s = min(left_s / 2, self._late_s)
         return step + max(1, min(_MOST_STEPS, int(wait_s / max(step_s, 1e-9))))

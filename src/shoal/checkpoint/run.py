@@ -36,7 +36,7 @@ def step_of(name: str) -> int | None:
 
 
 @final
-class Run:
+class RunFolder:
     """A run's folder."""
 
     def __init__(self, folder: Path) -> None:

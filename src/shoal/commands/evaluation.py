@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shoal.checkpoint.folder import STATE
-from shoal.checkpoint.run import Run
+from shoal.checkpoint.run import RunFolder
 from shoal.commands.run import num_rows
 from shoal.commands.worker import at_own_device
 from shoal.contracts.sample import called
@@ -133,7 +133,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     Raises:
         UsageError: there are none, or they are another model's.
     """
-    newest = Run(path).newest() if path.is_dir() else None
+    newest = RunFolder(path).newest() if path.is_dir() else None
     if newest is not None:
         path = path / newest
     if (path / STATE).exists() or not path.is_file():

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint.run import name_of
 from shoal.contracts.batch import tensors_of
 from shoal.contracts.sample import Objective, Sample
 from shoal.data.sharded import ShardedLoader
@@ -51,15 +52,15 @@ class Run:
         with ExitStack() as stack:
             checkpoints = None
             if folder is not None:
-                saved: Any = {
-                    "model": self.model,
-                    "optimizer": self.optimizer,
-                    "loader": self.loader,
-                }
-                checkpoints = stack.enter_context(
-                    Checkpoints(folder, every_s=every_s, signals=True, **saved)
+                checkpoints = Checkpoints(
+                    folder,
+                    every_s=every_s,
+                    signals=True,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    loader=self.loader,
                 )
-                checkpoints.resume()
+                stack.enter_context(checkpoints).resume()
             left = num_steps - (checkpoints.steps if checkpoints else 0)
             if left <= 0:
                 _say("the run in that folder is complete already")
@@ -69,10 +70,10 @@ class Run:
             progress = stack.enter_context(Progress(console, left, world().size, speaks=speaks))
             ended = self._loop(epochs, left, progress, checkpoints)
             progress.end()
-            if checkpoints is not None and folder is not None:
+            if checkpoints is not None:
                 if not ended:
                     checkpoints.save()
-                _say(f"weights: {folder}/step-{checkpoints.steps:08d}/model.safetensors")
+                _say(f"weights: {folder}/{name_of(checkpoints.steps)}/model.safetensors")
             if ended:
                 _say("saved, as a signal asked; the same command goes on from there")
         if ended:

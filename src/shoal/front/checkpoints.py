@@ -21,14 +21,15 @@ from shoal.checkpoint.background import Background
 from shoal.checkpoint.clock import Clock
 from shoal.checkpoint.fetched import fetched
 from shoal.checkpoint.parts import Bringing
-from shoal.checkpoint.run import Run, name_of, step_of
+from shoal.checkpoint.run import RunFolder, name_of, step_of
 from shoal.checkpoint.snapshot import Memory, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
+from shoal.core.nothing import nothing
 from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
-from shoal.front.saving import restored, taken, written
+from shoal.front.saving import restored, taken, writing
 from shoal.front.stateful import members
 from shoal.report.stages import LOGGER, Stages
 from shoal.session.session import ranks
@@ -37,6 +38,8 @@ _FINDING = "shoal.Checkpoints: looking for the newest checkpoint"
 _DECIDING = "shoal.Checkpoints.step: whether a checkpoint is due"
 _OPENING = "shoal.Checkpoints: opening the folder"
 _ENDING = "shoal.Checkpoints: the last checkpoint"
+_SOON_S = 1.0  # in which a signal is noticed
+_LATE = 1 / 60  # of the time between two checkpoints
 
 
 @final
@@ -48,7 +51,7 @@ class Checkpoints:
 
     Args:
         folder: of this run alone. It is made if it is not there.
-        every_s: seconds from one checkpoint to the next.
+        every_s: seconds from one checkpoint to the next; a sixtieth more where steps slow down.
         keep: how many are kept. Older ones are removed.
         local: each host has a folder of its own under that path, and writes all of it. Without, the
             hosts share one, or rank 0's host alone has it.
@@ -85,18 +88,18 @@ class Checkpoints:
     ) -> None:
         _check(every_s, keep)
         self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
-        self._run, self._clock, self._memory = Run(Path(folder)), Clock(every_s), Memory()
+        self._run, self._memory = RunFolder(Path(folder)), Memory()
+        self._clock = Clock(every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s))
         self._background = Background(self._failed)
         first = self._comm.topology.local_ranks
         self._writers = [r for r in range(self._comm.size) if not (first[r] if local else r)]
         self._channel: Comm | None = None  # for parts of tensors, where there are any
         self.steps = 0  # that the run has made, also before a restart
         self._decides = 1  # the step at which ranks decide next
-        if self._writes:
-            agreed(self._comm, self._run.lock, _OPENING)
-        else:
-            agreed(self._comm, lambda: None, _OPENING)
-        self._signals = _Signals() if signals else None
+        agreed(self._comm, self._run.lock if self._writes else nothing, _OPENING)
+        self._signals = _Signals()
+        if signals:
+            self._signals.note()
 
     @property
     def _writes(self) -> bool:
@@ -142,22 +145,19 @@ class Checkpoints:
         self._objects |= values
         if self.steps < self._decides:
             return False
-        wants_end = self._signals is not None and self._signals.received
-        clock, is_main = self._clock, self._comm.rank == 0
-        asked = (
-            is_main and clock.is_due,
+        own = (
+            self._clock.is_due,
+            self._clock.next_decision(self.steps),
             self._background.is_busy,
-            wants_end,
-            clock.next_decision(self.steps) if is_main else 0,
+            self._signals.received,
         )
-        told = [asked] if self._comm.size == 1 else self._comm.gather_objects(asked, _DECIDING)
-        is_due, _, _, self._decides = told[0]
-        ends = any(each[2] for each in told)
-        if ends:
+        due, decisions, busy, ends = zip(*self._comm.gather_objects(own, _DECIDING), strict=True)
+        self._decides = decisions[0]
+        if any(ends):
             self.save()
-        elif is_due and not any(each[1] for each in told):
+        elif due[0] and not any(busy):
             self._start()
-        return ends
+        return any(ends)
 
     def save(self, *, wait: bool = True, **values: Any) -> None:
         """Save now (a collective).
@@ -179,9 +179,9 @@ class Checkpoints:
 
         Raises:
             UsageError: the last checkpoint could not be written.
+            WorldError: a rank was lost meanwhile.
         """
-        if self._signals is not None:
-            self._signals.restore()
+        self._signals.restore()
         try:
             self._settle()
         finally:
@@ -202,6 +202,7 @@ class Checkpoints:
         if error is None:
             self.close()
             return
+        self._signals.restore()
         self._background.wait(broken=True)  # ranks may have parted: no collective
         self._run.unlock()
 
@@ -215,10 +216,9 @@ class Checkpoints:
         spreads = snapshot.in_order()
         if spreads and self._channel is None:  # as on every rank
             self._channel = self._comm.channel("checkpoints")
+        bringing = None
         if self._channel is not None:
             bringing = Bringing(self._channel, self._writers, spreads)
-        else:
-            bringing = None
         if self._writes or spreads:
             taken_s = time.perf_counter() - began_s
             work = partial(self._write, snapshot, state, bringing, taken_s)
@@ -229,10 +229,12 @@ class Checkpoints:
     ) -> None:
         began_s = time.perf_counter()
         name = name_of(state.step or 0)
-        written(snapshot, self._run.folder / name, state, bringing)
-        if not self._writes:
-            return
-        self._run.put_latest(name, self._keep)
+        path = self._run.folder / name
+        with writing(path):
+            snapshot.write(path, state, bringing)
+            if not self._writes:
+                return
+            self._run.put_latest(name, self._keep)
         seconds = time.perf_counter() - began_s
         Stages(speaks=self._comm.rank == 0).say(
             f"checkpoint {name}: taken in {taken_s:.2f} s, written in {seconds:.1f} s"
@@ -242,20 +244,7 @@ class Checkpoints:
         LOGGER.error("a checkpoint was not written, and the older ones stay: %s", error)
 
     def _settle(self) -> None:
-        def written() -> None:
-            self._background.wait()
-            error, self._background.error = self._background.error, None
-            if isinstance(error, UsageError):
-                raise error
-            if error is not None:
-                raise UsageError(
-                    "the checkpoint cannot be written",
-                    where=str(self._run.folder),
-                    got=f"{type(error).__name__}: {error}",
-                    do="make room, or look at the disk",
-                ) from error
-
-        agreed(self._comm, written, _ENDING)
+        agreed(self._comm, self._background.finish, _ENDING)
 
 
 def _check(every_s: float, keep: int) -> None:
@@ -276,6 +265,9 @@ class _Signals:
     def __init__(self) -> None:
         self.received = False
         self._before: dict[int, Any] = {}
+
+    def note(self) -> None:
+        """Begin to, where this is the main thread: others cannot."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)

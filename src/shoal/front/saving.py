@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import randomness
 from shoal.checkpoint.fetched import fetched
-from shoal.checkpoint.parts import Bringing
 from shoal.checkpoint.snapshot import Saved, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.agreement import agreed
@@ -68,7 +68,12 @@ def save(path: str | Path, /, **objects: Any) -> None:
     comm = ranks()
     snapshot = Snapshot(keeps=comm.rank == 0)
     state = taken(snapshot, objects, comm)
-    agreed(comm, lambda: written(snapshot, Path(path), state), _WRITING)
+
+    def write() -> None:
+        with writing(Path(path)):
+            snapshot.write(Path(path), state)
+
+    agreed(comm, write, _WRITING)
 
 
 def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
@@ -177,10 +182,11 @@ def _models(objects: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
                     yield path, uncompiled(member)
 
 
-def written(snapshot: Snapshot, path: Path, state: State, bringing: Bringing | None = None) -> None:
-    """Write it, where this process does (UsageError if it cannot)."""
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make a UsageError of what the file system refuses inside."""
     try:
-        snapshot.write(path, state, bringing)
+        yield
     except OSError as error:
         raise UsageError(
             "the checkpoint cannot be written",
