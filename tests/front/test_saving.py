@@ -176,15 +176,11 @@ def test_a_changed_bit_is_found_and_named(tmp_path: Path) -> None:
     alone(lambda: shoal.save(tmp_path / "saved", model=mlp()))
     path = tmp_path / "saved" / "model.safetensors"
     weights = bytearray(path.read_bytes())
-    offsets = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
-    at = offsets["2.weight"]["data_offsets"][0] - offsets["2.bias"]["data_offsets"][0]
-    assert at
+    header = json.loads(weights[8 : 8 + int.from_bytes(weights[:8], "little")])
+    del header["__metadata__"]
+    last = max(header, key=lambda name: header[name]["data_offsets"][1])
     weights[-1] ^= 4
     path.write_bytes(weights)
-    last = max(
-        (name for name in offsets if name != "__metadata__"),
-        key=lambda name: offsets[name]["data_offsets"][1],
-    )
     with pytest.raises(UsageError, match=f"corrupted: the tensor {last}\n(.|\n)*model.safetensors"):
         alone(lambda: shoal.load(tmp_path / "saved", model=mlp()))
 
@@ -233,6 +229,21 @@ def test_ranks_that_do_not_see_the_files_are_sent_them(tmp_path: Path, sees: int
         assert_same(got.state_dict(), model.state_dict())
 
     together(3, work)
+
+
+def test_files_that_nobody_asks_for_are_not_sent(tmp_path: Path) -> None:
+    model = mlp()
+    alone(lambda: shoal.save(tmp_path / "saved", model=model, averaged=mlp()))
+    (tmp_path / "saved" / "averaged.safetensors").unlink()
+
+    def work(rank: int) -> None:
+        got, where = mlp(), tmp_path / ("saved" if rank == 0 else "none")
+        shoal.load(where, model=got)
+        assert_same(got.state_dict(), model.state_dict())
+        with pytest.raises(UsageError, match=r"cannot be read(.|\n)*averaged.safetensors"):
+            shoal.load(where, model=got, averaged=mlp())
+
+    together(2, work)
 
 
 def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class Checkpoints:
         if not found:
             return plain
         name = max(found, key=lambda one: step_of(one) or 0) if self._local else found[0]
-        saved = fetched(self._comm, self._run.folder / name)
+        saved = fetched(self._comm, self._run.folder / name, self._objects)
         values = restored(saved, self._objects, self._comm)
         self._objects |= values
         self.steps = saved.state.step or 0

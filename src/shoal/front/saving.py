@@ -107,7 +107,7 @@ def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
         {}
     """
     comm = ranks()
-    saved = fetched(comm, Path(path))
+    saved = fetched(comm, Path(path), objects)
     return restored(saved, objects, comm)
 
 
