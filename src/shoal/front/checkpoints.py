@@ -117,7 +117,7 @@ class Checkpoints:
         Raises:
             UsageError: as for `shoal.load`.
         """
-        plain = {k: v for k, v in self._objects.items() if not any(members(v, k))}
+        plain = {k: v for k, v in self._objects.items() if not any(members(v))}
         names = self._comm.gather_objects(self._run.newest(), _FINDING)
         found = [name for name in names if name is not None]
         if not found:

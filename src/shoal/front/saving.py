@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint import randomness
@@ -28,8 +27,7 @@ from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
-from shoal.front.stateful import members, modules_of, put_back, state_of
-from shoal.session.additions import uncompiled
+from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
 from shoal.session.residuals import give_residuals, summed_residuals
 from shoal.session.session import current, found, ranks
 
@@ -173,13 +171,9 @@ def _go_on(told: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
             attached.running.weigher.go_on(usual)
 
 
-def _models(objects: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+def _models(objects: Mapping[str, Any]) -> Modules:
     """The modules among objects, if there is a session that may have parallelised them."""
-    if found() is not None:
-        for keyword, value in objects.items():
-            for path, member in members(value, keyword):
-                if isinstance(member, nn.Module):
-                    yield path, uncompiled(member)
+    return modules_of(objects) if found() is not None else []
 
 
 @contextmanager
@@ -214,12 +208,11 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
     read = agreed(comm, values, "shoal.load: reading the checkpoint")
     modules, plain = modules_of(objects), {}
     for keyword, value in objects.items():
-        if any(members(value, keyword)):
+        if any(members(value)):
             put_back(value, read[keyword], modules, keyword)
         else:
             plain[keyword] = read[keyword]
-    inner = [member for keyword, value in objects.items() for _, member in members(value, keyword)]
-    if any(isinstance(member, Optimizer) for member in inner):
+    if any(isinstance(member, Optimizer) for _, member in members(objects)):
         states = saved.decoded(_RANDOM, saved.state.random)
         randomness.restore(states, comm.rank, comm.size)
     _go_on(saved.state.models, objects)

@@ -28,7 +28,7 @@ from shoal.session.additions import uncompiled
 from shoal.tensors.cut import OverRanks, cut_of, is_cut, part_of
 
 _SHOWN = 4  # names that a message lists
-Modules = Sequence[tuple[str, Mapping[str, Tensor]]]
+Modules = Sequence[tuple[str, nn.Module]]  # with the ways to them
 
 
 def has_state(value: Any) -> bool:
@@ -38,26 +38,20 @@ def has_state(value: Any) -> bool:
     )
 
 
-def members(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def members(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The objects with a state in a value, each with the way to it."""
     if has_state(value):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from members(part, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for number, part in enumerate(value):
-            yield from members(part, f"{path}.{number}")
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in items:
+            yield from members(part, f"{path}.{key}" if path else str(key))
 
 
 def modules_of(objects: Mapping[str, Any]) -> Modules:
-    """All modules among objects, with the ways to them, and their parameters by name."""
-    found = [pair for keyword, value in objects.items() for pair in members(value, keyword)]
-    return [
-        (path, dict(uncompiled(value).named_parameters()))
-        for path, value in found
-        if isinstance(value, nn.Module)
-    ]
+    """All modules among objects, with the ways to them."""
+    found = members(objects)
+    return [(path, uncompiled(value)) for path, value in found if isinstance(value, nn.Module)]
 
 
 def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
@@ -69,14 +63,14 @@ def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
         spread: leave layers that are cut, and their optimizer's state, where they are: a `Spread`
             for each tensor.
     """
-    if isinstance(value, nn.Module) and has_state(value):
+    if isinstance(value, nn.Module):
         return _of_module(uncompiled(value), spread=spread)
     if isinstance(value, Optimizer):
         state = kept_state_dict(value, Spread) if spread else value.state_dict()
         return _named(value, state, modules)
     if has_state(value):
         return value.state_dict()
-    if not any(members(value, "")):
+    if not any(members(value)):
         return value
     if isinstance(value, Mapping):
         return {key: state_of(part, modules, spread=spread) for key, part in value.items()}
@@ -102,7 +96,7 @@ def put_back(value: Any, saved: Any, modules: Modules, path: str) -> None:
     Raises:
         UsageError: it is the state of another object.
     """
-    if isinstance(value, nn.Module) and has_state(value):
+    if isinstance(value, nn.Module):
         module = uncompiled(value)
         check_module(module, saved, path)
         _load(module, saved, path)
@@ -152,16 +146,16 @@ class _Named:
     module comes first, and where no module has one it is numbered.
     """
 
-    parameters: tuple[Tensor, ...]
+    parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
     known: bool  # whether any module has them
 
     @classmethod
     def of(cls, optimizer: Optimizer, modules: Modules) -> _Named:
         parameters = tuple(p for group in optimizer.param_groups for p in group["params"])
-        names: dict[Tensor, str] = {}
-        for path, named in modules:
-            of_module = {parameter: name for name, parameter in named.items()}
+        names: dict[nn.Parameter, str] = {}
+        for path, module in modules:
+            of_module = {parameter: name for name, parameter in module.named_parameters()}
             if of_module.keys() >= set(parameters):
                 names = of_module
                 break
