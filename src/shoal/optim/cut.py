@@ -10,7 +10,7 @@ A part's update is the same part of the whole's update, or the layer would not h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from shoal.core.pieces import set_local_gradient
 from shoal.optim.owners import norm, scale
 from shoal.optim.part import Part, States
 from shoal.profiling.updates import part_of as part_of_state
-from shoal.tensors.cut import Cut, OverRanks, cut_of, is_cut, laid_as, opened, part_of
+from shoal.tensors.cut import OverRanks, cut_of, is_cut, laid_as, opened, part_of
 
 
 @final
@@ -82,16 +82,15 @@ class CutPart(Part):
         scale(self.local_gradients(), factor)
 
     def whole_state(self) -> States:
-        state = self.optimizer.state
-        held = [parameter for parameter in self.parameters() if parameter in state]
-        return {p: _whole(cut_of(p), part_of(p), state[p]) for p in held}
+        return self.kept_state(_whole)
 
     def kept_state(self, spread: Callable[[Tensor, OverRanks], Any]) -> States:
         state = self.optimizer.state
         kept: States = {}
         for parameter in self.parameters():
-            cut, part = cut_of(parameter), part_of(parameter)
-            if parameter in state and isinstance(cut, OverRanks):
+            if parameter in state:
+                cut, part = cut_of(parameter), part_of(parameter)
+                assert isinstance(cut, OverRanks)
                 kept[parameter] = {
                     name: spread(value, cut) if _is_part(value, part) else value
                     for name, value in state[parameter].items()
@@ -106,15 +105,10 @@ class CutPart(Part):
                 state[parameter] = part_of_state(state[parameter], cut.like, cut.part)
 
 
-def _whole(cut: Cut, part: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A part's state, with the whole of every tensor of the part's shape, laid as the parameter."""
-    assert isinstance(cut, OverRanks)
+def _whole(part: Tensor, cut: OverRanks) -> Tensor:
+    """The whole of a tensor of which every rank has a part, laid as the parameter."""
     purpose = f"optimizer.state_dict(): state of {cut.name}"
-
-    return {
-        name: laid_as(cut.layout, cut.gathered(value, purpose)) if _is_part(value, part) else value
-        for name, value in state.items()
-    }
+    return laid_as(cut.layout, cut.gathered(part, purpose))
 
 
 def _is_part(value: Any, part: Tensor) -> bool:
