@@ -8,22 +8,17 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from command_line import RECIPE, prepare, shoal
 from shoal.cli import main
-from shoal.comm.threads import ThreadComm, run
 from shoal.core.plan import Plan
-from shoal.front.joining import using
 from shoal.launch.lab import Lab
-from shoal.profiling import paces
-from shoal.session import session
 
-RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
 COMMANDS = ("bench", "check", "doctor", "features", "lab", "plan", "probe", "test", "train")
 needs_lab = pytest.mark.skipif(
     Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
@@ -31,30 +26,8 @@ needs_lab = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(session, "_joined", [])  # which an error in an earlier test has left
-
-
-def shoal(*arguments: str | Path, ranks: int = 1) -> list[int]:
-    """Run `shoal ARGUMENTS` on threads as ranks; their exit codes."""
-
-    def work(comm: ThreadComm) -> int:
-        with using(comm) if ranks > 1 else nullcontext():
-            try:
-                main([str(each) for each in arguments], prog_name="shoal")
-            except SystemExit as ended:
-                return int(ended.code or 0)
-        raise AssertionError("a command line always exits")
-
-    return run(ranks, work, timeout_s=30)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on how well the paces of exchanges are known."""
-    monkeypatch.setattr(paces, "_BUDGET_S", 0.05)
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(monkeypatch)
 
 
 @pytest.mark.slow

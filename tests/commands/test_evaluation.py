@@ -8,45 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from shoal.cli import main
-from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
+from command_line import RECIPE, prepare, shoal
 from shoal.front.recipe import load
-from shoal.profiling import paces
-from shoal.session import session
-
-RECIPE = str(Path(__file__).parents[1] / "tiny_recipe.py")
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(session, "_joined", [])
-    monkeypatch.setattr(paces, "_BUDGET_S", 0.05)
-
-
-def shoal(*arguments: Any, ranks: int = 1) -> list[int]:
-    """Run `shoal ARGUMENTS` on threads as ranks; their exit codes."""
-
-    def work(comm: ThreadComm) -> int:
-        with using(comm) if ranks > 1 else nullcontext():
-            try:
-                main([str(each) for each in arguments], prog_name="shoal")
-            except SystemExit as ended:
-                return int(ended.code or 0)
-        raise AssertionError("a command line always exits")
-
-    return run(ranks, work, timeout_s=30)
+def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(monkeypatch)
 
 
 def weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:

@@ -7,13 +7,12 @@ from pathlib import Path
 import click
 
 from shoal.commands import evaluation
-from shoal.commands.options import NEW_FILE, RANKS, distributed, in_a_folder
-from shoal.commands.test import WEIGHTS
+from shoal.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, distributed, in_a_folder
 from shoal.front.recipe import load
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@RECIPE
 @click.option(
     "--layers", required=True, metavar="NAME,…", help="Dotted names of layers of the model."
 )

@@ -36,6 +36,7 @@ class Finite(click.FloatRange):
 
 
 NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
+RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 PLAN = click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
 RANKS = click.option(
     "--ranks",
@@ -51,6 +52,56 @@ EXPLAIN = click.option(
     is_flag=True,
     help="Say of each layer what else was compared, and why.",
 )
+WEIGHTS = click.option(
+    "--weights",
+    type=click.Path(path_type=Path),
+    help="Of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a file of "
+    "safetensors, or of torch.save(model.state_dict()).",
+)
+_OF_PLAN = [
+    click.option(
+        "--pin",
+        multiple=True,
+        metavar="LAYER=STRATEGY",
+        help="Fix a layer's strategy; globs work.",
+    ),
+    click.option(
+        "--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."
+    ),
+    click.option(
+        "--placement",
+        type=click.Choice(POLICIES),
+        default=BALANCED,
+        show_default=True,
+        help="How what owners update is dealt to them.",
+    ),
+    click.option(
+        "--memory",
+        type=click.Choice(MEMORY),
+        default=MEMORY[0],
+        show_default=True,
+        help="With low, buckets that owners sum take memory only on their way.",
+    ),
+    click.option(
+        "--memory-limit",
+        type=Finite(0, min_open=True),
+        metavar="BYTES",
+        help="What a rank may hold between steps; 2e9 is 2 GB.",
+    ),
+    click.option(
+        "--micro-batches",
+        type=click.IntRange(1),
+        default=MICRO_BATCHES,
+        show_default=True,
+        help="That a batch is cut into where the end of the model has hosts of its own.",
+    ),
+    click.option(
+        "--codec",
+        multiple=True,
+        metavar="NAME",
+        help="Let the planner send fewer bytes so, not exactly, where it pays; or all.",
+    ),
+]
 _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -110,52 +161,7 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         distributed(workers)
         function(loaded, options, **own)
 
-    shared = [
-        click.argument("recipe", type=click.Path(path_type=Path)),
-        click.option(
-            "--pin",
-            multiple=True,
-            metavar="LAYER=STRATEGY",
-            help="Fix a layer's strategy; globs work.",
-        ),
-        click.option(
-            "--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."
-        ),
-        click.option(
-            "--placement",
-            type=click.Choice(POLICIES),
-            default=BALANCED,
-            show_default=True,
-            help="How what owners update is dealt to them.",
-        ),
-        click.option(
-            "--memory",
-            type=click.Choice(MEMORY),
-            default=MEMORY[0],
-            show_default=True,
-            help="With low, buckets that owners sum take memory only on their way.",
-        ),
-        click.option(
-            "--memory-limit",
-            type=Finite(0, min_open=True),
-            metavar="BYTES",
-            help="What a rank may hold between steps; 2e9 is 2 GB.",
-        ),
-        click.option(
-            "--micro-batches",
-            type=click.IntRange(1),
-            default=MICRO_BATCHES,
-            show_default=True,
-            help="That a batch is cut into where the end of the model has hosts of its own.",
-        ),
-        click.option(
-            "--codec",
-            multiple=True,
-            metavar="NAME",
-            help="Let the planner send fewer bytes so, not exactly, where it pays; or all.",
-        ),
-    ]
-    for option in reversed(shared):
+    for option in reversed([RECIPE, *_OF_PLAN]):
         command = option(command)
     return command
 

@@ -7,19 +7,12 @@ from pathlib import Path
 import click
 
 from shoal.commands import evaluation
-from shoal.commands.options import RANKS, distributed
+from shoal.commands.options import RANKS, RECIPE, WEIGHTS, distributed
 from shoal.front.recipe import load
-
-WEIGHTS = click.option(
-    "--weights",
-    type=click.Path(path_type=Path),
-    help="Of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a file of "
-    "safetensors, or of torch.save(model.state_dict()).",
-)
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@RECIPE
 @WEIGHTS
 @RANKS
 def test(recipe: Path, weights: Path | None, workers: int | None) -> None:
