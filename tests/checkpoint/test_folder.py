@@ -49,11 +49,12 @@ def test_an_error_leaves_the_older_one(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["saved"]
 
 
-def test_between_two_renames_the_older_one_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "saved"
+@pytest.mark.parametrize("name", ["saved", "lr[0.1]*"])
+def test_between_two_renames_the_older_one_is_found(tmp_path: Path, name: str) -> None:
+    path, old = tmp_path / name, tmp_path / f"{name}.old-host-1-ab"
     put(path, "1")
-    path.rename(tmp_path / "saved.old-host-1-ab")
-    assert found(path) == tmp_path / "saved.old-host-1-ab"
+    path.rename(old)
+    assert found(path) == old
     assert found(tmp_path / "other") is None
 
 

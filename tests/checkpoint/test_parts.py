@@ -10,7 +10,7 @@ import torch
 
 from shoal.checkpoint import parts, snapshot
 from shoal.checkpoint.parts import Bringing, Spread
-from shoal.checkpoint.snapshot import Memory, Snapshot
+from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.threads import ThreadComm, run
 from shoal.tensors.cut import OverRanks
@@ -57,8 +57,8 @@ def test_where_a_write_fails_the_others_end(
     monkeypatch.setattr(snapshot.tensors, "write", full)
 
     def work(comm: ThreadComm) -> bool:
-        taken, memory = spreads(comm), Memory()
-        shot = Snapshot(memory, keeps=comm.rank == 0)
+        taken, copies = spreads(comm), Copies()
+        shot = Snapshot(copies, keeps=comm.rank == 0)
         shot.encoded("first", {"a": taken[0]})
         shot.encoded("second", {"b": taken[1], "c": taken[2]})
         bringing = Bringing(comm.channel("parts"), (0,), shot.in_order())

@@ -66,9 +66,11 @@ def test_a_file_that_is_cut_short_is_corrupted(tmp_path: Path, length: int) -> N
         read(path, checksums)
 
 
-def test_a_missing_file_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="missing"):
+def test_what_the_file_system_does_not_give_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be read(.|\n)*No such file"):
         read(tmp_path / "none", {HEADER: ""})
+    with pytest.raises(UsageError, match=r"cannot be read(.|\n)*IsADirectoryError"):
+        read(tmp_path, {HEADER: ""})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint import state
-from shoal.checkpoint.folder import STATE, found
+from shoal.checkpoint.folder import STATE, found, unreadable
 from shoal.checkpoint.snapshot import SUFFIX, Saved
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
@@ -62,12 +62,7 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UsageError(
-            "the checkpoint cannot be read",
-            where=str(path),
-            got=f"{type(error).__name__}: {error}",
-            do="give this host's user the right to read it, or load another checkpoint",
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def _sent(comm: Comm, seeing: Sequence[int], folder: Path | None, name: str) -> bytes | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import secrets
 import shutil
@@ -48,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path)
-    folder = path.with_name(f"{path.name}{_TMP}{_mark()}-{secrets.token_hex(4)}")
+    folder = _marked(path, _TMP)
     folder.mkdir()  # 1
     try:
         yield folder
@@ -71,7 +72,7 @@ def flush(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file, durably, in the place of an older one."""
-    new = path.with_name(f"{path.name}{_TMP}{_mark()}-{secrets.token_hex(4)}")
+    new = _marked(path, _TMP)
     try:
         with open(new, "w") as file:
             file.write(text)
@@ -93,7 +94,7 @@ def _rename(folder: Path, path: Path) -> None:
         return
     # A file system that cannot do it in one step. If the process ends in between, `found` knows
     # the older one by its name.
-    old = path.with_name(f"{path.name}{_OLD}{_mark()}-{secrets.token_hex(4)}")
+    old = _marked(path, _OLD)
     path.rename(old)
     folder.rename(path)
     shutil.rmtree(old, ignore_errors=True)
@@ -113,19 +114,34 @@ def found(path: Path) -> Path | None:
     if (path / STATE).is_file():
         return path
     with contextlib.suppress(OSError):
-        older = sorted(path.parent.glob(f"{path.name}{_OLD}*"), key=lambda one: one.stat().st_mtime)
+        older = sorted(_beside(path, _OLD), key=lambda old: old.stat().st_mtime)
         for old in reversed(older):
             if (old / STATE).is_file():
                 return old
     return None
 
 
+def unreadable(path: Path, error: OSError) -> UsageError:
+    """The error about a file that the file system does not give."""
+    return UsageError(
+        "the checkpoint cannot be read",
+        where=str(path),
+        got=f"{type(error).__name__}: {error}",
+        do="give this host's user the right to read it, or load another checkpoint",
+    )
+
+
 def clean(path: Path) -> None:
     """Remove what a process of this host that has ended left of its work on that name."""
-    for left in path.parent.glob(f"{path.name}{_TMP}*"):
+    for left in _beside(path, _TMP):
         host, _, rest = left.name.partition(_TMP)[2].rpartition("-")[0].rpartition("-")
         if host == _host() and rest.isdigit() and not Path(f"/proc/{rest}").exists():
             remove(left)
+
+
+def _beside(path: Path, mark: str) -> Iterator[Path]:
+    """What has that name and a mark behind it."""
+    return path.parent.glob(f"{glob.escape(path.name)}{mark}*")
 
 
 def remove(path: Path) -> None:
@@ -137,8 +153,9 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def _mark() -> str:
-    return f"{_host()}-{os.getpid()}"
+def _marked(path: Path, mark: str) -> Path:
+    """A new name beside, which says whose it is."""
+    return path.with_name(f"{path.name}{mark}{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _host() -> str:

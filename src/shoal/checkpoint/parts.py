@@ -19,6 +19,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.tensors import bytes_of
 from shoal.contracts.comm import Comm
 from shoal.tensors.cut import OverRanks
 
@@ -56,15 +57,15 @@ class Bringing:
         """Bring the next tensor; the whole of it where this rank writes."""
         comm, spread = self._comm, self._left.pop(0)
         sizes = [spread.part.element_size() * numel for numel in spread.cut.numels()]
-        own = _bytes(spread.part)
+        own = bytes_of(spread.part)
         writes = comm.rank in self._writers
         parts = {r: torch.empty(n, dtype=torch.uint8, device="cpu") for r, n in enumerate(sizes)}
         parts[comm.rank] = own
         for begin in range(0, max(sizes), CHUNK_BYTES):
             began_s = time.perf_counter()
             end = begin + CHUNK_BYTES
-            others = [writer for writer in self._writers if writer != comm.rank]
-            pending = [comm.send(own[begin:end], w) for w in others if begin < len(own)]
+            receivers = [writer for writer in self._writers if writer != comm.rank]
+            pending = [comm.send(own[begin:end], r) for r in receivers if begin < len(own)]
             if writes:
                 pending += [
                     comm.receive(parts[rank][begin:end], rank)
@@ -84,11 +85,3 @@ class Bringing:
         """Let the other ranks finish, where what is left cannot be written."""
         while self._left:
             self.next()
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return (
-        part.detach().reshape(-1).view(torch.uint8)
-        if part.numel()
-        else part.new_empty(0, dtype=torch.uint8)
-    )

@@ -27,7 +27,7 @@ SUFFIX = ".safetensors"
 
 
 @final
-class Memory:
+class Copies:
     """Copies of tensors, in memory that is kept from one snapshot to the next."""
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Snapshot:
     """What is to be written.
 
     Args:
-        memory: for copies; None takes tensors as they are, which then must not change.
+        copies: where to; None takes tensors as they are, which then must not change.
         keeps: whether this process writes; else tensors are let go.
     """
 
-    memory: Memory | None = None
+    copies: Copies | None = None
     keeps: bool = True
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     spreads: dict[tuple[str, str], Spread] = field(default_factory=dict)  # by file and name
@@ -71,15 +71,15 @@ class Snapshot:
         while name in there:
             name, number = f"{wanted}#{number}", number + 1
         if isinstance(tensor, Spread):
-            assert self.memory is not None
+            assert self.copies is not None
             part = tensors.form_of(name, tensor.part)
             there[name] = tensors.Form(part.dtype, tuple(tensor.shape))
-            kept = self.memory.copied(file, name, tensor.part)
+            kept = self.copies.copied(file, name, tensor.part)
             self.spreads[file + SUFFIX, name] = Spread(kept, tensor.cut)
             return name
         there[name] = tensors.form_of(name, tensor)
         if self.keeps:
-            kept = tensor if self.memory is None else self.memory.copied(file, name, tensor)
+            kept = tensor if self.copies is None else self.copies.copied(file, name, tensor)
             self.files.setdefault(file + SUFFIX, {})[name] = kept
         return name
 

@@ -2,7 +2,7 @@
 
     format, version    of the checkpoint, whatever else changes
     crc32              of `state`, written as JSON without spaces
-    state              objects · random · models · residuals · outer · step · files · written_by
+    state              objects · random · models · residuals · step · files · written_by
 
 Nothing in it is keyed by a rank. Guarded by tests/front/test_saving.py.
 """
@@ -30,7 +30,6 @@ class State:
     # that were parallelised, by keyword: ranks, usual_rows, plan
     models: dict[str, Any] = field(default_factory=dict)
     residuals: dict[str, Any] = field(default_factory=dict)  # of codecs: sums over the ranks
-    outer: Any = None  # of local steps: what the outer optimizer has
     step: int | None = None  # of who counts them
     files: dict[str, Checksums] = field(default_factory=dict)
     written_by: dict[str, str] = field(default_factory=dict)  # versions
@@ -82,7 +81,7 @@ def parsed(text: bytes, where: str) -> State:
         )
     if crc != checksum(_packed(state)):
         raise _corrupted(where, "another checksum than that of what was written")
-    known = {each.name for each in fields(State)}
+    known = {known_field.name for known_field in fields(State)}
     return State(**{key: value for key, value in state.items() if key in known})
 
 

@@ -23,10 +23,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file
 from torch import Tensor
 
+from shoal.checkpoint.folder import unreadable
 from shoal.core.errors import UsageError
 
 HEADER = ""  # the name that a header's checksum has
 CHUNK_BYTES = 4 << 20
+_CHANGED = "another checksum than that of what was written"
 _MOST_HEADER_BYTES = 1 << 30
 DTYPES = {
     torch.float64: "F64",
@@ -112,25 +114,27 @@ def ordered(forms: Mapping[str, Form]) -> list[str]:
 
 
 def _header(names: list[str], forms: Mapping[str, Form]) -> bytes:
-    told: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in names:
         form = forms[name]
         offsets = [at, at + form.nbytes]
-        told[name] = {"dtype": DTYPES[form.dtype], "shape": form.shape, "data_offsets": offsets}
+        entries[name] = {"dtype": DTYPES[form.dtype], "shape": form.shape, "data_offsets": offsets}
         at += form.nbytes
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The elements of a tensor, in row-major order."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    elements: Any = flat.view(torch.uint8).numpy()
+    elements: Any = bytes_of(tensor.cpu().contiguous()).numpy()
     return memoryview(elements)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The elements of a contiguous tensor, as a view of bytes."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def checksum(memory: bytes | memoryview) -> str:
@@ -147,20 +151,20 @@ def read(path: Path, checksums: Checksums, content: bytes | None = None) -> dict
         content: its bytes, where they were sent.
 
     Raises:
-        UsageError: it is not what was written. It names the tensor.
+        UsageError: it is not what was written, or cannot be read. It names the tensor.
     """
     try:
         header = _read_header(path) if content is None else content[: _header_bytes(content[:8])]
         if checksum(header) != checksums[HEADER]:
-            raise _corrupted(path, "its header")
+            raise _corrupted(path, "its header", _CHANGED)
         tensors = load_file(path) if content is None else load(content)
     except SafetensorError as error:
-        raise _corrupted(path, str(error)) from error
-    except FileNotFoundError as error:
-        raise _corrupted(path, "the file is missing") from error
+        raise _corrupted(path, "its form", str(error)) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
     for name, tensor in tensors.items():
         if checksum(memory_of(tensor)) != checksums[name]:
-            raise _corrupted(path, f"the tensor {name}")
+            raise _corrupted(path, f"the tensor {name}", _CHANGED)
     return tensors
 
 
@@ -174,10 +178,10 @@ def _header_bytes(length: bytes) -> int:
     return 8 + int.from_bytes(length, "little")
 
 
-def _corrupted(path: Path, what: str) -> UsageError:
+def _corrupted(path: Path, what: str, got: str) -> UsageError:
     return UsageError(
         f"a file of the checkpoint is corrupted: {what}",
         where=str(path),
-        got="another checksum than that of what was written",
+        got=got,
         do="load another checkpoint, and look at the disk",
     )

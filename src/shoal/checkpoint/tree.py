@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.parts import Spread
+from shoal.contracts.plain import DTYPES
 from shoal.core.errors import UsageError
 
 KIND = "$"
@@ -28,7 +29,7 @@ Path = tuple[str, ...]
 Take = Callable[[Path, Any], str]  # keeps a tensor that is at a place; its name
 Give = Callable[[str], Tensor]  # the tensor of a name
 
-_DTYPES = {str(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_DTYPES = {str(dtype): dtype for dtype in DTYPES}
 _LISTS: dict[str, type] = {
     "tuple": tuple,
     "Size": torch.Size,

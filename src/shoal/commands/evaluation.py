@@ -63,10 +63,8 @@ def test(recipe: Recipe, weights: Path | None) -> tuple[float, float | None]:
     accuracy = mean(right / max(total, 1), weight=total) if recipe.accuracy is not None else None
     all_rows = int(gather(torch.tensor([rows])).sum())
     if world().rank == 0:
-        found = f"loss {of_all:.4f}" + (
-            f", accuracy {accuracy:.2%}" if accuracy is not None else ""
-        )
-        text.console().print(f"{all_rows} rows: {found}")
+        shown = "" if accuracy is None else f", accuracy {accuracy:.2%}"
+        text.console().print(f"{all_rows} rows: loss {of_all:.4f}{shown}")
     return of_all, accuracy
 
 
@@ -87,7 +85,7 @@ def features(
         UsageError: there is no such layer, or what it gives is no tensor with the rows first.
     """
     recipe, model, loader = _prepared(recipe, weights, of_training=of_training)
-    given = _watched(model, layers)
+    outputs = _watched(model, layers)
     numbered = shard(_numbered(loader))
     with _Parquet(out, layers) as file:
         for ids, batch in numbered:
@@ -96,7 +94,7 @@ def features(
                 called(model, sample[0])
             else:
                 recipe.compute_loss(model, sample)
-            rows = {name: gather(_flat(name, given[name], len(ids))) for name in layers}
+            rows = {name: gather(_flat(name, outputs[name], len(ids))) for name in layers}
             file.write(gather(ids), rows)
     if world().rank == 0:
         text.console().print(f"{file.count} rows of {', '.join(layers)}: {out}", soft_wrap=True)
@@ -150,12 +148,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def _watched(model: nn.Module, layers: Sequence[str]) -> dict[str, Any]:
     """Where each of those layers leaves what it gives."""
-    given: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
     modules = dict(model.named_modules())
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            given[name] = output
+            outputs[name] = output
 
         return hook
 
@@ -168,7 +166,7 @@ def _watched(model: nn.Module, layers: Sequence[str]) -> dict[str, Any]:
                 do=f"did you mean {' or '.join(near)}?" if near else "give a name of these",
             )
         modules[name].register_forward_hook(keep(name))
-    return given
+    return outputs
 
 
 def _flat(name: str, output: Any, rows: int) -> Tensor:

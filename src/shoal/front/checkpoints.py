@@ -22,7 +22,7 @@ from shoal.checkpoint.clock import Clock
 from shoal.checkpoint.fetched import fetched
 from shoal.checkpoint.parts import Bringing
 from shoal.checkpoint.run import RunFolder, name_of, step_of
-from shoal.checkpoint.snapshot import Memory, Snapshot
+from shoal.checkpoint.snapshot import Copies, Snapshot
 from shoal.checkpoint.state import State
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
@@ -88,7 +88,7 @@ class Checkpoints:
     ) -> None:
         _check(every_s, keep)
         self._comm, self._objects, self._keep, self._local = ranks(), dict(objects), keep, local
-        self._run, self._memory = RunFolder(Path(folder)), Memory()
+        self._run, self._copies = RunFolder(Path(folder)), Copies()
         self._clock = Clock(every_s, _SOON_S if signals else max(_SOON_S, _LATE * every_s))
         self._background = Background(self._failed)
         first = self._comm.topology.local_ranks
@@ -119,10 +119,10 @@ class Checkpoints:
         """
         plain = {k: v for k, v in self._objects.items() if not any(members(v))}
         names = self._comm.gather_objects(self._run.newest(), _FINDING)
-        found = [name for name in names if name is not None]
-        if not found:
+        newest = [name for name in names if name is not None]
+        if not newest:
             return plain
-        name = max(found, key=lambda one: step_of(one) or 0) if self._local else found[0]
+        name = max(newest, key=lambda name: step_of(name) or 0) if self._local else newest[0]
         saved = fetched(self._comm, self._run.folder / name, self._objects)
         values = restored(saved, self._objects, self._comm)
         self._objects |= values
@@ -211,7 +211,7 @@ class Checkpoints:
         began_s = time.perf_counter()
         self._background.wait()
         self._clock.saved()
-        snapshot = Snapshot(self._memory, keeps=self._writes)
+        snapshot = Snapshot(self._copies, keeps=self._writes)
         state = taken(snapshot, self._objects, self._comm, self.steps, spread=True)
         spreads = snapshot.in_order()
         if spreads and self._channel is None:  # as on every rank

@@ -146,22 +146,22 @@ def taken(
 
 def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of models that are parallelised, but for their state."""
-    told: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for path, model in _models(objects):
         attached = current().attached.get(model)
         if attached is not None:
-            told[path] = {
+            known[path] = {
                 "ranks": attached.plan.ranks,
                 "usual_rows": attached.running.weigher.usual,
                 "plan": json.loads(attached.plan.to_json()),
             }
-    return told
+    return known
 
 
-def _go_on(told: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+def _go_on(known: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
     """Weigh rows as before, where as many ranks go on: else the last bit may be another."""
     for path, model in _models(objects):
-        usual, ranks = (told.get(path, {}).get(name) for name in ("usual_rows", "ranks"))
+        usual, ranks = (known.get(path, {}).get(name) for name in ("usual_rows", "ranks"))
         if usual is None:
             continue
         session = current()
