@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.codecs.carrier import CodedCarrier
 from shoal.codecs.coded import Coded, codec_named, exchange_named
 from shoal.codecs.runs import RUN, Runs
 from shoal.comm.threads import ThreadComm, run
@@ -165,7 +166,7 @@ def test_replicas_have_the_same_bits_and_bytes_are_as_stated(
     carried = exchange_named(f"{exchange}+{name}")
 
     def work(comm: ThreadComm) -> tuple[list[Tensor], int, int]:
-        flat, seen = torch.zeros(numel + control), []
+        flat, flats = torch.zeros(numel + control), []
         bucket = LiveBucket.even(flat, {"one": 3, "other": numel - 3}, ranks)
         carrier, traced = carried.carrier(bucket), TracedComm(comm)
         for step in range(3):
@@ -173,14 +174,14 @@ def test_replicas_have_the_same_bits_and_bytes_are_as_stated(
             flat[numel:] = torch.arange(control) + comm.rank
             carrier.reduce(traced)
             carrier.gather(traced)
-            seen.append(flat.clone())
-        return seen, traced.counts.bytes_sent, traced.counts.bytes_received
+            flats.append(flat.clone())
+        return flats, traced.counts.bytes_sent, traced.counts.bytes_received
 
     outcomes = run(ranks, work, timeout_s=20, hosts=hosts)
     stated = carried.traffic(Bucket(numel + control, 4, control=(control,)), Topology(tuple(hosts)))
     first, _, _ = outcomes[0]
-    for rank, (seen, sent, received) in enumerate(outcomes):
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(seen, first, strict=True))
+    for rank, (flats, sent, received) in enumerate(outcomes):
+        assert all(torch.equal(own, other) for own, other in zip(flats, first, strict=True))
         assert (sent, received) == (3 * stated.sent[rank], 3 * stated.received[rank])
     counted = ranks * torch.arange(control) + sum(range(ranks))
     assert all(torch.equal(flat[numel:], counted.float()) for flat in first)
@@ -205,6 +206,35 @@ def test_an_exact_sum_of_what_codes_stand_for(exchange: str) -> None:
         own = slice(8 * rank, 8 * rank + 8)
         _, theirs = coded(codec, values[1 - rank][own])
         assert torch.equal(got, values[rank][own] + theirs)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_beyond_the_bound_all_that_was_lost_goes_with_the_next_sum(exchange: str) -> None:
+    """What is gathered after it may be parameters: those come as their owner has them."""
+    ranks, numel, rounds = 2, 64, 101
+    parameters = numbers(numel, 7)
+    truth = sum(numbers(numel, rank) for rank in range(ranks))
+
+    def work(comm: ThreadComm) -> tuple[Tensor, Tensor]:
+        bucket = LiveBucket.even(torch.zeros(numel), {"only": numel}, ranks)
+        carrier = exchange_named(f"{exchange}+one_bit(block=8)").carrier(bucket)
+        assert isinstance(carrier, CodedCarrier)
+        carrier.most_error, applied = 0.0, torch.zeros(numel // ranks)
+        for number in range(rounds):
+            bucket.flat.copy_(numbers(numel, comm.rank))
+            carrier.reduce(comm)
+            if number < rounds - 1:
+                carrier.gather(comm)
+            applied += bucket.values(comm.rank)
+        assert carrier.exact
+        bucket.flat.copy_(parameters)
+        carrier.gather(comm)
+        return applied, bucket.flat
+
+    for rank, (applied, gathered) in enumerate(run(ranks, work, timeout_s=60)):
+        own = truth[rank * numel // ranks :][: numel // ranks]
+        torch.testing.assert_close(applied, rounds * own, rtol=1e-4, atol=1e-3)
+        assert torch.equal(gathered, parameters)
 
 
 @pytest.mark.parametrize(

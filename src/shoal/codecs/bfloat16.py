@@ -9,36 +9,17 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
-from shoal.contracts.codec import Codec, State
+from shoal.codecs.cast import Cast
 
 
 @final
 @dataclass(frozen=True)
-class BFloat16(Codec):
+class BFloat16(Cast):
     """Two bytes a value, rounded to the nearest."""
 
     name: ClassVar[str] = "bfloat16"
-    in_runs: ClassVar[bool] = True
-    least_dims: ClassVar[int] = 2
-    most_error: ClassVar[float] = 0.01
 
-    def nbytes(self, numel: int, itemsize: int) -> int:
-        return 2 * numel
-
-    def encode(self, values: Tensor, state: State) -> Tensor:
-        return values.to(torch.bfloat16).view(torch.uint8)
-
-    def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
-        code.view(torch.bfloat16).copy_(values)
-        return code
-
-    def decode(self, code: Tensor, into: Tensor) -> None:
-        into.copy_(code.view(torch.bfloat16))
-
-    def decode_add(self, code: Tensor, into: Tensor) -> None:
-        into.add_(code.view(torch.bfloat16))
-
-    def decode_subtract(self, code: Tensor, into: Tensor) -> None:
-        into.sub_(code.view(torch.bfloat16))
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16

@@ -9,7 +9,7 @@ number a parameter in 100 rounds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
@@ -27,12 +27,20 @@ from shoal.contracts.exchange import (
     LiveBucket,
     StateDict,
 )
+from shoal.contracts.transfer import Transfer
 from shoal.core.errors import UsageError
 
 # legs, each of which has a memory of its own
 _SCATTER, _GATHER, _CHANGES, _OWNER = "scatter", "gather", "changes", "owner"
 _OWED = "owed"  # by all ranks, of what this one owns: it goes with the next sum
 _log = logging.getLogger("shoal")
+
+
+def coded_carriers(transfers: Iterable[Transfer]) -> Iterator[CodedCarrier]:
+    """Those of the transfers' carriers that carry codes."""
+    for transfer in transfers:
+        if isinstance(transfer.carrier, CodedCarrier):
+            yield transfer.carrier
 
 
 @final
@@ -63,36 +71,23 @@ class CodedCarrier(Carrier, Coding):
     def reduce(self, comm: Comm) -> None:
         if not self.exact and self._feedback:
             self._judge(comm)
-        own = self.bucket.values(comm.rank)
-        owed = self._memory.get((_OWNER, comm.rank), {}).pop(_OWED, None)
         if self.given_up:
             self._reduce_exactly(comm)
         else:
             self._exchange.reduce_codes(self, comm)
-        if owed is not None:
-            own.add_(owed)
+        self._settle(_OWNER, comm.rank, _OWED)
 
     def gather(self, comm: Comm) -> None:
-        values = self.bucket.values(comm.rank)
         if self.given_up:
-            lost = self._memory.get((_GATHER, comm.rank), {}).pop(LOST, None)
-            if lost is not None:
-                values.add_(lost)
             self._exchange.all_gather(self.bucket.slices, comm)
             return
-        for rank, code in self._gathered(values, _GATHER, comm):
-            self._put(code, self.bucket.values(rank))
+        for rank, code in self._gathered(self.bucket.values(comm.rank), _GATHER, comm):
+            self._read(self._runs.decode, code, rank)
 
     def gather_changes(self, changes: Tensor, comm: Comm) -> None:
         before = self.ledger.sample(comm.rank, self.bucket.values(comm.rank))
         for rank, code in self._gathered(changes, _CHANGES, comm):
-            values = self.bucket.values(rank)
-            if values.dtype == self._wide:
-                self._runs.decode_add(code, values)
-            else:
-                wide = values.to(self._wide)
-                self._runs.decode_add(code, wide)
-                values.copy_(wide)
+            self._read(self._runs.decode_add, code, rank)
         after = self.ledger.sample(comm.rank, self.bucket.values(comm.rank))
         self.ledger.sent(comm.rank, self.ledger.sample(comm.rank, changes), after - before)
 
@@ -214,21 +209,20 @@ class CodedCarrier(Carrier, Coding):
                 self.bucket.control(rank).copy_(control)
             yield rank, code
 
-    def _put(self, code: Tensor, values: Tensor) -> None:
-        """Write what a code stands for, in the bucket's own type."""
-        if values.dtype == self._wide:
-            self._runs.decode(code, values)
-        else:
-            wide = torch.empty_like(values, dtype=self._wide)
-            self._runs.decode(code, wide)
+    def _read(self, decode: Callable[[Tensor, Tensor], None], code: Tensor, rank: int) -> None:
+        """Write or add what a code stands for, in the codec's type."""
+        values = self.bucket.values(rank)
+        wide = values.to(self._wide)
+        decode(code, wide)
+        if wide is not values:
             values.copy_(wide)
 
     def _message(self, rank: int, values: Tensor, leg: str) -> Tensor:
         """The code of a slice's values, with what was lost of those before, and its control."""
         runs = self._runs_there if leg == _SCATTER else self._runs
         message = self._landing(rank, runs)
-        numel = runs.nbytes(len(values), self._wide.itemsize)
-        message[numel:].copy_(self.bucket.control(rank).view(torch.uint8))
+        code_bytes = runs.nbytes(len(values), self._wide.itemsize)
+        message[code_bytes:].copy_(self.bucket.control(rank).view(torch.uint8))
         if not len(values):
             return message
         memory = self._memory.setdefault((leg, rank), {})
@@ -237,11 +231,11 @@ class CodedCarrier(Carrier, Coding):
             lost = memory.pop(LOST, None)
             lost = self._zeros(rank) if lost is None else lost
         if lost is None:
-            runs.encode(values.to(self._wide), message[:numel], None, memory)
+            runs.encode(values.to(self._wide), message[:code_bytes], None, memory)
             return message
-        given, before = self.ledger.sample(rank, values), self.ledger.sample(rank, lost)
-        runs.encode(values, message[:numel], lost, memory)
-        self.ledger.coded(leg, rank, given, before, self.ledger.sample(rank, lost))
+        sample, before = self.ledger.sample(rank, values), self.ledger.sample(rank, lost)
+        runs.encode(values, message[:code_bytes], lost, memory)
+        self.ledger.coded(leg, rank, sample, before, self.ledger.sample(rank, lost))
         memory[LOST] = lost
         return message
 
@@ -254,10 +248,10 @@ class CodedCarrier(Carrier, Coding):
             return
         names = list(self.bucket.numels)
         errors = self.ledger.mean_errors()
-        found = [float(errors.get(name, 0.0) > self.most_error) for name in names]
-        told = torch.tensor(found, device=self.bucket.flat.device)
-        comm.all_reduce(told)
-        self.given_up = [name for name, ranks in zip(names, told.tolist(), strict=True) if ranks]
+        beyond = [float(errors.get(name, 0.0) > self.most_error) for name in names]
+        num_ranks = torch.tensor(beyond, device=self.bucket.flat.device)
+        comm.all_reduce(num_ranks)
+        self.given_up = [name for name, n in zip(names, num_ranks.tolist(), strict=True) if n]
         if self.given_up:
             self.exact = True
             if comm.rank == 0:
@@ -270,12 +264,18 @@ class CodedCarrier(Carrier, Coding):
                 )
 
     def _reduce_exactly(self, comm: Comm) -> None:
-        """Without codes; what they lost goes with the first round."""
+        """Without codes; what they lost both ways goes with the first sum."""
         for owner in range(comm.size):
-            lost = self._memory.get((_SCATTER, owner), {}).pop(LOST, None)
-            if lost is not None:
-                self.bucket.values(owner).add_(lost)
+            self._settle(_SCATTER, owner, LOST)
         self._exchange.reduce_scatter(self.bucket.slices, comm)
+        # not with what is gathered next: that may be parameters
+        self._settle(_GATHER, comm.rank, LOST)
+
+    def _settle(self, leg: str, rank: int, label: str) -> None:
+        """Add what is owed of a slice to its values; then it is not owed any more."""
+        owed = self._memory.get((leg, rank), {}).pop(label, None)
+        if owed is not None:
+            self.bucket.values(rank).add_(owed)
 
     def _zeros(self, rank: int) -> Tensor:
         device = self.bucket.flat.device

@@ -14,27 +14,22 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.contracts.codec import Codec, State
+from shoal.codecs.cast import Cast
+from shoal.contracts.codec import State
 
 _LARGEST = torch.finfo(torch.float16).max
 
 
 @final
 @dataclass(frozen=True)
-class Float16(Codec):
+class Float16(Cast):
     """Two bytes a value, rounded to the nearest."""
 
     name: ClassVar[str] = "float16"
-    in_runs: ClassVar[bool] = True
-    least_dims: ClassVar[int] = 2
-    most_error: ClassVar[float] = 0.01
 
-    def nbytes(self, numel: int, itemsize: int) -> int:
-        return 2 * numel
-
-    def encode(self, values: Tensor, state: State) -> Tensor:
-        code = torch.empty(2 * len(values), dtype=torch.uint8, device=values.device)
-        return self.encode_into(values, state, code)
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16
 
     def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
         half = code.view(torch.float16).copy_(values)
@@ -43,12 +38,3 @@ class Float16(Codec):
             within = half.clamp(-_LARGEST, _LARGEST)
             half.copy_(torch.where(values.isinf(), half, within))
         return code
-
-    def decode(self, code: Tensor, into: Tensor) -> None:
-        into.copy_(code.view(torch.float16))
-
-    def decode_add(self, code: Tensor, into: Tensor) -> None:
-        into.add_(code.view(torch.float16))
-
-    def decode_subtract(self, code: Tensor, into: Tensor) -> None:
-        into.sub_(code.view(torch.float16))

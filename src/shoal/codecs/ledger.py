@@ -26,15 +26,22 @@ _SAMPLE = 2048  # numbers of a span
 
 
 @dataclass
+class _Window:
+    """Rounds in a row."""
+
+    before: Tensor  # what was lost as it began
+    given: Tensor  # their sum
+    squares: Tensor  # their sum
+    rounds: int = 1
+
+
+@dataclass
 class _Account:
     """Of one leg and slice: numbers of the sample."""
 
-    rounds: int = 0
+    window: _Window | None = None  # that is open
     lost: Tensor | None = None  # what changes leave unsent, as of the last round
-    at_start: Tensor | None = None  # what was lost as the window began
-    given: Tensor | None = None  # its sum
-    squares: Tensor | None = None
-    step: tuple[Tensor, Tensor] | None = None  # of its first round: off by, and given
+    step: tuple[Tensor, Tensor] | None = None  # of a window's first round: off by, and given
     mean: tuple[Tensor, Tensor, Tensor] | None = None  # of the last window: off by, sum, squares
 
 
@@ -47,16 +54,16 @@ class Ledger:
         self._indices: list[Tensor] = []
         self._spans: list[list[tuple[str, int, float]]] = []  # name, numbers, how many each is for
         for row in bucket.spans:
-            at, picked, told = 0, [torch.empty(0, dtype=torch.long)], []
+            at, picked, sampled = 0, [torch.empty(0, dtype=torch.long)], []
             for span in row:
                 numel = span.stop - span.start
                 every = 1 if numel <= _SAMPLE else numel // _SAMPLE | 1
                 places = torch.arange(at, at + numel, every)
                 picked.append(places)
-                told.append((span.name, len(places), numel / len(places)))
+                sampled.append((span.name, len(places), numel / len(places)))
                 at += numel
             self._indices.append(torch.cat(picked).to(bucket.flat.device))
-            self._spans.append(told)
+            self._spans.append(sampled)
         self._accounts: dict[tuple[str, int], _Account] = defaultdict(_Account)
 
     def sample(self, rank: int, values: Tensor) -> Tensor:
@@ -66,17 +73,17 @@ class Ledger:
     def coded(self, leg: str, rank: int, given: Tensor, before: Tensor, after: Tensor) -> None:
         """Note a round: what was given, and what was lost before and after it."""
         account = self._accounts[leg, rank]
-        first = account.rounds % WINDOW == 0
-        account.rounds += 1
-        if first or account.given is None or account.squares is None or account.at_start is None:
-            account.step = (before - after, given.clone())
-            account.at_start, account.given = before, given.clone()
-            account.squares = given.square()
+        window = account.window
+        if window is None:
+            account.step = (before - after, given)
+            account.window = window = _Window(before, given.clone(), given.square())
         else:
-            account.given += given
-            account.squares += given.square()
-        if account.rounds % WINDOW == 0:
-            account.mean = (account.at_start - after, account.given, account.squares)
+            window.given += given
+            window.squares += given.square()
+            window.rounds += 1
+        if window.rounds == WINDOW:
+            account.mean = (window.before - after, window.given, window.squares)
+            account.window = None
 
     def sent(self, rank: int, changes: Tensor, sent: Tensor) -> None:
         """Note a round of changes, which have what was lost before in them."""
@@ -107,11 +114,11 @@ class Ledger:
                 (given.square() if squares is None else squares).split(sizes),
                 strict=True,
             )
-            for (name, _, each), off_part, given_part, square_part in parts:
-                told = sums[name, leg]
-                told[0] += float(off_part.square().sum()) * each
-                told[1] += float(given_part.square().sum()) * each
-                told[2] += float(square_part.sum()) * each
+            for (name, _, weight), off_part, given_part, square_part in parts:
+                of_name = sums[name, leg]
+                of_name[0] += float(off_part.square().sum()) * weight
+                of_name[1] += float(given_part.square().sum()) * weight
+                of_name[2] += float(square_part.sum()) * weight
         errors: dict[str, float] = {}
         for (name, _), (off_sum, given_sum, squares_sum) in sums.items():
             whole = max(given_sum, squares_sum)

@@ -20,6 +20,7 @@ from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
 RUN = 1 << 17  # values
+LOST = "lost"  # what codes have lost of a slice's values
 
 
 @final
@@ -69,13 +70,9 @@ class Runs:
         for begin, stop, place in self._places(len(into), code, into):
             self.codec.decode_add(place, into[begin:stop])
 
-    @property
-    def _cuts(self) -> bool:
-        return self.codec.in_runs
-
     def _places(self, numel: int, code: Tensor, like: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Each run's values, from where to where, and its code; `like` is of the codec's type."""
-        step, at = RUN if self._cuts else max(numel, 1), 0
+        step, at = RUN if self.codec.in_runs else max(numel, 1), 0
         for begin in range(0, numel, step):
             stop = min(begin + step, numel)
             nbytes = self.codec.nbytes(stop - begin, like.itemsize)
@@ -104,6 +101,3 @@ class Runs:
                     if label == LOST
                     else "put in one number for each value, as torch.zeros_like(values) has",
                 )
-
-
-LOST = "lost"  # what codes have lost of a slice's values

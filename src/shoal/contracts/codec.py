@@ -37,9 +37,8 @@ class Codec(Contract, ABC):
     in_runs: ClassVar[bool] = False
     # parameters of fewer dimensions travel as they are: biases and scales are small, and err most
     least_dims: ClassVar[int] = 1
-    # of the mean over 100 steps, by which a layer may be off and still travel so (codecs/guard.py)
+    # of the mean over 100 steps, by which a layer may be off and still travel so (codecs/ledger.py)
     most_error: ClassVar[float] = 1.0
-
     # keys of its state that may be of any shape: a checkpoint does without them
     hints: ClassVar[tuple[str, ...]] = ()
 

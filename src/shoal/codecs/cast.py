@@ -1,0 +1,44 @@
+"""What codecs share that send values in another type of floats."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.codec import Codec, State
+
+
+class Cast(Codec):
+    """Values, each rounded to the nearest of a narrower type."""
+
+    in_runs: ClassVar[bool] = True
+    least_dims: ClassVar[int] = 2
+    most_error: ClassVar[float] = 0.01
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The type in which values travel."""
+
+    def nbytes(self, numel: int, itemsize: int) -> int:
+        return self.dtype.itemsize * numel
+
+    def encode(self, values: Tensor, state: State) -> Tensor:
+        code = torch.empty(self.nbytes(len(values), 0), dtype=torch.uint8, device=values.device)
+        return self.encode_into(values, state, code)
+
+    def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
+        code.view(self.dtype).copy_(values)
+        return code
+
+    def decode(self, code: Tensor, into: Tensor) -> None:
+        into.copy_(code.view(self.dtype))
+
+    def decode_add(self, code: Tensor, into: Tensor) -> None:
+        into.add_(code.view(self.dtype))
+
+    def decode_subtract(self, code: Tensor, into: Tensor) -> None:
+        into.sub_(code.view(self.dtype))
