@@ -285,18 +285,16 @@ class Coding(ABC):
 class CodingExchange(SplitExchange):
     """A split exchange that carries codes, too."""
 
-    def halves(self, bucket: Bucket, topology: Topology) -> tuple[Traffic, Traffic]:
-        """What `reduce_scatter` and `all_gather` move, each by itself."""
-        half = self.traffic(bucket, topology).half
-        return half, half
-
     def coding_traffic(
         self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
     ) -> Traffic:
-        """What both halves move of a bucket by messages of these sizes, there and back."""
+        """What both halves move of a bucket by messages of these sizes, there and back.
+
+        The halves of an exchange's traffic are taken to be as large as each other.
+        """
         if there == back:
             return self.traffic(there, topology)
-        return total([self.halves(there, topology)[0], self.halves(back, topology)[1]])
+        return total([self.traffic(way, topology).half for way in (there, back)])
 
     @abstractmethod
     def reduce_codes(self, coding: Coding, comm: Comm) -> None:

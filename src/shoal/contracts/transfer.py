@@ -178,8 +178,13 @@ class OwnedTransfer(Transfer):
     # whose gradients are at their owners; of the others `.grad` is the truth
     held: set[nn.Parameter]
     served: bool  # whether servers own some: it goes over lanes that they are on
-    # False: of new values `gather` gives what a codec made of them, which their owners take, too
-    exact: bool = True
+
+    @property
+    def exact(self) -> bool:
+        """False: of new values `gather` gives what a codec made of them; their owners take that,
+        too. A codec that is off by too much ends it.
+        """
+        return True
 
     @abstractmethod
     def follow(self, held: set[nn.Parameter]) -> None:

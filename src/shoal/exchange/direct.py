@@ -44,36 +44,24 @@ class Direct(DeliveringExchange):
 
         As much comes in.
         """
-        workers, sizes = topology.workers, bucket.slice_bytes(topology.size)
-        both_ways = tuple(
-            sum(sizes) - own + (workers - 1) * own if r < workers else workers * own
-            for r, own in enumerate(sizes)
-        )
-        leaving = [0] * topology.size
-        for ranks in topology.ranks_on.values():
-            beside, training = sum(sizes[r] for r in ranks), sum(r < workers for r in ranks)
-            for r in ranks:
-                leaving[r] = (sum(sizes) - beside) * (r < workers) + (workers - training) * sizes[r]
-        rounds = 2 if topology.size > 1 and bucket.numel else 0
-        return Traffic(both_ways, both_ways, rounds, leaving=tuple(leaving))
+        return self.coding_traffic(bucket, bucket, bucket, topology)
 
     def coding_traffic(
         self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
     ) -> Traffic:
-        """Foreign slices there, and its own back to every other one."""
-        size, others = topology.size, topology.size - 1
+        """Likewise: there and back each slice is as long as its message."""
+        workers, size = topology.workers, topology.size
         sizes, returned = there.slice_bytes(size), back.slice_bytes(size)
-        apart = [size - len(topology.ranks_on[host]) for host in topology.hosts]
-        leaving = [
-            sum(sizes[o] for o in range(size) if topology.hosts[o] != host) + away * returned[r]
-            for r, (host, away) in enumerate(zip(topology.hosts, apart, strict=True))
-        ]
-        return Traffic(
-            tuple(sum(sizes) - sizes[r] + others * returned[r] for r in range(size)),
-            tuple(others * sizes[r] + sum(returned) - returned[r] for r in range(size)),
-            self.traffic(there, topology).rounds,
-            leaving=tuple(leaving),
-        )
+        sent, received, leaving = [0] * size, [0] * size, [0] * size
+        for ranks in topology.ranks_on.values():
+            beside, training = sum(sizes[r] for r in ranks), sum(r < workers for r in ranks)
+            for r in ranks:
+                trains = r < workers
+                sent[r] = (sum(sizes) - sizes[r]) * trains + (workers - trains) * returned[r]
+                received[r] = (workers - trains) * sizes[r] + (sum(returned) - returned[r]) * trains
+                leaving[r] = (sum(sizes) - beside) * trains + (workers - training) * returned[r]
+        rounds = 2 if size > 1 and there.numel else 0
+        return Traffic(tuple(sent), tuple(received), rounds, tuple(leaving))
 
     def deliver(
         self, outgoing: Sequence[Tensor], landing: Sequence[Tensor], comm: Comm

@@ -24,7 +24,7 @@ part, as in Horovod's hierarchical all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -52,23 +52,7 @@ class Hierarchical(CodingExchange):
 
         But what crosses, a rank does for those it collects.
         """
-        ranks, other_hosts = range(topology.size), len(topology.ranks_on) - 1
-        sizes = bucket.slice_bytes(topology.size)
-        # of all slices whose owners have that place on their hosts
-        at_place = [0] * topology.ranks_per_host
-        for place, size in zip(topology.local_ranks, sizes, strict=True):
-            at_place[place] += size
-        beside = [len(topology.ranks_on[host]) - 1 for host in topology.hosts]
-        collected = [sum(at_place[topology.local_ranks[r] :: beside[r] + 1]) for r in ranks]
-        both_ways = tuple(
-            sum(sizes) - sizes[r] + beside[r] * collected[r] + other_hosts * sizes[r] for r in ranks
-        )
-        return Traffic(
-            sent=both_ways,
-            received=both_ways,
-            rounds=2 * ((other_hosts > 0) + any(beside)) if bucket.numel else 0,
-            leaving=tuple(collected[r] - sizes[r] + other_hosts * sizes[r] for r in ranks),
-        )
+        return self.coding_traffic(bucket, bucket, bucket, topology)
 
     def coding_traffic(
         self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
@@ -86,51 +70,37 @@ class Hierarchical(CodingExchange):
             beside[r] * inside[r] + other_hosts * sizes[r] + sum(returned) - returned[r]
             for r in ranks
         )
-        rounds = self.traffic(there, topology).rounds
+        rounds = 2 * ((other_hosts > 0) + any(beside)) if there.numel else 0
         return Traffic(tuple(sent), tuple(received), rounds, tuple(crossing))
-
-    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
-        """As below, but hosts' sums cross as codes."""
-        hosts, slices, rank = comm.topology.ranks_on, coding.slices, comm.rank
-        own_host, collected = comm.topology.hosts[rank], _collected(slices, comm)
-        beside = [r for r in hosts[own_host] if r != rank]
-        inside = {o: _receive(comm, slices[o], beside) for o in collected}
-        across: list[tuple[Tensor, Pending] | None] = [None]
-        if slices[rank].numel():
-            across = [
-                None
-                if host == own_host
-                else _landing(comm, coding.landing(rank), _collector(rank, host, comm.topology))
-                for host in hosts
-            ]
-        sends = [comm.send(slices[o], r) for r in beside for o in _collected(slices, comm, r)]
-        for o in collected:
-            _add(slices[o], inside[o], place=comm.topology.local_ranks[rank])
-            if o != rank:
-                sends.append(comm.send(coding.message(o), o))
-        coding.add(rank, (None if part is None else _arrived(part) for part in across))
-        for send in sends:
-            send.wait()
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up what one collects inside the host, then the hosts' sums of one's own slice."""
-        hosts = comm.topology.ranks_on
-        own, own_host, collected = (
-            slices[comm.rank],
-            comm.topology.hosts[comm.rank],
-            _collected(slices, comm),
-        )
-        beside = [r for r in hosts[own_host] if r != comm.rank]
+        own, own_host = slices[comm.rank], comm.topology.hosts[comm.rank]
+        hosts, sends = list(comm.topology.ranks_on), list[Pending]()
         afar = [_collector(comm.rank, host, comm.topology) for host in hosts if host != own_host]
-
-        inside = {o: _receive(comm, slices[o], beside) for o in collected}
         across = _receive(comm, own, afar) if own.numel() else []
-        sends = [comm.send(slices[o], r) for r in beside for o in _collected(slices, comm, r)]
-        for o in collected:
-            _add(slices[o], inside[o], place=comm.topology.local_ranks[comm.rank])
-            if o != comm.rank:
-                sends.append(comm.send(slices[o], o))
-        _add(own, across, place=list(hosts).index(own_host))
+        for owner in _summed_inside(slices, comm, sends):
+            if owner != comm.rank:
+                sends.append(comm.send(slices[owner], owner))
+        _add(own, across, place=hosts.index(own_host))
+        for send in sends:
+            send.wait()
+
+    def reduce_codes(self, coding: Coding, comm: Comm) -> None:
+        """Likewise, but hosts' sums cross as codes."""
+        rank, sends = comm.rank, list[Pending]()
+        across: list[tuple[Tensor, Pending] | None] = [None]
+        if coding.slices[rank].numel():
+            across = [
+                None
+                if host == comm.topology.hosts[rank]
+                else _landing(comm, coding.landing(rank), _collector(rank, host, comm.topology))
+                for host in comm.topology.ranks_on
+            ]
+        for owner in _summed_inside(coding.slices, comm, sends):
+            if owner != rank:
+                sends.append(comm.send(coding.message(owner), owner))
+        coding.add(rank, (None if part is None else _arrived(part) for part in across))
         for send in sends:
             send.wait()
 
@@ -163,11 +133,28 @@ def _collector(owner: int, host: str, topology: Topology) -> int:
 
 def _collected_bytes(sizes: Sequence[int], topology: Topology) -> list[int]:
     """Bytes of the slices that each rank collects."""
-    collected = [0] * topology.size
-    for owner, size in enumerate(sizes):
-        for host in topology.ranks_on:
-            collected[_collector(owner, host, topology)] += size
-    return collected
+    # of all slices whose owners have that place on their hosts
+    at_place = [0] * topology.ranks_per_host
+    for place, size in zip(topology.local_ranks, sizes, strict=True):
+        at_place[place] += size
+    return [
+        sum(at_place[place :: len(topology.ranks_on[host])])
+        for place, host in zip(topology.local_ranks, topology.hosts, strict=True)
+    ]
+
+
+def _summed_inside(slices: Sequence[Tensor], comm: Comm, sends: list[Pending]) -> Iterator[int]:
+    """The owners of what this rank collects, each when its slice is the host's sum.
+
+    Puts in `sends` what is under way to the ranks beside it.
+    """
+    topology, rank = comm.topology, comm.rank
+    beside = [r for r in topology.ranks_on[topology.hosts[rank]] if r != rank]
+    inside = {o: _receive(comm, slices[o], beside) for o in _collected(slices, comm)}
+    sends += [comm.send(slices[o], r) for r in beside for o in _collected(slices, comm, r)]
+    for owner, parts in inside.items():
+        _add(slices[owner], parts, place=topology.local_ranks[rank])
+        yield owner
 
 
 def _landing(comm: Comm, part: Tensor, source: int) -> tuple[Tensor, Pending]:

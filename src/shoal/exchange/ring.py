@@ -49,30 +49,29 @@ class Ring(CodingExchange):
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """Every slice twice, save those not sent (r, then r+1) or not received (r−1, then r)."""
-        ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
-        twice = 2 * sum(sizes)
-        sent = tuple(twice - sizes[r] - sizes[(r + 1) % ranks] for r in range(ranks))
-        chunk = max(1, self.chunk_bytes // bucket.itemsize) * bucket.itemsize
+        return self.coding_traffic(bucket, bucket, bucket, topology)
+
+    def coding_traffic(
+        self, bucket: Bucket, there: Bucket, back: Bucket, topology: Topology
+    ) -> Traffic:
+        """Likewise: there and back each slice is as long as its message."""
+        ranks = topology.size
+        sizes, returned = there.slice_bytes(ranks), back.slice_bytes(ranks)
+        all_bytes = sum(sizes) + sum(returned)
+        sent = tuple(all_bytes - sizes[r] - returned[(r + 1) % ranks] for r in range(ranks))
         return Traffic(
             sent=sent,
-            received=tuple(twice - sizes[r - 1] - sizes[r] for r in range(ranks)),
-            rounds=2 * (ranks - 2 + -(-max(sizes) // chunk)) if ranks > 1 and bucket.numel else 0,
+            received=tuple(all_bytes - sizes[r - 1] - returned[r] for r in range(ranks)),
+            rounds=self._rounds(there, ranks) + self._rounds(back, ranks),
             leaving=tuple(sent[r] * topology.apart(r, (r + 1) % ranks) for r in range(ranks)),
         )
 
-    def halves(self, bucket: Bucket, topology: Topology) -> tuple[Traffic, Traffic]:
-        """All slices but one: there all but the own, back all but the next."""
-        ranks, sizes = topology.size, bucket.slice_bytes(topology.size)
-        whole, nbytes = self.traffic(bucket, topology), sum(sizes)
-
-        def half(sent: Sequence[int], received: Sequence[int]) -> Traffic:
-            leaving = [n * topology.apart(r, (r + 1) % ranks) for r, n in enumerate(sent)]
-            return Traffic(tuple(sent), tuple(received), whole.rounds // 2, tuple(leaving))
-
-        own = [nbytes - sizes[r] for r in range(ranks)]
-        following = [nbytes - sizes[(r + 1) % ranks] for r in range(ranks)]
-        before = [nbytes - sizes[r - 1] for r in range(ranks)]
-        return half(own, before), half(following, own)
+    def _rounds(self, bucket: Bucket, ranks: int) -> int:
+        """Of one way."""
+        if ranks == 1 or not bucket.numel:
+            return 0
+        chunk = max(1, self.chunk_bytes // bucket.itemsize) * bucket.itemsize
+        return ranks - 2 + -(-max(bucket.slice_bytes(ranks)) // chunk)
 
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
         """Add up each slice on its way to its owner."""

@@ -6,7 +6,7 @@ first, and what travels exactly is behind it, beside control: small parameters, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import ParameterProfile
+from shoal.core.facts import LayerProfile, ParameterProfile
 from shoal.core.registry import named, of
 
 
@@ -51,17 +51,16 @@ def carriers(strategy: Strategy) -> list[str]:
 
 def coded_first(
     parameters: Mapping[str, nn.Parameter], exchange: Exchange
-) -> tuple[dict[str, nn.Parameter], int]:
-    """A bucket's parameters in its order, and how many of them the exchange may code."""
-    least = exchange.least_dims
-    coded = {name: p for name, p in parameters.items() if p.dim() >= least}
-    return coded | dict(parameters), len(coded)
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """A bucket's parameters in its order, and the first of them, which the exchange may code."""
+    coded = {name: p for name, p in parameters.items() if p.dim() >= exchange.least_dims}
+    return coded | dict(parameters), coded
 
 
 def profiles_coded_first(
-    parameters: Sequence[ParameterProfile], exchange: Exchange
+    layers: Iterable[LayerProfile], exchange: Exchange
 ) -> tuple[list[ParameterProfile], int]:
-    """The same of their profiles."""
-    coded = [p for p in parameters if len(p.shape) >= exchange.least_dims]
-    exact = [p for p in parameters if len(p.shape) < exchange.least_dims]
-    return [*coded, *exact], len(coded)
+    """The same of the profiles of layers, with how many may be coded."""
+    parameters = [p for layer in layers for p in layer.parameters]
+    parameters.sort(key=lambda p: len(p.shape) < exchange.least_dims)
+    return parameters, sum(len(p.shape) >= exchange.least_dims for p in parameters)

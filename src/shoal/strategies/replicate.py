@@ -53,9 +53,7 @@ class Replicate(Strategy):
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster
     ) -> Cost:
         assert exchange is not None
-        parameters, num_coded = profiles_coded_first(
-            [p for layer in layers for p in layer.parameters], exchange
-        )
+        parameters, num_coded = profiles_coded_first(layers, exchange)
         itemsize = max(p.itemsize for p in parameters)
         num_control = len(parameters) + num_shares(itemsize) + num_marks(itemsize)
         numel = sum(p.numel for p in parameters) + num_control
@@ -86,14 +84,14 @@ class BucketTransfer(Transfer):
         self.label = label
         self.native = exchange.native
         self._ranks = ranks
-        parameters, num_coded = coded_first(parameters, exchange)
+        parameters, coded = coded_first(parameters, exchange)
         first, numels = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
         sizes = [sum(numels), len(numels), num_shares(first.itemsize), num_marks(first.itemsize)]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self._gradients, self._flags, self._shares, self._marks = self._flat.split(sizes)
         self.tells = can_tell(self._flat, ranks)
         self._mark: Mark | None = None  # of the round that it goes with
-        by_name = dict(zip(parameters, numels[:num_coded], strict=False))
+        by_name = {name: p.numel() for name, p in coded.items()}
         self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, by_name, ranks))
         pieces = self._gradients.split(numels)
         self._views = {

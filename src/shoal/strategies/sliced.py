@@ -125,9 +125,7 @@ def owned_cost(
     """What a site costs a worker if each rank of the topology owns its share, and what is placed
     with it.
     """
-    parameters, num_coded = profiles_coded_first(
-        [p for layer in layers for p in layer.parameters], exchange
-    )
+    parameters, num_coded = profiles_coded_first(layers, exchange)
     itemsize = max(p.itemsize for p in parameters)
     rows = placed(
         [p.numel for p in parameters], [p.owner for p in parameters], shares, topology.workers
@@ -172,7 +170,7 @@ class SlicedTransfer(OwnedTransfer):
         shares: Sequence[float],
         label: str,
     ) -> None:
-        parameters, num_coded = coded_first(parameters, exchange)
+        parameters, coded = coded_first(parameters, exchange)
         bucket = SliceBucket(parameters, place, shares)
         self.label = label
         self.native = exchange.native
@@ -182,10 +180,10 @@ class SlicedTransfer(OwnedTransfer):
         self._bucket = bucket
         self._own = bucket.slices[place.rank]  # this rank's
         self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
-        coded = dict(list(parameters.items())[:num_coded])
         self.carrier: Carrier = exchange.carrier(bucket.live(coded))
         self._lossy = not self.carrier.exact  # at first
-        may_lose = tuple(piece for piece in self.pieces if piece.parameter in set(coded.values()))
+        lossy = set(coded.values())
+        may_lose = [piece for piece in self.pieces if piece.parameter in lossy]
         self._unsent = Unsent(self.carrier, may_lose, place.rank)
         bucket.close()
         self.held: set[nn.Parameter] = set()
@@ -201,8 +199,7 @@ class SlicedTransfer(OwnedTransfer):
         self._landing = Landing(self, parameters, self._take, self._own.whole, bucket.workers)
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]
-        """False: see `OwnedTransfer`; a guard may end it."""
+    def exact(self) -> bool:
         return self.carrier.exact
 
     def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
