@@ -34,7 +34,7 @@ BUCKETS: dict[str, Any] = {"strategies": ["replicate", "sliced"], "options": FEW
 
 
 def codecs_in(plan: Plan) -> set[str]:
-    return {choice.exchange.partition("+")[2] for choice in plan.choices}
+    return {choice.codec for choice in plan.choices}
 
 
 def test_none_is_taken_unless_allowed() -> None:
@@ -102,6 +102,17 @@ def test_a_limit_of_memory_is_kept() -> None:
         limit = times * NET.nbytes
         plan = plan_for(NET, SLOW_LINK, codecs=["int8"], memory_limit=limit, **BUCKETS)
         assert codecs_in(plan) == {codec}
+
+
+def test_low_memory_keeps_buckets_small() -> None:
+    """Of a model of 40 MB those that have memory at one time may be 8 MB, with six of them."""
+    many = model(*(matrix(f"layer {n}", 2.0, 100) for n in range(100)))
+    sizes: dict[str, int] = {}
+    for memory in ("fast", "low"):
+        plan = plan_for(many, SLOW_LINK, codecs=["int8"], memory=memory, strategies=["replicate"])
+        assert "int8" in codecs_in(plan)
+        sizes[memory] = plan.bucket_bytes
+    assert sizes["low"] <= 8e6 / 6 < sizes["fast"]
 
 
 def test_explain_shows_exact_and_lossy_side_by_side() -> None:

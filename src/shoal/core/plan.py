@@ -59,6 +59,15 @@ class Choice:
         """How it is served, as a pin says it: "factor", or "replicate:ring"."""
         return f"{self.strategy}:{self.exchange}" if self.exchange else self.strategy
 
+    @property
+    def codec(self) -> str:
+        """The codec whose codes the exchange carries, as a plan writes it; '' where none is."""
+        return self.exchange.partition("+")[2]
+
+    def without_codec(self) -> Choice:
+        """The same choice, exact."""
+        return replace(self, exchange=self.exchange.partition("+")[0])
+
 
 @dataclass(frozen=True)
 class Site:

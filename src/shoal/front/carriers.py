@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.codecs.carrier import CodedCarrier
+from shoal.codecs.carrier import coded_carriers
 from shoal.codecs.coded import Coded, codec_named, exchange_named
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
@@ -72,6 +72,6 @@ def check_most_error(most_error: Any) -> None:
 
 def bound_errors(transfers: Iterable[Transfer], most_error: float | None) -> None:
     """Have codecs be off by no more than that; None leaves each its own bound."""
-    for transfer in transfers:
-        if most_error is not None and isinstance(transfer.carrier, CodedCarrier):
-            transfer.carrier.most_error = most_error
+    if most_error is not None:
+        for carrier in coded_carriers(transfers):
+            carrier.most_error = most_error

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.codecs.carrier import CodedCarrier
+from shoal.codecs.carrier import CodedCarrier, coded_carriers
 from shoal.core.plan import Choice
 from shoal.front.parallel import plan_of
 from shoal.planner.timeline import Predictor
 from shoal.session.additions import uncompiled
-from shoal.session.session import Attached, current
+from shoal.session.session import current
 
 
 @dataclass(frozen=True)
@@ -104,49 +104,48 @@ def codec_report(model: nn.Module) -> CodecReport:
         return CodecReport(())
     attached = current().attached[uncompiled(model)]
     predictor = Predictor(attached.profile, attached.cluster)
-    carriers = list(coded_carriers(attached))
-    rows = [
-        _row(choice, predictor, carriers)
-        for choice in attached.plan.choices
-        if predictor.without_codec(choice) != choice
-    ]
+    errors = _Errors.of(coded_carriers(attached.engine.transfers))
+    rows = [_row(choice, predictor, errors) for choice in attached.plan.choices if choice.codec]
     return CodecReport(tuple(rows))
 
 
-def coded_carriers(attached: Attached) -> Iterable[CodedCarrier]:
-    """What carries codes of a model."""
-    for transfer in attached.engine.transfers:
-        if isinstance(transfer.carrier, CodedCarrier):
-            yield transfer.carrier
+@dataclass(frozen=True)
+class _Errors:
+    """By parameter name, the worst of all buckets that it is in."""
+
+    step: dict[str, float]
+    mean: dict[str, float]
+    exact: set[str]  # that are so again
+
+    @classmethod
+    def of(cls, carriers: Iterable[CodedCarrier]) -> _Errors:
+        errors = cls({}, {}, set())
+        for carrier in carriers:
+            for worst, by_name in (
+                (errors.step, carrier.ledger.step_errors()),
+                (errors.mean, carrier.ledger.mean_errors()),
+            ):
+                for name, error in by_name.items():
+                    worst[name] = max(error, worst.get(name, 0.0))
+            if carrier.given_up:
+                errors.exact.update(carrier.bucket.numels)
+        return errors
 
 
-def _row(choice: Choice, predictor: Predictor, carriers: Iterable[CodedCarrier]) -> CodecRow:
-    names = {p.name for p in predictor.layer(choice.layer).parameters}
-    steps: list[float] = []
-    means: list[float] = []
-    coded = True
-    for carrier in carriers:
-        inside = names & set(carrier.bucket.numels)
-        if inside:
-            coded = coded and not carrier.given_up
-            step, mean = carrier.ledger.step_errors(), carrier.ledger.mean_errors()
-            steps += [step[name] for name in inside if name in step]
-            means += [mean[name] for name in inside if name in mean]
-    exact_bytes, _ = predictor.alone_s(predictor.without_codec(choice))
-    sent_bytes, _ = predictor.alone_s(choice)
+def _row(choice: Choice, predictor: Predictor, errors: _Errors) -> CodecRow:
+    names = [p.name for p in predictor.layer(choice.layer).parameters]
+    coded = errors.exact.isdisjoint(names)
+    exact_bytes, _ = predictor.alone_s(choice.without_codec())
+    sent_bytes, _ = predictor.alone_s(choice if coded else choice.without_codec())
     return CodecRow(
         choice.layer,
         choice.way,
         exact_bytes,
         sent_bytes,
-        max(steps, default=None),
-        max(means, default=None),
+        max((errors.step[name] for name in names if name in errors.step), default=None),
+        max((errors.mean[name] for name in names if name in errors.mean), default=None),
         coded,
     )
-
-
-def _how_far(row: CodecRow) -> tuple[float, float]:
-    return row.mean_error or 0.0, row.step_error or 0.0
 
 
 def _percent(error: float | None) -> str:

@@ -77,7 +77,7 @@ def explain(
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:
     """Step and bytes of the same plan where nothing is lossy, if anything of it is."""
-    bare = replace(plan, choices=tuple(predictor.without_codec(c) for c in plan.choices))
+    bare = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
     if bare == plan:
         return None
     timeline = predictor.as_is(bare)
@@ -171,19 +171,19 @@ def _cheapest(name: str, predictor: Predictor) -> Choice:
         for choice in _choices(name, predictor)
         if predictor.refusal(layer, choice.strategy) is None
         and predictor.unasked(layer, choice.strategy) is None
-        and "+" not in choice.exchange
+        and not choice.codec
     ]
     by_itself = [choice for choice in able if not predictor.needs(name, choice.strategy)]
     return min(by_itself, key=predictor.added_s)
 
 
 def _reason(chosen: Alternative, alternatives: list[Alternative]) -> str:
-    coded = "+" in chosen.choice.exchange  # what is lossy is no rival of what is not
     rivals = [
         other
         for other in alternatives
         if other.choice.strategy != chosen.choice.strategy
-        and (coded or "+" not in other.choice.exchange)
+        # what is lossy is no rival of what is not
+        and (chosen.choice.codec or not other.choice.codec)
     ]
     if not rivals:
         return "no other strategy serves it"

@@ -5,13 +5,15 @@
 Each must make the step 10 % shorter than what there is before it; else nothing of it is taken. Then
 layer after layer goes back to what it was, the small ones first, where the step gets hardly longer:
 what hides anyway stays exact. Embeddings stay exact, and layers without a parameter of two
-dimensions. Costs about layers × exchanges × 3 predictions for each codec, of some milliseconds.
+dimensions. Costs a prediction for each bucket size and layer (of many layers the 96 largest), and
+two for each way to carry codes, for each codec; each takes some milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from shoal.codecs.coded import codec_named
 from shoal.contracts.codec import Codec
@@ -27,6 +29,7 @@ _LAYER = 0.005  # of the step: what it must gain in one layer
 _MOST = 96  # layers that may go back, the largest
 _VALUES = 1 << 20  # by which codecs are compared
 _TABLES = ("Embedding", "EmbeddingBag")
+_seconds = attrgetter("predicted_s")
 
 
 def with_codecs(
@@ -145,7 +148,3 @@ class _Tried:
             if held > self._limit:
                 plan = self._exact
         return replace(plan, predicted_s=self._predictor.as_is(plan).step_s)
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.predicted_s

@@ -89,11 +89,17 @@ def search(
     pinned = with_needed(predictor, resolve(pins or {}, [layer.name for layer in profile.layers]))
     choices = options_of(predictor, allowed, pinned, every_cut=memory_limit is not None)
     pairs = pairs_of(predictor, choices, allowed, pinned, every=memory_limit is not None)
-    if memory == "low":
-        most_bytes = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES)
-        options = replace(options, bucket_bytes=options.sizes_within(most_bytes))
+    options = within_memory(options, profile, memory)
     plan = _Search(predictor, choices, options, memory_limit, pairs).best()
     return replace(plan, placement=placement)
+
+
+def within_memory(options: SearchOptions, profile: ModelProfile, memory: str) -> SearchOptions:
+    """The options, with the sizes of buckets that such a `memory` allows (see `search`)."""
+    if memory != "low":
+        return options
+    most_bytes = _LOW * profile.nbytes / (BUCKETS_A_LANE * LANES)
+    return replace(options, bucket_bytes=options.sizes_within(most_bytes))
 
 
 class _Search:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.contracts.strategy import Strategy
+from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.core.registry import named, of
 from shoal.planner.lossy import with_codecs
 from shoal.planner.options import known, resolve
-from shoal.planner.search import repredicted, search
+from shoal.planner.search import repredicted, search, within_memory
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.tails import tail_of
 
@@ -60,7 +61,7 @@ def plan_for(
             codecs,
             strategies=known(how.get("strategies")),
             pinned=list(pins),
-            options=options,
+            options=within_memory(options, profile, how.get("memory", MEMORY[0])),
             memory_limit=how.get("memory_limit"),
         )
     if any(of(Strategy)[choice.strategy].role.is_cut for choice in made.choices):

@@ -121,14 +121,6 @@ class Predictor:
             if isinstance(exchange, CodingExchange) and takes(Coded(exchange, codec))
         ]
 
-    def without_codec(self, choice: Choice) -> Choice:
-        """The same choice, exact."""
-        if not choice.exchange or not self.role(choice.strategy).takes_exchange:
-            return choice
-        exchange = self.exchange(choice.exchange)
-        bare = exchange.exchange if isinstance(exchange, Coded) else exchange
-        return replace(choice, exchange=str(bare))
-
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
         if site not in self._costs:
