@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/codec_accuracy.py text --seeds 3 --steps 1500 --out text.json
 
     digits   a small convolutional network on scikit-learn's digits: test accuracy
-    text     a character-level GPT on the text that ships with Python (its own modules' docstrings
-             and comments): loss on a part that is held out
+    text     a character-level GPT on the source of Python's own modules: loss on a part that is
+             held out
 
 Four ranks are threads of this process, so links play no part. Takes minutes a run on a quiet
 machine. Writes the curves as JSON, and prints a table: mean of the seeds, and its standard error.
@@ -52,13 +52,13 @@ class Block(nn.Module):
         rows, length, _ = x.shape
         split = self.heads(self.norms[0](x)).view(rows, length, 3, HEADS, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.mixed(seen.transpose(1, 2).reshape(rows, length, -1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.mixed(attended.transpose(1, 2).reshape(rows, length, -1))
         return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
 
 
 class GPT(nn.Module):
-    """The next character of each."""
+    """The next character after each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -117,6 +117,19 @@ def test_residuals_of_another_model_are_dropped_with_a_word(
     assert "what codecs had lost of elsewhere, 0.weight is dropped" in caplog.text
 
 
+@pytest.mark.parametrize("pin", [*WAYS, "sliced:ring"])
+def test_unparallelize_says_what_it_drops(pin: str, caplog: pytest.LogCaptureFixture) -> None:
+    def work(network: nn.Module, own: list[Batch], train: Callable[[list[Batch]], None]) -> None:
+        train(own[:2])
+        shoal.unparallelize(network)
+
+    with caplog.at_level(logging.WARNING, logger="shoal"):
+        outcomes_of(2, pin, work)
+    dropped = "is dropped: nobody sends it after unparallelize"
+    assert caplog.text.count(dropped) == ("+" in pin), "rank 0 says it once"
+    assert ("0.weight" in caplog.text) == ("+" in pin)
+
+
 def test_a_checkpoint_keeps_their_sum(tmp_path: Path) -> None:
     """Two ranks save, three load, train nothing, and save: the sum is what it was."""
 

@@ -20,6 +20,7 @@ from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove, uncompiled
+from shoal.session.residuals import warn_of_residuals
 from shoal.session.running import Running
 from shoal.session.session import Session, current
 
@@ -31,7 +32,8 @@ def unparallelize(model: nn.Module) -> None:
     optimizers are the same objects as before, whole, with no trace of Shoal. Each rank has all
     values, all of the optimizer's state, and gradients where there are any. A loss that
     `parallelize` wrapped stays usable and weighs nothing. Then each process trains by itself, or
-    `parallelize` is called again, also for another plan.
+    `parallelize` is called again, also for another plan. What codecs have lost and would have sent
+    later is dropped, with a warning on rank 0; `shoal.save` before it keeps that.
 
     Args:
         model: one that `parallelize` was given.
@@ -58,6 +60,7 @@ def unparallelize(model: nn.Module) -> None:
         session.comm, lambda: _checked(session, model), "unparallelize: checking the model"
     )
     _require_same(session, running)
+    warn_of_residuals(model)
     optimizers = session.optimizers.pop(model)
     still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}
     for optimizer in optimizers:

@@ -7,13 +7,13 @@ tests/session/test_residuals.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.codecs.carrier import CodedCarrier
+from shoal.codecs.carrier import coded_carriers
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.transfer import Transfer
 from shoal.session.additions import uncompiled
@@ -46,7 +46,7 @@ def summed_residuals(model: nn.Module) -> StateDict:
     """What all ranks owe together, on every rank: as `residuals` (a collective)."""
     session = current()
     attached = session.attached.get(uncompiled(model))
-    if attached is None or not any("+" in choice.exchange for choice in attached.plan.choices):
+    if attached is None or not any(choice.codec for choice in attached.plan.choices):
         return {}  # as on every rank
     own = residuals(model)
     listed = [
@@ -79,24 +79,34 @@ def give_residuals(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -
         sums: of all ranks' `residuals`, the same on every rank.
     """
     session = current()
-    taken: set[str] = set()
+    coded: set[str] = set()
     sizes = {name: p.numel() for name, p in uncompiled(model).named_parameters()}
     fitting = {
         name: entries
         for name, entries in sums.items()
         if all(numbers.numel() == sizes.get(name) for numbers in entries.values())
     }
-    for transfer in _settled(model):
-        if isinstance(transfer.carrier, CodedCarrier):
-            transfer.carrier.give(session.comm.rank, fitting)
-            taken.update(transfer.carrier.bucket.numels)
-    dropped = [name for name in sums if name not in fitting or name not in taken]
-    if dropped and session.comm.rank == 0:
-        _log.warning(
-            "what codecs had lost of %s is dropped: %s",
-            ", ".join(dropped[:3]) + (f" and {len(dropped) - 3} more" if len(dropped) > 3 else ""),
-            "its size is another now, or it is sent exactly",
-        )
+    for carrier in coded_carriers(_settled(model)):
+        carrier.give(session.comm.rank, fitting)
+        coded.update(carrier.bucket.numels)
+    dropped = [name for name in sums if name not in fitting or name not in coded]
+    _warn_of_dropped(dropped, "its size is another now, or it is sent exactly")
+
+
+def warn_of_residuals(model: nn.Module) -> None:
+    """Say on rank 0 of which parameters codecs have lost something that nobody will send."""
+    owed = [
+        name
+        for name, entries in residuals(model).items()
+        if any(numbers.any() for numbers in entries.values())
+    ]
+    _warn_of_dropped(owed, "nobody sends it after unparallelize")
+
+
+def _warn_of_dropped(names: Sequence[str], why: str) -> None:
+    if names and current().comm.rank == 0:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        _log.warning("what codecs had lost of %s is dropped: %s", ", ".join(names[:3]) + more, why)
 
 
 def _settled(model: nn.Module) -> list[Transfer]:
