@@ -33,7 +33,7 @@ def unparallelize(model: nn.Module) -> None:
     values, all of the optimizer's state, and gradients where there are any. A loss that
     `parallelize` wrapped stays usable and weighs nothing. Then each process trains by itself, or
     `parallelize` is called again, also for another plan. What codecs have lost and would have sent
-    later is dropped, with a warning on rank 0; `shoal.save` before it keeps that.
+    later is dropped, with a warning on rank 0. Where you `shoal.save` before, a checkpoint has it.
 
     Args:
         model: one that `parallelize` was given.
