@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, IterableDataset
 
 import shoal
 from shoal.checkpoint.folder import STATE
@@ -259,7 +260,34 @@ def test_ranks_that_see_different_checkpoints(tmp_path: Path) -> None:
 
 def test_a_loader_that_cannot_say_where_it_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"loader cannot be saved(.|\n)*DataLoader"):
-        alone(lambda: shoal.save(tmp_path / "a", loader=torch.utils.data.DataLoader([1])))
+        alone(lambda: shoal.save(tmp_path / "a", loader=DataLoader([1])))
+
+
+class Own(IterableDataset[int]):
+    """A rank's own stream, which can say where it is."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_positions_of_each_rank_are_refused_as_long_as_they_differ(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        loader = shoal.shard(DataLoader(Own(), 2), shards_itself=True)
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(UsageError, match=r"shard themselves(.|\n)*save between epochs"):
+            shoal.save(tmp_path / "saved", loader=loader)
+        list(batches)
+        shoal.save(tmp_path / "saved", loader=loader)
+        shoal.load(tmp_path / "saved", loader=loader)
+
+    together(2, work)
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:

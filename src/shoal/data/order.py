@@ -47,8 +47,9 @@ def drawn(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
 
 def digest(rows: list[Any]) -> int:
     """A digest of some of an epoch's rows, in order; 0 where they are no numbers or names."""
-    some = rows[:: max(1, len(rows) // _LOOKED_AT)]
-    some = [row for each in some for row in (each if isinstance(each, list | tuple) else [each])]
+    some: list[Any] = []
+    for row in rows[:: max(1, len(rows) // _LOOKED_AT)]:  # or a list of rows
+        some += row if isinstance(row, list | tuple) else [row]
     if not all(isinstance(row, int | np.integer | str) for row in some):
         return 0
     return zlib.crc32(repr([str(row) for row in some]).encode())

@@ -73,8 +73,8 @@ def digest_of(row: Any) -> int:
 def _first_dimension(value: Any) -> int | None:
     if isinstance(value, Tensor | np.ndarray):
         return len(value) if value.ndim else None
-    found = (_first_dimension(each) for each in _inner(value))
-    return next((rows for rows in found if rows is not None), None)
+    dimensions = map(_first_dimension, _inner(value))
+    return next((rows for rows in dimensions if rows is not None), None)
 
 
 def _inner(value: Any) -> list[Any]:
@@ -83,7 +83,7 @@ def _inner(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, each.name) for each in fields(value)]
+        return [getattr(value, field.name) for field in fields(value)]
     return []
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, TypeVar, final
 
 from torch.utils.data import Sampler
@@ -160,11 +160,11 @@ class Lists(Known[T]):
 
     def cut(self, found: list[Any], taken: int) -> list[Turn]:
         """Turns of lists, of what is left."""
-        lists, size = _behind([list(each) for each in found], taken), self.deal.size
-        each = 1 if self.deal.together else size
-        groups = [lists[start : start + each] for start in range(0, len(lists), each)]
+        lists, size = _behind(list(map(list, found)), taken), self.deal.size
+        num = 1 if self.deal.together else size  # lists of a turn
+        groups = [lists[start : start + num] for start in range(0, len(lists), num)]
         turns = [
-            self._turn(group, whole=len(group) == each and self._as_they_are(group))
+            self._turn(group, whole=len(group) == num and self._as_they_are(group))
             for group in groups
         ]
         if not turns and not taken:
@@ -175,7 +175,7 @@ class Lists(Known[T]):
         return not self.deal.together and self.deal.shares.even and all(group)
 
     def _turn(self, group: list[list[Any]], whole: bool) -> Turn:
-        rows = [row for each in group for row in each]
+        rows = list(chain.from_iterable(group))
         return Turn(rows, len(rows), group[self.deal.rank] if whole else None)
 
     def _joined(self, turns: list[Turn]) -> list[Turn]:
@@ -219,10 +219,10 @@ class Items(Known[T]):
     def cut(self, found: list[Any], taken: int) -> list[Turn]:
         """Turns of items, of what is left."""
         size, left = self.deal.size, found[taken:]
-        each = 1 if self.deal.together else size
+        num = 1 if self.deal.together else size  # items of a turn
         if not left and not taken:
             global_batches(0, size, size, drop_last=False)
-        groups = [left[start : start + each] for start in range(0, len(left), each)]
+        groups = [left[start : start + num] for start in range(0, len(left), num)]
         return [Turn(group, len(group), [group[self._which(len(group))]]) for group in groups]
 
     def _which(self, num_items: int) -> int:
@@ -276,8 +276,7 @@ class OwnRows(Sampler[list[Any]]):
 
     def _rows(self, turns: list[Turn], epoch: int, deal: Deal) -> Iterator[list[Any]]:
         for number, turn in enumerate(turns):
-            own = deal.mine(turn.rows, epoch, number) if turn.own is None else list(turn.own)
-            yield own
+            yield deal.mine(turn.rows, epoch, number) if turn.own is None else list(turn.own)
 
     def __len__(self) -> int:
         return self.source.num_steps()
@@ -320,8 +319,8 @@ class GlobalOrder(Sampler[Any]):
 def _behind(lists: list[list[Any]], taken: int) -> list[list[Any]]:
     """What is left of lists of rows, of which so many were taken."""
     left = []
-    for each in lists:
-        if taken < len(each):
-            left.append(each[taken:])
-        taken = max(0, taken - len(each))
+    for rows in lists:
+        if taken < len(rows):
+            left.append(rows[taken:])
+        taken = max(0, taken - len(rows))
     return left

@@ -27,10 +27,11 @@ class Positioned(Generic[T]):
     source: Source[T]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the global order, as plain data: the same on every rank.
+        """The position in the global order, as plain data.
 
-        It is behind the last batch that the loop took in the epoch that it trains on. Saved by any
-        number of ranks, any number of ranks goes on from it.
+        It is the same on every rank, but for streams that shard themselves. It is behind the last
+        batch that the loop took in the epoch that it trains on. Saved by any number of ranks, any
+        number of ranks goes on from it.
 
         Raises:
             UsageError: a dataset that shards itself cannot say where it is.

@@ -117,9 +117,10 @@ class Speed(Shares):
         self._rows, self._seconds = 0, 0.0
         comm.begins(_PURPOSE)
         own = torch.tensor([speed, *self._begin], dtype=torch.float64, device="cpu")
-        told = [torch.empty_like(own) for _ in range(comm.size)]
-        comm.all_to_all(told, [own] * comm.size)
-        speeds = [float(each[0]) for each in told]
+        received = [torch.empty_like(own) for _ in range(comm.size)]
+        comm.all_to_all(received, [own] * comm.size)
+        told = [tensor.tolist() for tensor in received]
+        speeds = [speed for speed, _, _ in told]
         if all(speeds):
-            begin = max((int(epoch), int(turn)) for _, epoch, turn in (t.tolist() for t in told))
+            begin = max((int(epoch), int(turn)) for _, epoch, turn in told)
             self._shares = [*self._shares[-_EVERY:], (begin, speeds)]

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.parts import Spread
 from shoal.core.errors import ShoalError, UsageError
+from shoal.data.sharded import Positioned
 from shoal.optim.extend import kept_state_dict
 from shoal.session.additions import uncompiled
 from shoal.tensors.cut import OverRanks, cut_of, is_cut, part_of
@@ -62,12 +63,17 @@ def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
         modules: that optimizers' parameters have their names in.
         spread: leave layers that are cut, and their optimizer's state, where they are: a `Spread`
             for each tensor.
+
+    Raises:
+        UsageError: a loader whose ranks are at positions of their own.
     """
     if isinstance(value, nn.Module):
         return _of_module(uncompiled(value), spread=spread)
     if isinstance(value, Optimizer):
         state = kept_state_dict(value, Spread) if spread else value.state_dict()
         return _named(value, state, modules)
+    if isinstance(value, Positioned):
+        return _of_loader(value)
     if has_state(value):
         return value.state_dict()
     if not any(members(value)):
@@ -87,6 +93,19 @@ def _of_module(module: nn.Module, *, spread: bool) -> Any:
             state[name] = (
                 Spread(part_of(value), cut) if isinstance(cut, OverRanks) else value.detach()
             )
+    return state
+
+
+def _of_loader(loader: Positioned[Any]) -> dict[str, Any]:
+    """A loader's position, if it is the same on every rank."""
+    state = loader.state_dict()
+    if state.get("size", 1) > 1:
+        raise UsageError(
+            "streams that shard themselves have a position on each rank, and a checkpoint has one",
+            got=f"rank {state['rank']} of {state['size']}, in the middle of epoch {state['epoch']}",
+            do="save between epochs, or leave the loader out and save loader.state_dict() on each "
+            "rank",
+        )
     return state
 
 
