@@ -150,3 +150,23 @@ def test_workers_that_fetch_ahead_change_nothing(persistent: bool) -> None:
             yield rows
 
     assert list(fetched()) == [plain.epoch() for _ in range(3)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_position_around_the_end_of_an_epoch(ahead: int) -> None:
+    """Of a loop that trains on each batch as it comes, and of one that draws another one before."""
+    rank, rows, waiting = Rank(0), [], 0
+    num = len(rank.loader)
+    for _ in range(2):
+        for _ in rank.loader:
+            waiting += 1
+            if waiting > ahead:
+                rank.step()
+                waiting -= 1
+                state = rank.loader.state_dict()
+                rows.append(24 * state["epoch"] + sum(state["position"]))
+    drawn = range(1 + ahead, 2 * num + 1)  # batches, as each step ends
+    if ahead:  # the last of an epoch is not trained on as the first of the next one is drawn
+        drawn = [num if batches == num + 1 else batches for batches in drawn]
+    assert rows == [24 // num * batches for batches in drawn]

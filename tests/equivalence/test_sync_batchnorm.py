@@ -36,8 +36,9 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import ModelProfile
 from shoal.front.joining import using
 from shoal.planner.timeline import Predictor
+from shoal.profiling.layers import profile_model
 from shoal.session.session import current
-from shoal.strategies.sync_batchnorm import SyncNorms, phases_of
+from shoal.strategies.sync_batchnorm import SyncNorms, alone, phases_of
 from shoal.tensors.sync_norm import Synchronised
 
 
@@ -260,6 +261,14 @@ def test_the_plan_says_what_norms_send_and_how_long_they_take() -> None:
     text, more_s, norms = on_threads(2, work)[0]
     assert "batch norm over all ranks: 7 layers" in text
     assert more_s > norms * cluster_of(2).link.latency_s
+
+
+def test_layers_behind_a_norm_may_be_cut() -> None:
+    """The norm looks at the number of rows, by which nobody decides what is called."""
+    model = built(lambda: nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    with alone(model, True):
+        profile = profile_model(model, F.cross_entropy, [], features(7, 3)[0], ThreadComm())
+    assert {layer.name: layer.may_vary for layer in profile.layers} == {"0": "", "1": "", "2": ""}
 
 
 class OwnNorm(nn.BatchNorm1d):

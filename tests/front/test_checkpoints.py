@@ -14,6 +14,7 @@ import torch
 from one_process import cluster_of, features, rows_of
 from torch import nn, optim
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.checkpoint import snapshot
@@ -157,6 +158,38 @@ def test_two_jobs_that_write_one_folder(tmp_path: Path) -> None:
     on_ranks(2, work)
 
 
+@pytest.mark.parametrize("stopped_at", [3, 4, 5, 8])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loop_over_epochs_goes_on_wherever_it_stopped(
+    tmp_path: Path, ranks: int, stopped_at: int
+) -> None:
+    """Two epochs of four steps, as the guide has them; also behind the last row of an epoch."""
+
+    def work(comm: ThreadComm, script: Script) -> list[list[int]]:
+        loader = shoal.shard(DataLoader(range(32), 8, shuffle=True), batch="global")
+        sample = script.rows[0]
+        x, y = (torch.cat([part] * 8) for part in sample)
+        drawn = []
+        with shoal.Checkpoints(tmp_path, **script.objects, loader=loader) as saved:
+            saved.resume()
+            script.start()
+            for _ in range(loader.epoch, 2):
+                for rows in loader:
+                    F.cross_entropy(script.model(x[: len(rows)]), y[: len(rows)]).backward()
+                    script.optimizer.step()
+                    drawn.append(rows.tolist())
+                    saved.step()
+                    if saved.steps == stopped_at and not (tmp_path / LATEST).exists():
+                        saved.save()
+                        return drawn
+            return drawn
+
+    before, after = on_ranks(ranks, work), on_ranks(ranks, work)
+    assert len(before[0]) == stopped_at and len(before[0]) + len(after[0]) == 8
+    rows = [row for rank in (*before, *after) for step in rank for row in step]
+    assert sorted(rows) == sorted([*range(32)] * 2), "each row once an epoch"
+
+
 def test_a_signal_asks_for_a_checkpoint(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     model = nn.Linear(2, 2)
@@ -167,6 +200,8 @@ def test_a_signal_asks_for_a_checkpoint(tmp_path: Path) -> None:
             pass
         assert signal.getsignal(signal.SIGTERM) is before
         assert (tmp_path / LATEST).read_text() == f"step-{saved.steps:08d}\n"
+        steps = saved.steps
+        assert saved.step() is True and saved.steps == steps, "also in a loop around"
     assert signal.getsignal(signal.SIGTERM) is before
 
 

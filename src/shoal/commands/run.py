@@ -84,7 +84,7 @@ class Run:
         self, epochs: int, steps: int, progress: Progress, checkpoints: Checkpoints | None
     ) -> bool:
         """The ordinary loop; whether a signal has ended it."""
-        first = self.loader.state_dict()["epoch"] if checkpoints else 0
+        first = self.loader.epoch if checkpoints else 0
         for epoch in range(first, max(epochs, first + 1)):
             if progress.num_steps == steps:
                 break  # a stream's epochs had more steps than one

@@ -31,6 +31,13 @@ class Pass:
     trained: bool = False  # a backward belongs to it
     complete: bool = False  # it went to its end
     thread: int = 0  # that has drawn its last batch
+    batches: int = 0  # that were drawn
+    backwards: int = 0  # that belong to it
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of it has been trained on."""
+        return self.complete and self.backwards >= self.batches
 
 
 class Waiting(Protocol):
@@ -74,10 +81,14 @@ class Passes:
     def backward(self) -> None:
         """A backward comes to a parallelised model."""
         if not self._drawn:
+            if self._current is not None:
+                self._current.backwards += 1
             return
-        known = [one for one in self._drawn if one.trained]
+        # one that only met its end since then is no reason to take the next one for a peek
+        known = [one for one in self._drawn if one.trained and not one.is_over]
         loaders = {one.loader for one in known}
         self._current = (known or self._drawn)[-1]
+        self._current.backwards += 1
         for one in self._drawn:
             if one.loader not in loaders:  # else it is a peek beside the pass that trains
                 one.trained = True

@@ -38,6 +38,15 @@ class Positioned(Generic[T]):
         """
         return self.source.state()
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the row that comes next, counted from 0: where a loop goes on.
+
+        Raises:
+            UsageError: as `state_dict`.
+        """
+        return int(self.state_dict()["epoch"])
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on from a position, on every rank from the same one.
 
@@ -76,7 +85,7 @@ class ShardedLoader(Positioned[T], DataLoader[T]):
 class ShardedBatches(Positioned[T]):
     """This rank's own of the batches that an iterable gives: what `shard` makes of one.
 
-    It has the three methods of a `ShardedLoader`.
+    It has `state_dict`, `load_state_dict`, `set_epoch` and `epoch`, as a `ShardedLoader`.
 
     Examples:
         >>> import shoal, torch

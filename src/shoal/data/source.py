@@ -172,6 +172,7 @@ class _Given(Iterator[T]):
         except StopIteration:
             self._begun.noted.complete = True
             raise
+        self._begun.noted.batches += 1
         self._begun.position, self._begun.drawn = step.position, True
         self._begun.noted.complete = step.last
         if step.order:

@@ -70,7 +70,7 @@ class Checkpoints:
         >>> with shoal.Checkpoints(tempfile.mkdtemp(), model=model, epoch=0) as checkpoints:
         ...     first = checkpoints.resume()["epoch"]
         ...     for epoch in range(first, 3):
-        ...         _ = checkpoints.step(epoch=epoch)
+        ...         _ = checkpoints.step(epoch=epoch + 1)
         >>> checkpoints.steps
         3
     """
@@ -96,6 +96,7 @@ class Checkpoints:
         self._channel: Comm | None = None  # for parts of tensors, where there are any
         self.steps = 0  # that the run has made, also before a restart
         self._decides = 1  # the step at which ranks decide next
+        self._has_ended = False  # a signal has asked for it
         agreed(self._comm, self._run.lock if self._writes else nothing, _OPENING)
         self._signals = _Signals()
         if signals:
@@ -140,7 +141,10 @@ class Checkpoints:
 
         Returns:
             Whether a signal has asked this run to end. A checkpoint is written: leave the loop.
+            From then on steps are not counted, and it goes on returning True.
         """
+        if self._has_ended:
+            return True
         self.steps += 1
         self._objects |= values
         if self.steps < self._decides:
@@ -155,6 +159,7 @@ class Checkpoints:
         self._decides = decisions[0]
         if any(ends):
             self.save()
+            self._has_ended = True
         elif due[0] and not any(busy):
             self._start()
         return any(ends)

@@ -77,7 +77,9 @@ class NormOfRanks:
             own[-1] = count
         everyone = self.gathered(own, purpose)
         counts, means = everyone[:, -1:], everyone[:, :channels]
-        total = float(counts.sum())
+        # Shoal's own look at values: no module decides by it what is called
+        with torch._C.DisableTorchFunction():
+            total = float(counts.sum())
         if total <= 1:
             raise UsageError(
                 "batch norm needs more than one value a channel in training, on all ranks together",
