@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.codecs.carrier import coded_carriers
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import StateDict
 from shoal.front.joining import using
 from shoal.session.residuals import give_residuals, residuals
+from shoal.session.session import current
 
 BATCHES = [(x.float(), y) for x, y in features(7, 3, rows=12, steps=6)]
 WAYS = ["replicate:direct+int8(block=8)", "sliced:ring+one_bit(block=8)"]
@@ -56,14 +58,14 @@ def test_two_ranks_three_and_two_again_keep_the_sum(pin: str) -> None:
     assert any(numbers.any() for entries in owed.values() for numbers in entries.values())
     assert set(owed) == {n for n, p in built(make).named_parameters() if p.dim() > 1}
     for ranks in (3, 2):
-        again = total(given(ranks, pin, owed))
+        again = total(owed_after_giving(ranks, pin, owed))
         for name, entries in owed.items():
             for what, numbers in entries.items():
                 torch.testing.assert_close(again[name][what], numbers, rtol=1e-6, atol=1e-9)
         owed = again
 
 
-def given(ranks: int, pin: str, owed: StateDict) -> list[StateDict]:
+def owed_after_giving(ranks: int, pin: str, owed: StateDict) -> list[StateDict]:
     """What each rank owes when it was given what all owed."""
 
     def take(network: nn.Module, own: list[Batch], train: object) -> None:
@@ -112,7 +114,7 @@ def test_residuals_of_another_model_are_dropped_with_a_word(
     }
 
     with caplog.at_level(logging.WARNING, logger="shoal"):
-        outcomes = given(2, WAYS[0], owed)
+        outcomes = owed_after_giving(2, WAYS[0], owed)
     assert not any(numbers.any() for o in outcomes for e in o.values() for numbers in e.values())
     assert "what codecs had lost of elsewhere, 0.weight is dropped" in caplog.text
 
@@ -128,6 +130,27 @@ def test_unparallelize_says_what_it_drops(pin: str, caplog: pytest.LogCaptureFix
     dropped = "is dropped: nobody sends it after unparallelize"
     assert caplog.text.count(dropped) == ("+" in pin), "rank 0 says it once"
     assert ("0.weight" in caplog.text) == ("+" in pin)
+
+
+def test_residuals_of_a_bucket_that_is_exact_again_are_dropped_with_a_word(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(network: nn.Module, own: list[Batch], train: Callable[[list[Batch]], None]) -> None:
+        for carrier in coded_carriers(current().attached[network].engine.transfers):
+            carrier.given_up, carrier.exact = ["0.weight"], True
+        give_residuals(
+            network,
+            {
+                "0.weight": {
+                    "parameter": torch.ones(dict(network.named_parameters())["0.weight"].numel())
+                }
+            },
+        )
+
+    with caplog.at_level(logging.WARNING, logger="shoal"):
+        owed = outcomes_of(2, WAYS[1], work)
+    assert owed == [{}, {}]
+    assert "what codecs had lost of 0.weight is dropped" in caplog.text
 
 
 def test_a_checkpoint_keeps_their_sum(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from shoal.codecs.blocks import in_blocks
 from shoal.codecs.int8 import Int8
 from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
@@ -50,9 +50,7 @@ class Int4(Codec):
         return 4 * num_blocks + num_blocks * self.block // 2
 
     def encode(self, values: Tensor, state: State) -> Tensor:
-        num_blocks = -(-len(values) // self.block)
-        short = num_blocks * self.block - len(values)
-        rows = (pad(values, (0, short)) if short else values).view(num_blocks, -1)
+        rows = in_blocks(values, self.block)
         steps = rows.abs()
         largest = steps.amax(dim=1)
         scales = largest.float().mul_(1 / _STEPS)

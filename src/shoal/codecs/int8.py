@@ -13,8 +13,8 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from shoal.codecs.blocks import in_blocks
 from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
@@ -49,9 +49,8 @@ class Int8(Codec):
         return self.encode_into(values, state, code)
 
     def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
-        num_blocks = -(-len(values) // self.block)
-        rows = _whole(values, num_blocks * self.block).view(num_blocks, -1)
-        steps = rows.abs()
+        rows = in_blocks(values, self.block)
+        num_blocks, steps = len(rows), rows.abs()
         largest = steps.amax(dim=1)
         code[: 4 * num_blocks].view(torch.float32).copy_(largest.mul_(1 / _STEPS))
         torch.mul(rows, largest.clamp_(min=_LEAST).reciprocal_()[:, None], out=steps)
@@ -60,9 +59,8 @@ class Int8(Codec):
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         scales, steps = self._parted(code, len(into))
-        if len(steps) == len(into) and into.dtype == torch.float32:
-            into.copy_(steps)
-            into.view(len(scales), -1).mul_(scales[:, None])
+        if steps.numel() == len(into) and into.dtype == torch.float32:
+            into.view(steps.shape).copy_(steps).mul_(scales[:, None])
         else:
             into.copy_(self._values(scales, steps)[: len(into)])
 
@@ -73,15 +71,10 @@ class Int8(Codec):
         into.sub_(self._values(*self._parted(code, len(into)))[: len(into)])
 
     def _values(self, scales: Tensor, steps: Tensor) -> Tensor:
-        return steps.float().view(len(scales), -1).mul_(scales[:, None]).view(-1)
+        return steps.float().mul_(scales[:, None]).view(-1)
 
     def _parted(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Scales, and steps of whole blocks."""
+        """Scales, and steps of whole blocks, a row each."""
         num_blocks = -(-numel // self.block)
         scales, steps = code[: 4 * num_blocks], code[4 * num_blocks :]
-        return scales.view(torch.float32), _whole(steps.view(torch.int8), num_blocks * self.block)
-
-
-def _whole(values: Tensor, numel: int) -> Tensor:
-    """Values with as many zeros behind them as make whole blocks."""
-    return values if len(values) == numel else pad(values, (0, numel - len(values)))
+        return scales.view(torch.float32), in_blocks(steps.view(torch.int8), self.block)

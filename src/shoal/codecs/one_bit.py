@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from shoal.codecs.blocks import in_blocks
 from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
@@ -44,12 +45,9 @@ class OneBit(Codec):
         return -(-numel // 8) + 4 * -(-numel // self.block)
 
     def encode(self, values: Tensor, state: State) -> Tensor:
-        num_blocks = -(-len(values) // self.block)
-        short = num_blocks * self.block - len(values)
-        sizes = values.abs()
-        sums = (pad(sizes, (0, short)) if short else sizes).view(num_blocks, -1).sum(dim=1).float()
+        sums = in_blocks(values.abs(), self.block).sum(dim=1).float()
         sums[:-1].div_(self.block)
-        sums[-1:].div_(self.block - short)
+        sums[-1:].div_(len(values) - (len(sums) - 1) * self.block)
         return torch.cat([sums.view(torch.uint8), _packed(values >= 0)])
 
     def decode(self, code: Tensor, into: Tensor) -> None:

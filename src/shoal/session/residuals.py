@@ -87,8 +87,9 @@ def give_residuals(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -
         if all(numbers.numel() == sizes.get(name) for numbers in entries.values())
     }
     for carrier in coded_carriers(_settled(model)):
-        carrier.give(session.comm.rank, fitting)
-        coded.update(carrier.bucket.numels)
+        exact_again = bool(carrier.given_up)
+        carrier.give(session.comm.rank, {} if exact_again else fitting)
+        coded.update(() if exact_again else carrier.bucket.numels)
     dropped = [name for name in sums if name not in fitting or name not in coded]
     _warn_of_dropped(dropped, "its size is another now, or it is sent exactly")
 
