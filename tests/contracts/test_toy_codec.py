@@ -80,7 +80,6 @@ class Whole(Codec):
 
     name: ClassVar[str] = "whole"
     exact: ClassVar[bool] = True
-    linear: ClassVar[bool] = True
 
     def nbytes(self, numel: int, itemsize: int) -> int:
         return numel * itemsize

@@ -345,7 +345,11 @@ def plan(
     stages.done("measuring the model")
     codecs = codecs_of(options.codecs)
     wanted = all_codecs(None, options.pins, codecs)
-    where = with_codings(cluster or measured_cluster(session), session.comm, wanted)
+    where = (
+        with_codings(cluster, session.comm, wanted)
+        if cluster
+        else measured_cluster(session, codecs=wanted)
+    )
     stages.done("measuring the links")
     asked = {name: value for name, value in vars(options).items() if name != "plan"}
     made = plan_for(profile, where, **{**asked, "codecs": codecs})

@@ -26,8 +26,6 @@ class Codec(Contract, ABC):
 
     package: ClassVar[str] = "shoal.codecs"
     group: ClassVar[str] = "shoal.codecs"
-    # a sum of codes is the code of the sum
-    linear: ClassVar[bool] = False
     # `decode` gives back the very values
     exact: ClassVar[bool] = False
     # what a code loses is sent with the next

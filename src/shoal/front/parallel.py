@@ -258,8 +258,11 @@ def plan(
         counted=True,
     )
     wanted, device = all_codecs(None, pins, allowed), device_of(model)
-    where = cluster or measured_cluster(current(), exchanges_of(None, pins), device)
-    where = with_codings(where, comm, wanted, device)
+    where = (
+        with_codings(cluster, comm, wanted, device)
+        if cluster
+        else measured_cluster(current(), exchanges_of(None, pins), device, wanted)
+    )
     return from_first(
         comm,
         Plan,
