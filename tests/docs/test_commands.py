@@ -33,6 +33,8 @@ PROMISED = {
     "shoal train examples/digits.py --ranks 2",
     "shoal lab --hosts 4 --rate 200mbit -- shoal train examples/digits.py --epochs 24",
 }
+# what the checkpoint comes from that pages call `run`
+SAVES = "shoal train examples/digits.py --checkpoint run --epochs 1"
 PROGRAMS = {
     "shoal": ["-m", "shoal"],
     "torchrun": ["-m", "torch.distributed.run"],
@@ -98,6 +100,8 @@ def test_a_command_that_is_shown_runs(command: str, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if "torchrun" in command and "--nnodes" not in command:
         environment["PET_MASTER_PORT"] = str(free_port())
+    if "--weights run" in command:
+        subprocess.run(as_run(SAVES), cwd=tmp_path, env=environment, check=True)
     running = [
         subprocess.Popen(
             as_run(each),

@@ -330,7 +330,6 @@ def test_the_same_inputs_for_other_targets_are_trained_on() -> None:
 
     def work(comm: ThreadComm) -> Tensor:
         with using(comm, Cluster(Topology(("a", "b")), Link(1e-4, 1e8), 1.0)):
-            torch.manual_seed(0)
             model, image = nn.Linear(40, 40), images[comm.rank]
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             shoal.parallelize(model, nn.functional.mse_loss, optimizer, sample=(points, image))
@@ -359,7 +358,6 @@ def test_parameters_without_elements_have_buckets_of_their_own(way: str) -> None
         if comm.rank >= 2:
             serve(comm)
             return None
-        torch.manual_seed(0)
         model, x = Empty(), torch.full((2, 7), 1.0 + comm.rank)
         with using(comm, Cluster(Topology(hosts[:2]), Link(1e-4, 1e8), 1.0, servers=hosts[2:])):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)

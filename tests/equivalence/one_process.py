@@ -35,6 +35,7 @@ from shoal.core.role import Role
 from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.layers import profile_model
+from shoal.profiling.untraced import RANDOM_STATE
 from shoal.servers.servers import serve
 
 # where models and batches are
@@ -320,8 +321,10 @@ def features(width: int, classes: int, *, steps: int = 5, rows: int = ROWS) -> l
 
 
 def built(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A model with the same initial parameters in every test."""
-    with torch.random.fork_rng(devices=()):
+    """A model with the same initial parameters in every test, also where ranks are threads: they
+    draw from one state.
+    """
+    with RANDOM_STATE, torch.random.fork_rng(devices=()):
         torch.manual_seed(7)
         return make().to(DEVICE, dtype)
 

@@ -132,7 +132,6 @@ def test_a_sparse_buffer_and_a_sparse_input_are_trained_with() -> None:
 
     def work(comm: ThreadComm) -> Tensor:
         with using(comm, cluster_of(2)):
-            torch.manual_seed(0)
             model = copy.deepcopy(first)
             x = torch.full((4, 4), 1.0 + comm.rank), torch.eye(4).to_sparse()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

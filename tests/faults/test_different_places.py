@@ -29,7 +29,6 @@ class Job:
     """A tiny model of one rank, and its steps."""
 
     def __init__(self, comm: ThreadComm, way: str) -> None:
-        torch.manual_seed(0)
         self.rank = comm.rank
         self.generator = torch.Generator().manual_seed(comm.rank)
         model = nn.Sequential(

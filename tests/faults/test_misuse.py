@@ -104,7 +104,6 @@ def test_time_outs_are_checked(options: dict[str, float]) -> None:
 def test_a_module_of_a_model_that_was_parallelised_is_refused_and_its_copy_is_not(way: str) -> None:
     def work(comm: ThreadComm) -> None:
         with using(comm, Cluster(Topology(("h0", "h1")), Link(1e-4, 1e8), 1.0)):
-            torch.manual_seed(0)
             encoder, loss = nn.Linear(6, 6), nn.CrossEntropyLoss()
             first = nn.Sequential(encoder, nn.Linear(6, 3))
             shoal.parallelize(

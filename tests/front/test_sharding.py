@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from every_kind import KINDS, Batches, Numbers
+from one_process import built
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,7 +25,6 @@ def test_ranks_share_out_any_loader(kind: str, batch: Any) -> None:
     make, num = KINDS[kind]
 
     def work(comm: ThreadComm) -> list[list[int]]:
-        torch.manual_seed(comm.rank)
         with using(comm):
             return [each.flatten().tolist() for each in shoal.shard(make(), batch=batch)]
 
@@ -75,7 +75,6 @@ def test_ranks_read_unlike_streams_as_one() -> None:
     """A stream that gives each rank its own rows, which nobody has said: found as it trains."""
 
     def work(comm: ThreadComm) -> None:
-        torch.manual_seed(0)
         rows = [torch.randn(3) + comm.rank for _ in range(12)]
         with using(comm):
             loader = shoal.shard(DataLoader(_stream(rows), 2))
@@ -108,8 +107,7 @@ def test_gradients_of_uneven_shares_are_those_of_one_process(size: int) -> None:
     data = TensorDataset(x, x.sum(1, keepdim=True))
 
     def work(comm: ThreadComm) -> tuple[torch.Tensor, list[int]]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1).double()
+        model = built(lambda: nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with using(comm):
             loader = shoal.shard(
