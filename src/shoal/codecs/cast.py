@@ -15,6 +15,7 @@ class Cast(Codec):
     """Values, each rounded to the nearest of a narrower type."""
 
     in_runs: ClassVar[bool] = True
+    by_value: ClassVar[bool] = True
     least_dims: ClassVar[int] = 2
     most_error: ClassVar[float] = 0.01
 

@@ -13,7 +13,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.codecs.blocks import in_blocks
+from shoal.codecs.blocks import in_blocks, largest
 from shoal.codecs.int8 import Int8
 from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
@@ -51,12 +51,10 @@ class Int4(Codec):
 
     def encode(self, values: Tensor, state: State) -> Tensor:
         rows = in_blocks(values, self.block)
-        steps = rows.abs()
-        largest = steps.amax(dim=1)
-        scales = largest.float().mul_(1 / _STEPS)
-        torch.mul(rows, (1 / scales.clamp(min=_LEAST))[:, None], out=steps)
+        scales = largest(rows).float().mul_(1 / _STEPS)
+        steps = rows * (1 / scales.clamp(min=_LEAST))
         low, high = steps.round_().add_(_STEPS + 1).to(torch.uint8).view(2, -1)
-        return torch.cat([scales.view(torch.uint8), high.bitwise_left_shift_(4).add_(low)])
+        return torch.cat([scales.view(-1).view(torch.uint8), high.bitwise_left_shift_(4).add_(low)])
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         num_blocks = -(-len(into) // self.block)

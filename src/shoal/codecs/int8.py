@@ -14,7 +14,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from shoal.codecs.blocks import in_blocks
+from shoal.codecs.blocks import in_blocks, largest
 from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
@@ -50,11 +50,11 @@ class Int8(Codec):
 
     def encode_into(self, values: Tensor, state: State, code: Tensor) -> Tensor:
         rows = in_blocks(values, self.block)
-        num_blocks, steps = len(rows), rows.abs()
-        largest = steps.amax(dim=1)
-        code[: 4 * num_blocks].view(torch.float32).copy_(largest.mul_(1 / _STEPS))
-        torch.mul(rows, largest.clamp_(min=_LEAST).reciprocal_()[:, None], out=steps)
-        code[4 * num_blocks :].view(torch.int8).copy_(steps.round_().view(-1)[: len(values)])
+        scales, steps = code.split([4 * len(rows), len(values)])
+        scale = largest(rows).mul_(1 / _STEPS)
+        scales.view(torch.float32).copy_(scale.view(-1))
+        exact = rows * scale.clamp_(min=_LEAST).reciprocal_()
+        steps.view(torch.int8).copy_(exact.round_().view(-1)[: len(values)])
         return code
 
     def decode(self, code: Tensor, into: Tensor) -> None:
@@ -68,13 +68,17 @@ class Int8(Codec):
         into.add_(self._values(*self._parted(code, len(into)))[: len(into)])
 
     def decode_subtract(self, code: Tensor, into: Tensor) -> None:
-        into.sub_(self._values(*self._parted(code, len(into)))[: len(into)])
+        scales, steps = self._parted(code, len(into))
+        if steps.numel() == len(into) and into.dtype == torch.float32:
+            # at whoever coded alone: other processors may round it otherwise
+            into.view(steps.shape).addcmul_(steps.float(), scales[:, None], value=-1)
+        else:
+            into.sub_(self._values(scales, steps)[: len(into)])
 
     def _values(self, scales: Tensor, steps: Tensor) -> Tensor:
         return steps.float().mul_(scales[:, None]).view(-1)
 
     def _parted(self, code: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Scales, and steps of whole blocks, a row each."""
-        num_blocks = -(-numel // self.block)
-        scales, steps = code[: 4 * num_blocks], code[4 * num_blocks :]
+        scales, steps = code.split([4 * -(-numel // self.block), numel])
         return scales.view(torch.float32), in_blocks(steps.view(torch.int8), self.block)

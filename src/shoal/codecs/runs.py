@@ -1,6 +1,6 @@
 """Codes in runs that stay in a core's cache: what a codec does to a slice of any length.
 
-    values   │ 131,072 │ 131,072 │ rest │
+    values   │ 262,144 │ 262,144 │ rest │
     code     │ run     │ run     │ run  │   each run is coded by itself, where its codec allows
 
 So adding what was lost, coding, decoding and taking the difference cost one way to memory and back.
@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
-RUN = 1 << 17  # values
+RUN = 1 << 18  # values
 LOST = "lost"  # what codes have lost of a slice's values
 
 
@@ -48,7 +48,8 @@ class Runs:
                 values, and comes to be what this code loses. None: nothing is kept.
             state: as for `Codec.encode`.
         """
-        for begin, stop, place in self._places(len(values), code, values if lost is None else lost):
+        like, alone = (values, True) if lost is None else (lost, False)
+        for begin, stop, place in self._places(len(values), code, like, alone):
             part = values[begin:stop] if lost is None else lost[begin:stop].add_(values[begin:stop])
             made = self.codec.encode_into(part, state, place)
             self._check(made, place, state, stop - begin)
@@ -57,22 +58,32 @@ class Runs:
             if lost is not None:
                 self.codec.decode_subtract(place, part)
                 # of a gradient that overflowed nothing is kept: it would never end
-                if not isfinite(torch.dot(part, part)):
+                if not isfinite(part.sum()):
                     part.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def decode(self, code: Tensor, into: Tensor) -> None:
         """Write what a code stands for."""
-        for begin, stop, place in self._places(len(into), code, into):
+        for begin, stop, place in self._places(len(into), code, into, alone=True):
             self.codec.decode(place, into[begin:stop])
 
     def decode_add(self, code: Tensor, into: Tensor) -> None:
         """Add what a code stands for."""
-        for begin, stop, place in self._places(len(into), code, into):
+        for begin, stop, place in self._places(len(into), code, into, alone=False):
             self.codec.decode_add(place, into[begin:stop])
 
-    def _places(self, numel: int, code: Tensor, like: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Each run's values, from where to where, and its code; `like` is of the codec's type."""
-        step, at = RUN if self.codec.in_runs else max(numel, 1), 0
+    def _places(
+        self, numel: int, code: Tensor, like: Tensor, alone: bool
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """Each run's values, from where to where, and its code.
+
+        Args:
+            numel: how many values there are.
+            code: of all of them.
+            like: of the type that the codec sees.
+            alone: values are coded, or read, and nothing else is done with them.
+        """
+        in_runs = self.codec.in_runs and not (alone and self.codec.by_value)
+        step, at = RUN if in_runs else max(numel, 1), 0
         for begin in range(0, numel, step):
             stop = min(begin + step, numel)
             nbytes = self.codec.nbytes(stop - begin, like.itemsize)

@@ -30,9 +30,11 @@ class Codec(Contract, ABC):
     exact: ClassVar[bool] = False
     # what a code loses is sent with the next
     feedback: ClassVar[bool] = True
-    # values may be coded in runs of 131,072, each by itself, in a code of whole fours of bytes:
+    # values may be coded in runs of 262,144, each by itself, in a code of whole fours of bytes:
     # these stay in a core's cache
     in_runs: ClassVar[bool] = False
+    # each value is coded by itself, in one pass: then coding alone needs no runs
+    by_value: ClassVar[bool] = False
     # parameters of fewer dimensions travel as they are: biases and scales are small, and err most
     least_dims: ClassVar[int] = 1
     # of the mean over 100 steps, by which a layer may be off and still travel so (codecs/ledger.py)
