@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
+from shoal.comm import faulty
 from shoal.comm.process_group import ProcessGroupComm
 from shoal.contracts.launcher import Job
 from shoal.core.facts import Link
@@ -117,23 +118,13 @@ def is_late(moment: str) -> bool:
     return moment in LATE or (moment.startswith("message") and moment.endswith(LAST))
 
 
-class Boom(Exception):
-    """What a rank raises."""
-
-
 def strike(kind: str) -> None:
     """Let it happen, to this process."""
-    print(f"fault at {time.time()}", flush=True)
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind == "cut":
-        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
-    elif kind == INTERFACE:
+    if kind == INTERFACE:
+        print("fault at", time.time(), flush=True)
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
-    elif kind == "raise":
-        raise Boom("planted")
+    else:
+        faulty.strike(kind, faulty.Victim(), "planted")
 
 
 class Moments:

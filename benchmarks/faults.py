@@ -6,18 +6,19 @@
 A fault is four words: a plan and how many ranks follow it, the rank that it strikes, a moment of
 that rank's, and what happens:
 
-    kill    SIGKILL: a process that dies
-    stop    SIGSTOP: a process that hangs
-    cut     `ip link set eth0 down`: a host whose cable is pulled
-    raise   an exception that nobody catches
+    kill        SIGKILL: a process that dies
+    stop        SIGSTOP: a process that hangs
+    link down   a host whose cable is pulled
+    exception   one that nobody catches
     interface   GLOO_SOCKET_IFNAME names no interface of this host
 
-Each fault is a job of its own in a lab of its own, so `cut` cuts off a host as a cable would. The
-moments are found by a run without a fault, which counts the groups of connections that each rank
-makes and the messages that it waits for. A fault has passed when all other ranks have ended by
-themselves within 30 s, each of them naming the rank and its host, and neither a process nor a
-network namespace is left. A host that is cut off cannot know who else is: it has to end too, and
-that is all. A fault at the very end may be nobody's loss.
+The first four are kinds of `shoal.comm.faulty`. Each fault is a job of its own in a lab of its own,
+so a link that is down cuts off a host as a pulled cable would. The moments are found by a run
+without a fault, which counts the groups of connections that each rank makes and the messages that
+it waits for. A fault has passed when all other ranks have ended by themselves within 30 s, each of
+them naming the rank and its host, and neither a process nor a network namespace is left. A host
+that is cut off cannot know who else is: it has to end too, and that is all. A fault at the very end
+may be nobody's loss.
 
 Needs root and Linux (the lab). `tests/faults/test_every_moment.py` runs a few of them.
 """
@@ -55,7 +56,7 @@ from fault_job import (
 
 from shoal.launch.namespaces import NAMES
 
-KINDS = ("kill", "stop", "cut", "raise")
+KINDS = ("kill", "stop", "link down", "exception")
 SOON_S = 30.0
 
 
@@ -157,7 +158,7 @@ def wrong(outcome: Outcome, launcher: str) -> Iterator[str]:
             yield f"rank {number} ended with exit code {code}"
         elif not any(name in outcome.words[number] for name in named):
             yield f"rank {number} does not name it: {outcome.words[number] or 'no word'}"
-    if case.kind in ("cut", INTERFACE) and outcome.codes[case.who] not in (0, 1):
+    if case.kind in ("link down", INTERFACE) and outcome.codes[case.who] not in (0, 1):
         yield f"the rank itself ended with exit code {outcome.codes[case.who]}"
 
 

@@ -16,24 +16,23 @@ import argparse
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 from torch import nn
 
 import shoal
+from shoal.comm.faulty import Victim, strike
 from shoal.contracts.launcher import Job
-from shoal.launch.lab import INTERFACE, Lab
+from shoal.launch.lab import Lab
 
-_RATE, _TENTH = "200mbit", "20mbit"
+_RATE = "200mbit"
 _WIDTH, _ROWS = 384, 256
 _STRUCK = "h1"
 
 
-def train(case: str, seconds: float, due: Path) -> None:
+def train(case: str, seconds: float) -> None:
     """One rank; all train until rank 0 says that it is enough."""
     world = shoal.init()
     cores = sorted(os.sched_getaffinity(0))
@@ -47,7 +46,7 @@ def train(case: str, seconds: float, due: Path) -> None:
     generator = torch.Generator().manual_seed(world.rank)
     x, y = torch.randn(_ROWS, _WIDTH, generator=generator), torch.arange(_ROWS) % 8
     shoal.parallelize(model, loss_fn, optimizer, sample=(x, y), pins={"*": "replicate"})
-    began_s, steps = time.monotonic(), 0
+    began_s, steps, is_struck = time.monotonic(), 0, world.host != _STRUCK
     burners: list[subprocess.Popen[bytes]] = []
     while shoal.mean(time.monotonic() - began_s) < seconds:
         for _ in range(10):
@@ -55,30 +54,17 @@ def train(case: str, seconds: float, due: Path) -> None:
             loss_fn(model(x), y).backward()
             optimizer.step()
         steps += 10
-        is_due = time.monotonic() - began_s > seconds / 3
-        if is_due and world.is_main:
-            due.touch()
-        if is_due and case == "busy" and world.host == _STRUCK and not burners:
-            endless = (sys.executable, "-c", "while True: pass")
-            burners = [subprocess.Popen(endless) for _ in range(4)]  # on the same core
+        if time.monotonic() - began_s > seconds / 3 and not is_struck:
+            is_struck = True
+            if case == "link":
+                strike("link at a tenth", Victim())
+            elif case == "busy":
+                endless = (sys.executable, "-c", "while True: pass")
+                burners = [subprocess.Popen(endless) for _ in range(4)]  # on the same core
     for burner in burners:
         burner.terminate()
     if world.is_main:
         print(f"{steps} steps in {time.monotonic() - began_s:.0f} s")
-
-
-def _slow_down(lab: Lab, due: Path) -> None:
-    """The link of the struck host, at both of its ends, once that file is there."""
-    while not due.exists():
-        time.sleep(0.1)
-    number = int(_STRUCK[1:])
-    for namespace, device in (
-        (lab.namespaces[number], INTERFACE),
-        (lab.namespaces[-1], _STRUCK),
-    ):
-        queue = f"tbf rate {_TENTH} burst 128kb latency 50ms"
-        command = f"tc -n {namespace} qdisc replace dev {device} root handle 1: {queue}"
-        subprocess.run(command.split(), check=True)
 
 
 def main() -> None:
@@ -87,19 +73,14 @@ def main() -> None:
     parser.add_argument("--case", choices=("busy", "link", "quiet"), default="quiet")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--due", type=Path, help="a file that a rank makes when it is time")
     parser.add_argument("--rank", action="store_true", help="be a rank of it")
     asked = parser.parse_args()
     if asked.rank:
-        train(asked.case, asked.seconds, asked.due)
+        train(asked.case, asked.seconds)
         return
-    due = Path(mkdtemp()) / "due"
     me = (sys.executable, str(Path(__file__).resolve()), "--rank", "--case", asked.case)
-    job = Job((*me, "--seconds", str(asked.seconds), "--due", str(due)), asked.hosts)
-    with Lab(hosts=asked.hosts, rate=_RATE) as lab:
-        if asked.case == "link":
-            threading.Thread(target=_slow_down, args=(lab, due), daemon=True).start()
-        result = lab.launch(job)
+    job = Job((*me, "--seconds", str(asked.seconds)), asked.hosts)
+    result = Lab(hosts=asked.hosts, rate=_RATE).launch(job)
     sys.exit(result.exit_code)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shoal.comm.faulty import Delay, Drop, Fault, FaultyComm, Kill, Killed, RandomDelay
+from shoal.comm.faulty import Delay, Drop, FaultyComm, Kill, Killed, NetworkFault, RandomDelay
 from shoal.comm.threads import Hub, ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, PeerLost
 
 
-def stream(faults: Sequence[Fault], timeout_s: float = 20) -> None:
+def stream(faults: Sequence[NetworkFault], timeout_s: float = 20) -> None:
     """Rank 0 sends 1, 2, 3, 4 to rank 1, every other one on a second channel."""
 
     def work(comm: ThreadComm) -> None:

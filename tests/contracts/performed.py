@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal.comm.faulty import Fault, FaultyComm
+from shoal.comm.faulty import FaultyComm, NetworkFault
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import Counts, TracedComm
 from shoal.contracts.comm import Comm, Pending
@@ -50,7 +50,7 @@ def perform(
     ranks: int,
     numel: int,
     dtype: torch.dtype = torch.float64,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[NetworkFault] = (),
     hosts: str | None = None,
 ) -> list[Outcome]:
     """Reduce and gather on every rank, counted; every rank on a host of its own, or on the one that
@@ -68,7 +68,7 @@ def performed(
     ranks: int,
     numel: int,
     dtype: torch.dtype,
-    faults: Sequence[Fault],
+    faults: Sequence[NetworkFault],
     hosts: str | None,
 ) -> list[Outcome]:
     def work(comm: ThreadComm) -> Outcome:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.comm.faulty import flip
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
@@ -53,11 +54,6 @@ class Script:
         for weight in self.model.parameters():
             found += [weight, *self.optimizer.state[weight].values()]
         return [tensor.detach().clone() for tensor in found]
-
-
-def flip(tensor: Tensor, element: int, bit: int) -> None:
-    """As a fault in memory does: no version tells of it."""
-    tensor.data.view(-1).view(torch.int32)[element] ^= 1 << bit
 
 
 def on_ranks(ranks: int, script: Callable[[ThreadComm], Any], processors: Any = ()) -> list[Any]:

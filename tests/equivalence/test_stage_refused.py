@@ -30,7 +30,7 @@ from with_tail import (
 )
 
 import shoal
-from shoal.comm.faulty import Drop, Fault, FaultyComm
+from shoal.comm.faulty import Drop, FaultyComm, NetworkFault
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import DeadlinePassed, RanksDiffer, UsageError
 from shoal.front.joining import using
@@ -268,7 +268,7 @@ def test_a_target_that_cannot_be_sent_is_refused_before_the_first_step() -> None
         run(3, work, timeout_s=10, hosts=cluster.topology.hosts + cluster.tail, tail=1)
 
 
-def faulty(fault: Fault, tail: int = 1) -> None:
+def faulty(fault: NetworkFault, tail: int = 1) -> None:
     """Two workers and a tail train with a fault."""
     batches, copies = features(WIDTH, CLASSES), [built(Net) for _ in range(2 + tail)]
     cluster = replace(cluster_of(2), tail=tuple(f"tail{t}" for t in range(tail)))

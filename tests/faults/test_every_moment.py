@@ -21,15 +21,15 @@ needs_lab = pytest.mark.skipif(
 
 QUICK = (
     "replicate, 2 ranks, rank 1, group 3, kill",
-    "cuts, 3 ranks, rank 1, in forward 2, raise",
+    "cuts, 3 ranks, rank 1, in forward 2, exception",
     "tables, 3 ranks, rank 1, group 4, stop",
     "tails, 3 ranks, rank 0, group 2, interface",
 )
 LONG = (
     "tables, 3 ranks, rank 1, before forward 2, stop",
     "cuts, 2 ranks, rank 0, in backward 2, stop",
-    "tails, 3 ranks, rank 2, message 12, cut",
-    "replicate, 3 ranks, rank 1, measuring the links, cut",
+    "tails, 3 ranks, rank 2, message 12, link down",
+    "replicate, 3 ranks, rank 1, measuring the links, link down",
     "staleness, 3 ranks, rank 2, message 12, stop",
 )
 

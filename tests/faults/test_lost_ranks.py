@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.comm.faulty import Drop, Fault, FaultyComm, Kill, Killed
+from shoal.comm.faulty import Drop, Fault, FaultyComm, Kill, Killed, NetworkFault
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.launcher import Job, Launcher
 from shoal.core.errors import DeadlinePassed, PeerLost
@@ -41,14 +41,15 @@ needs_lab = pytest.mark.skipif(
     Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
 )
 
-# Trains a tiny model; rank WHO does what FAULT says, at step 5 or before set-up. No links are
-# measured, to be quick.
+# Trains a tiny model, in which FAULTS strike; MORE is the rank that does one backward more.
+# No links are measured, to be quick.
 TRAIN = """
-import logging, os, signal, sys, time
+import logging, os, time
 import torch
 from torch import nn
 import shoal
 from shoal.comm import heartbeat
+from shoal.comm.faulty import Faults
 from shoal.core.facts import Link
 from shoal.session.session import current
 
@@ -64,110 +65,119 @@ def batch():
     return x.to(device), y.to(device)
 model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(device)
 loss_fn, optimizer = nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-faults = {
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": lambda: {}["boom"],
-    "exit": sys.exit,
-    "one backward more": lambda: loss_fn(model(batch()[0]), batch()[1]).backward(),
-}
-def strike(at):
-    if (at, str(world.rank)) == (os.environ["AT"], os.environ["WHO"]):
-        print("fault at", time.time(), flush=True)
-        faults[os.environ["FAULT"]]()
-strike("set-up")
+faults = Faults(os.environ["FAULTS"], world.rank)
+faults.at(0, "set-up")
 shoal.parallelize(model, loss_fn, optimizer, sample=batch(), strategies=["replicate"])
 for step in range(8):
     x, y = batch()
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
     optimizer.step()
-    strike(str(step))
-if os.environ["FAULT"] == "one backward more" and world.rank != int(os.environ["WHO"]):
+    faults.at(step, "end")
+if os.environ["MORE"] == str(world.rank):
+    print("fault at", time.time(), flush=True)
+    loss_fn(model(batch()[0]), batch()[1]).backward()
+elif os.environ["MORE"]:
     time.sleep(60)
 """
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank of a job does, and what is said of it on how many ranks."""
+    """What befalls one rank of a job, and what is said of it on how many ranks."""
 
     launcher: str
-    fault: str
+    fault: Fault | None
     said: tuple[str, ...]
     exit_codes: tuple[int, ...]
     heard_on: int
-    who: int = 1
-    at: str = "5"  # the step, or "set-up"
+    more: str = ""  # the rank that does one backward more
     ends: bool = True  # whether all ranks end without the launcher's doing
     timeout_s: float = 60.0
+
+    def __str__(self) -> str:
+        fault = "one backward more" if self.fault is None else self.fault.kind
+        return f"{fault}, {self.launcher}"
+
+
+def late(kind: str, rank: int = 1) -> Fault:
+    return Fault(rank, 5, "end", kind)
 
 
 CASES = (
     Case(
         "local",
-        "kill",
+        late("kill"),
         ("a peer was lost: rank 1 (host {host}) gives no sign of life",),
         (1, 137, 1),
         2,
     ),
     Case(
         "local",
-        "raise",
-        ("a peer was lost: rank 1 (host {host}) failed: KeyError: 'boom'",),
+        late("exception"),
+        ("a peer was lost: rank 1 (host {host}) failed: Planted: rank 1, step 5, end, exception",),
         (1, 1),
         1,
     ),
     Case(
         "local",
-        "exit",
+        late("exit"),
         ("a peer was lost: rank 1 (host {host}) has ended its program, last at:",),
         (1, 0),
         1,
     ),
     Case(
         "local",
-        "stop",
+        Fault(1, 0, "set-up", "stop"),
         ("a peer was lost: rank 1 (host {host}) gives no sign of life",),
         (1, 137),
         1,
-        at="set-up",
         ends=False,
     ),
     Case(
         "local",
-        "one backward more",
+        None,
         (
             "]: shoal: an exchange did not end within 2 s",
             "absent: rank 1 (last at: after backward 7)",
         ),
         (1, 143),
         1,
-        who=0,
-        at="7",  # the last, so that nobody meets it
+        more="0",
         ends=False,
         timeout_s=2.0,
     ),
     Case(
         "by hand",
-        "kill",
+        late("kill", rank=0),
         ("rank 0 (host {host}), which held the store, is gone",),
         (137, 1, 1),
         2,
-        who=0,
     ),
     # it ends the others before they can say anything, and names the rank
-    Case("torchrun", "kill", (), (143, 137), 0),
-    Case("lab", "kill", ("a peer was lost: rank 1 (host h1) gives no sign of life",), (1, 137), 1),
+    Case("torchrun", late("kill"), (), (143, 137), 0),
+    Case(
+        "lab",
+        late("kill"),
+        ("a peer was lost: rank 1 (host h1) gives no sign of life",),
+        (1, 137),
+        1,
+    ),
+    Case(
+        "lab",
+        late("link down"),
+        ("a peer was lost: rank 1 (host h1) gives no sign of life",),
+        (1, 1),
+        1,
+    ),
 )
 
 
 def launched(case: Case) -> tuple[int, ...]:
     """Run the case; the ranks' exit codes."""
     variables = {
-        "FAULT": case.fault,
-        "WHO": str(case.who),
-        "AT": case.at,
+        "FAULTS": str(case.fault or ""),
+        "MORE": case.more,
         "TIMEOUT_S": str(case.timeout_s),
         "SHOAL_TEST_DEVICE": os.environ.get("SHOAL_TEST_DEVICE", "cpu"),
         "SHOAL_TEST": str(os.getpid()),
@@ -230,7 +240,7 @@ def left_running() -> list[str]:
     [
         pytest.param(
             case,
-            id=f"{case.fault}, {case.launcher}",
+            id=str(case),
             marks=[
                 *([pytest.mark.lab, needs_lab] if case.launcher == "lab" else []),
                 *([pytest.mark.slow] if case.launcher != "local" else []),
@@ -264,11 +274,11 @@ def test_the_others_end_soon_with_an_error_that_names_the_rank(
 def test_an_ordinary_end_is_silent_where_rank_0_holds_the_store(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert launched(Case("by hand", "", (), (0, 0), 0, at="never")) == (0, 0)
+    assert launched(Case("by hand", None, (), (0, 0), 0)) == (0, 0)
     assert capfd.readouterr() == ("", "")
 
 
-def train(comm: ThreadComm, faults: Sequence[Fault], more: int = 0) -> None:
+def train(comm: ThreadComm, faults: Sequence[NetworkFault], more: int = 0) -> None:
     """Eight steps of a tiny model on every rank, and `more` backwards on rank 0."""
     with using(FaultyComm(comm, faults)) as session:
         hosts = tuple(str(rank) for rank in range(comm.size))

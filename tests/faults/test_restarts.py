@@ -23,19 +23,20 @@ from shoal.launch.local import Local
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-# Trains with a checkpoint of its own every second step; a rank kills itself once at some steps.
+# Trains with a checkpoint of its own every second step; each fault strikes once.
 TRAIN = """
-import os, signal, sys
+import sys
 from pathlib import Path
 import torch
 from torch import nn
 import shoal
+from shoal.comm.faulty import Faults
 from shoal.core.facts import Link
 from shoal.session.session import current
 
 folder = Path(sys.argv[1])
-kills = [tuple(map(int, text.split("@"))) for text in sys.argv[2:]]
 world = shoal.init(timeout_s=60, start_timeout_s=90)
+faults = Faults(sys.argv[2], world.rank, marks=folder)
 hosts = tuple(str(rank) for rank in range(world.size))
 current().cluster = shoal.Cluster(shoal.Topology(hosts), Link(1e-4, 1e8), 1.0)
 torch.manual_seed(0)
@@ -54,11 +55,7 @@ pins = {"0": "replicate:direct", "2": "factor", "4": "sliced:direct"}
 shoal.parallelize(model, loss_fn, optimizer, sample=batch(0), pins=pins)
 print(f"rank {world.rank} starts at {first}", flush=True)
 for step in range(first, 12):
-    for rank, at in kills:
-        mark = folder / f"killed{rank}@{at}"
-        if (rank, at) == (world.rank, step) and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    faults.at(step, "forward")
     x, y = batch(step)
     optimizer.zero_grad()
     loss_fn(model(x), y).backward()
@@ -125,9 +122,10 @@ def test_ranks_that_are_killed_come_again_and_end_as_if_they_had_not_been(
     plain, killed = tmp_path / "plain", tmp_path / "killed"
     plain.mkdir(), killed.mkdir()
     command = (sys.executable, "-c", TRAIN)
-    assert Local().launch(Job((*command, str(plain)), 2)).exit_code == 0
-    printed = "".join(agents(rendezvous, 3, (*command, str(killed), "1@3", "0@7")))
-    assert sorted(path.name for path in killed.glob("killed*")) == ["killed0@7", "killed1@3"]
+    assert Local().launch(Job((*command, str(plain), ""), 2)).exit_code == 0
+    faults = ["rank 0, step 7, forward, kill", "rank 1, step 3, forward, kill"]
+    printed = "".join(agents(rendezvous, 3, (*command, str(killed), "; ".join(faults))))
+    assert sorted(path.name for path in killed.glob("rank *")) == faults
     for first in (0, 2, 6):
         assert printed.count(f"starts at {first}\n") == 2, printed
     expected = trained(plain)
@@ -137,16 +135,15 @@ def test_ranks_that_are_killed_come_again_and_end_as_if_they_had_not_been(
 @pytest.mark.lab
 @pytest.mark.skipif(Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}")
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("fault", ["kill", "raise"])
+@pytest.mark.parametrize("kind", ["kill", "exception"])
 def test_the_loss_of_rank_0_is_told_with_its_host_though_its_agent_holds_the_store(
-    fault: str, tmp_path: Path
+    kind: str, tmp_path: Path
 ) -> None:
     names = (["10.0.0.2 h1"], ["10.0.0.1 h0"])
-    strike = "os.kill(os.getpid(), signal.SIGKILL)" if fault == "kill" else '{}["boom"]'
-    script = TRAIN.replace("os.kill(os.getpid(), signal.SIGKILL)", strike)
     agent = (sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--no-python")
     meeting = ("--master-addr=10.0.0.1", "--master-port=29512")
-    command = (sys.executable, "-c", script, str(tmp_path), "0@5")
+    fault = f"rank 0, step 5, forward, {kind}"
+    command = (sys.executable, "-c", TRAIN, str(tmp_path), fault)
     with up(Hosts((Network("eth0", ("10.0.0.1/24", "10.0.0.2/24")),), names)) as hosts:
         processes = [
             hosts.start(node, (*agent, f"--node-rank={node}", *meeting, *command), {})
@@ -156,8 +153,8 @@ def test_the_loss_of_rank_0_is_told_with_its_host_though_its_agent_holds_the_sto
     assert [process.returncode for process in processes] == [1, 1]
     said = re.findall(r"shoal: (a peer was lost: .*)", printed[1])
     assert said, printed[1]
-    if fault == "kill":
+    if kind == "kill":
         assert said[0].startswith("a peer was lost: rank 0 (host h0) "), said
     else:
-        assert "rank 0 (host h0) failed: KeyError: 'boom'" in said[0], said
+        assert f"rank 0 (host h0) failed: Planted: {fault}" in said[0], said
     assert "the launcher, which holds" not in printed[1]

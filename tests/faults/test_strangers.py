@@ -25,12 +25,13 @@ from shoal.launch.torchrun import Torchrun
 
 # Trains; each rank tells which classes any pickle has named in it meanwhile, and its parameters.
 # Rank LATE comes a second behind the others, and tells them late how it is reached, so that their
-# ports stay open for longer; rank WHO dies at step 6 of STEPS.
+# ports stay open for longer. FAULTS strike in the STEPS.
 TRAIN = """
-import logging, os, signal, sys, time
+import logging, os, sys, time
 import torch
 from torch import nn
 import shoal
+from shoal.comm.faulty import Faults
 from shoal.comm.signed_store import SignedStore
 from shoal.core.facts import Link
 from shoal.session.session import current
@@ -61,10 +62,9 @@ generator = torch.Generator().manual_seed(world.rank)
 def batch():
     return torch.randn(4, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
 shoal.parallelize(model, loss_fn, optimizer, sample=batch(), strategies=["replicate", "sliced"])
+faults = Faults(os.environ.get("FAULTS", ""), world.rank)
 for step in range(int(os.environ["STEPS"])):
-    if step == 6 and str(world.rank) == os.environ.get("WHO"):
-        print("fault at", time.time(), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+    faults.at(step, "forward")
     x, y = batch()
     loss_fn(model(x), y).backward()
     optimizer.step()
@@ -176,7 +176,7 @@ def test_ten_thousand_bad_values_in_each_key_hide_no_lost_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with Stranger(tmp_path / "mark", values=10_000) as stranger:
-        ended = train(capfd, 3, WHO="1")
+        ended = train(capfd, 3, FAULTS="rank 1, step 6, forward, kill")
     died = re.search(r"fault at ([\d.]+)", ended.printed)
     assert died is not None and time.time() - float(died[1]) < 15
     who = f"rank 1 (host {socket.gethostname()})"

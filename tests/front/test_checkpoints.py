@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.checkpoint import snapshot
 from shoal.checkpoint.folder import LATEST
+from shoal.comm.faulty import Faults
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
@@ -121,23 +121,18 @@ def test_hosts_of_their_own_write_all_of_it_and_one_that_has_lost_it_is_sent_it(
 
 
 def test_a_write_that_fails_is_logged_and_the_last_one_raises(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     def work(comm: ThreadComm, script: Script) -> None:
         script.start()
         saved = shoal.Checkpoints(tmp_path, every_s=1e-6, **script.objects)
         saved.save()
-        with monkeypatch.context() as patched:
-            if comm.rank == 0:
-                patched.setattr(snapshot.tensors, "write", full)
-            script.step(0)
-            saved.step()
-            saved._background.wait()
-            script.step(1)
-            saved.step()
+        with Faults("rank 0, step 0, save, full disk", comm.rank) as faults:
+            faults.at(0, "save")
+            for number in range(2):
+                script.step(number)
+                saved.step()
+                saved._background.wait()
             with pytest.raises(UsageError, match=r"No space left|rank 0 cannot go on"):
                 saved.close()
 
