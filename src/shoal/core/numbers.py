@@ -28,6 +28,16 @@ def decimal(text: str) -> float | None:
     return float(text) if re.fullmatch(form, text) else None
 
 
+def how_many(number: int, noun: str) -> str:
+    """A number of things.
+
+    Examples:
+        >>> how_many(1, "rank"), how_many(1200, "layer")
+        ('1 rank', '1,200 layers')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def is_count(value: Any) -> bool:
     """Whether a value is a whole number, and not a truth value, which Python takes for one."""
     return isinstance(value, int) and not isinstance(value, bool)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
-from shoal.core.numbers import MOST_RANKS, MOST_SECONDS
+from shoal.core.numbers import MOST_RANKS, MOST_SECONDS, how_many
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.role import Role
@@ -206,7 +206,7 @@ class Plan:
     def __str__(self) -> str:
         """The choices, a layer a line, under what is true of all."""
         head = [
-            f"plan for {self.ranks} ranks",
+            f"plan for {how_many(self.ranks, 'rank')}",
             f"buckets of {self.bucket_bytes / (1 << 20):g} MiB, {self.lanes} in flight",
         ]
         head += [f"a predicted step of {self.predicted_s * 1e3:.1f} ms"] if self.predicted_s else []

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from shoal.core.explanation import Explanation, LayerExplanation, Stage
 from shoal.core.facts import Cluster, MovingState, SyncNorm
+from shoal.core.numbers import how_many
 from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Plan
 
@@ -67,7 +68,7 @@ def _table(**columns: JustifyMethod) -> Table:
 
 
 def _layers(explanation: Explanation) -> RenderableType:
-    title = f"plan for {explanation.ranks} ranks, in the order in which gradients come"
+    title = f"plan for {how_many(explanation.ranks, 'rank')}, in the order in which gradients come"
     table = _table(
         layer="left",
         parameters="right",
@@ -221,7 +222,7 @@ def synchronised(norms: Sequence[SyncNorm]) -> str:
         >>> synchronised((SyncNorm("one", channels=8, itemsize=4),))
         'batch norm over all ranks: 1 layer (132 bytes to every other rank a step)'
     """
-    layers = f"{len(norms)} layer{'s' * (len(norms) > 1)}"
+    layers = how_many(len(norms), "layer")
     nbytes = sum(norm.nbytes for norm in norms)
     return f"batch norm over all ranks: {layers} ({nbytes:,} bytes to every other rank a step)"
 
@@ -243,7 +244,8 @@ def measured_cluster(cluster: Cluster) -> RenderableType:
     """The links as probed, and how fast each exchange goes over them."""
     hosts = len(set(cluster.topology.hosts))
     table = Table(
-        title=f"{cluster.size} ranks on {hosts} host{'s' * (hosts > 1)}", title_justify="left"
+        title=f"{how_many(cluster.size, 'rank')} on {how_many(hosts, 'host')}",
+        title_justify="left",
     )
     table.add_column("what")
     table.add_column("measured", justify="right")
@@ -325,7 +327,8 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
     state = f"; {moved(moving)}" if moving else ""
     state += f"; {synchronised(norms)}" if norms else ""
-    return f"{plan.ranks} ranks, {len(plan.choices)} layers: {served}{predicted}{state}"
+    of = f"{how_many(plan.ranks, 'rank')}, {how_many(len(plan.choices), 'layer')}"
+    return f"{of}: {served}{predicted}{state}"
 
 
 def _short(name: str) -> str:

@@ -243,6 +243,8 @@ def refused(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str
         return "the sample does not call it"
     if why := layer.measured(UpdateFacts).whole:
         return why
+    if not width:
+        return f"it has no {unit} that could be cut"
     if width < cluster.size:
         return f"{width} {unit} cannot be cut over {cluster.size} ranks"
     return None
