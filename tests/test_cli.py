@@ -108,6 +108,17 @@ def test_train_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(re.search(r"test accuracy ([\d.]+)%", printed)[1]) > 75  # type: ignore[index]
 
 
+def test_train_says_at_its_end_what_codecs_save_and_lose(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pin = "--pin", "*=replicate:direct+int8"
+    assert shoal("train", RECIPE, "--steps", "3", *pin, ranks=2) == [0, 0]
+    printed = squeezed(capsys.readouterr().out)
+    assert re.search(r"codecs: 2 layers send \S+ MB a step in place of \S+ MB", printed)
+    assert re.search(r"worst layer: \d \(replicate:direct\+int8\), one step off by \S+%", printed)
+    assert "exact, without codecs: a step of" in printed
+
+
 def test_train_on_two_ranks_shows_the_plan_and_compares_the_prediction(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -131,6 +142,7 @@ def test_train_on_two_ranks_shows_the_plan_and_compares_the_prediction(
     printed = squeezed(capsys.readouterr().out)
     assert printed.count("plan for 2 ranks") == 1
     assert "6 steps" in printed
+    assert "codecs" not in printed
     assert re.search(
         r"memory of this rank: parameters [\d.]+ MB, gradients [\d.]+ MB, optimizer state", printed
     )
@@ -357,6 +369,9 @@ def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
         (("train", RECIPE, "--save-plan", "plan.json"), "one process trains without a plan"),
         (("bench", RECIPE), "add --ranks 2"),
         (("bench", RECIPE, "--against", "dpd"), "plain, ddp, fsdp2"),
+        (("bench", RECIPE, "--against", "exat"), "did you mean exact?"),
+        (("bench", RECIPE, "--against", "ddp,ddp:fp15"), "did you mean ddp:fp16?"),
+        (("bench", RECIPE, "--against", "ddp,plain,ddp"), "ddp is named twice"),
         (("bench", RECIPE, "--json", "nowhere/b.json"), "there is no folder nowhere"),
         (("lab",), "COMMAND"),
         (("lab", "--rate", "fast", "--", "true"), "200mbit"),

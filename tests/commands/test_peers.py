@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 
+from shoal.commands.ddp_hooks import hook_named
 from shoal.commands.peers import (
     Peer,
     Workload,
@@ -48,6 +49,37 @@ def trained(peer: Peer, rows: slice) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in whole])
 
 
+def low_rank_is_trained(rank: int, rows: slice) -> None:
+    """With hooks of rank 1, in two buckets: replicas stay alike, are not exact, and learn."""
+    x, y = X.repeat(1, 8), Y.repeat(1, 200)
+
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(24, 200), nn.Tanh(), nn.Linear(200, 200)).double()
+
+    def gradient_descent(parameters):
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    work = Workload(wide, nn.MSELoss(), gradient_descent, (x[rows], y[rows]))
+    coded = ddp(work, bucket_cap_mb=0.1, hook=hook_named("powersgd1"))
+    assert coded.name == "ddp:powersgd1 (own), 0.1 MB buckets"
+    exact = ddp(work)
+    losses = []
+    for _ in range(12):
+        losses.append(coded.forward(*work.batch).item())
+        coded.step(*work.batch)
+        exact.step(*work.batch)
+    assert losses[-1] < 0.5 * losses[0]
+    flat = torch.cat([p.detach().flatten() for p in coded.model.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    assert torch.equal(*both)
+    other = torch.cat([p.detach().flatten() for p in exact.model.parameters()])
+    assert (flat - other).abs().max() > 1e-4
+    coded.close()
+    exact.close()
+
+
 def one_of_two(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
@@ -62,6 +94,13 @@ def one_of_two(rank: int, folder: str) -> None:
             trained(peer, mine), expected, rtol=1e-10, atol=1e-10, msg=peer.name
         )
         peer.close()
+    for name, error in (("fp16", 1e-3), ("bf16", 1e-2), ("powersgd4", 1e-10)):  # too small for it
+        peer = ddp(workload(mine), hook=hook_named(name))
+        torch.testing.assert_close(
+            trained(peer, mine), expected, rtol=error, atol=error, msg=peer.name
+        )
+        peer.close()
+    low_rank_is_trained(rank, mine)
     fused = Workload(
         model,
         nn.MSELoss(),

@@ -24,10 +24,19 @@ import click
 import torch
 
 from shoal.commands.options import NEW_FILE, PLAN, RANKS, in_a_folder, recipe_command
-from shoal.commands.peers import PEERS, Peer, Workload, ready, slowest_rank, step_times
+from shoal.commands.peers import (
+    EXACT,
+    Peer,
+    Workload,
+    peer_named,
+    ready,
+    slowest_rank,
+    step_times,
+)
 from shoal.commands.worker import PlanOptions, at_own_device
 from shoal.core.errors import UsageError
 from shoal.core.trace import MAIN, Recorder
+from shoal.front.codec_report import codec_report
 from shoal.front.joining import init
 from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
@@ -46,11 +55,30 @@ _SEED = 0
 _EXPECTED = "predicted, one step"
 
 
+def _peers(context: click.Context, option: click.Parameter, against: str) -> list[str]:
+    """The peers' names, each checked before any rank starts."""
+    names = against.split(",")
+    for name in names:
+        if name != EXACT:
+            peer_named(name)
+        if names.count(name) > 1:
+            raise UsageError(
+                f"{name} is named twice", got=f"--against {against}", do="name it once"
+            )
+    return names
+
+
 @click.command()
 @recipe_command
 @RANKS
 @click.option(
-    "--against", default="ddp", show_default=True, help="Peers, with commas: ddp, fsdp2, plain."
+    "--against",
+    default="ddp",
+    show_default=True,
+    metavar="PEERS",
+    callback=_peers,
+    help="With commas: ddp; DDP with a hook of fewer bytes (ddp:fp16, ddp:bf16, ddp:powersgd4, any "
+    "rank); fsdp2; plain, which sends nothing; exact, Shoal without codecs.",
 )
 @PLAN
 @click.option(
@@ -76,18 +104,17 @@ _EXPECTED = "predicted, one step"
 def bench(
     recipe: Recipe,
     options: PlanOptions,
-    against: str,
+    against: list[str],
     rounds: int,
     steps: int,
     json_path: Path | None,
     trace_path: Path | None,
 ) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
-    peers = against.split(",")
     run(
         recipe,
         options,
-        peers,
+        against,
         rounds=rounds,
         steps=steps,
         json_path=json_path,
@@ -110,7 +137,8 @@ def run(
     Args:
         recipe: what to train, each rank on its own rows.
         options: Shoal's plan.
-        against: names of peers: plain, ddp, fsdp2.
+        against: names of peers: plain, ddp, ddp:fp16, ddp:bf16, ddp:powersgd4 (or another rank),
+            fsdp2, and exact, which is Shoal by itself where the options allow codecs.
         rounds: turns that each contender takes.
         steps: timed steps in a turn, after one that is not.
         json_path: where rank 0 writes every figure.
@@ -124,7 +152,7 @@ def run(
     Raises:
         UsageError: an unknown peer, or no other rank to train with.
     """
-    _require_peers(against)
+    _require_ranks()
     recipe = at_own_device(recipe)
     batch = recipe.batch(next(iter(shard(recipe.data()[0]))))
     _tell("measuring and planning")
@@ -136,7 +164,10 @@ def run(
     contenders = {"shoal": shoal}
     for name in against:
         _tell(f"making {name} ready")
-        contenders[name] = ready(name, _seeded(work))
+        if name == EXACT:
+            contenders[name] = _shoal(work, options.without_codecs(), recipe.count, "shoal, exact")
+        else:
+            contenders[name] = ready(name, _seeded(work))
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     busy: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[float]] = {name: [] for name in contenders}
@@ -155,6 +186,8 @@ def run(
             report,
             explain(attached.plan, attached.profile, attached.cluster, alternatives=False),
         )
+        if report["codecs"]:
+            text.console().print(codec_report(shoal.model).summary)
         if json_path:
             json_path.write_text(json.dumps(report, indent=1) + "\n")
     if trace_path:
@@ -162,15 +195,8 @@ def run(
     return report
 
 
-def _require_peers(against: Sequence[str]) -> None:
-    """Join the other ranks, and refuse what cannot be compared with."""
-    unknown = [name for name in against if name not in PEERS]
-    if unknown:
-        raise UsageError(
-            f"there is no peer called {unknown[0]!r}",
-            expected=", ".join(PEERS),
-            do="name one of these",
-        )
+def _require_ranks() -> None:
+    """Join the other ranks, and refuse where nothing can be compared."""
     if init().size == 1:
         raise UsageError(
             "a benchmark needs several ranks", do="add --ranks 2, or run it under `shoal lab`"
@@ -208,7 +234,13 @@ def _report(
         "memory_bytes": _memory(shoal.model),
         "memory_of_one_process_bytes": _told(of_one_process(attached.profile)),
         "plan": json.loads(attached.plan.to_json()),
+        "exact_plan": _plan_of(contenders[EXACT]) if EXACT in contenders else None,
+        "codecs": [asdict(row) for row in codec_report(shoal.model).rows],
     }
+
+
+def _plan_of(peer: Peer) -> Any:
+    return json.loads(current().attached[peer.model].plan.to_json())
 
 
 @dataclass(frozen=True)
@@ -300,8 +332,13 @@ def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
     recorder.note("step", "steps", begin_s)
 
 
-def _shoal(work: Workload, options: PlanOptions, count: Callable[[Any], Any] | None) -> Peer:
-    peer = Peer("shoal", _seeded(work).model(), work)
+def _shoal(
+    work: Workload,
+    options: PlanOptions,
+    count: Callable[[Any], Any] | None,
+    name: str = "shoal",
+) -> Peer:
+    peer = Peer(name, _seeded(work).model(), work)
     peer.model, loss, peer.optimizer = parallelize(
         peer.model,
         peer.loss,

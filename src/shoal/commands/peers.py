@@ -1,21 +1,24 @@
 """What `shoal bench` compares with: one process, DDP at its best bucket size, and FSDP2.
 
 A speed-up over a baseline that was left untuned is not believed, so DDP gets
-`gradient_as_bucket_view`, `static_graph` and the fastest of several bucket sizes, and FSDP2 a group
-a block and no second gather in backward. BatchNorm's buffers stay each rank's own. The caller has
-made the default process group, and seeded every rank alike.
+`gradient_as_bucket_view`, `static_graph` and the fastest of several bucket sizes, also where one of
+its hooks sends fewer bytes. FSDP2 gets a group a block and no second gather in backward.
+BatchNorm's buffers stay each rank's own. The caller has made the default process group, and seeded
+every rank alike.
 
 References: Li et al., "PyTorch Distributed" (VLDB 2020); torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal.commands.ddp_hooks import HOOKS, Hook, hook_named
 from shoal.contracts.sample import ComputeLoss, called, own_loss
 from shoal.core.errors import ShoalError, UsageError
 from shoal.session.session import current
@@ -82,8 +86,8 @@ def plain(work: Workload) -> Peer:
     return Peer("plain", work.model(), work)
 
 
-def ddp(work: Workload, bucket_cap_mb: float = 25) -> Peer:
-    """torch's DistributedDataParallel, all its promises made."""
+def ddp(work: Workload, bucket_cap_mb: float = 25, hook: Hook | None = None) -> Peer:
+    """torch's DistributedDataParallel, all its promises made; with a hook, of fewer bytes."""
     _need_group()
     model = work.model()
     model = DistributedDataParallel(
@@ -94,11 +98,15 @@ def ddp(work: Workload, bucket_cap_mb: float = 25) -> Peer:
         process_group=_group_for(model),
     )
     model.broadcast_buffers = False  # not as an argument: torch 2.13 renamed that
-    return Peer(f"ddp, {bucket_cap_mb:g} MB buckets", model, work)
+    name = f"ddp:{hook(model, model.process_group)}" if hook else "ddp"
+    return Peer(f"{name}, {bucket_cap_mb:g} MB buckets", model, work)
 
 
 def tuned_ddp(
-    work: Workload, candidates_mb: Sequence[float] = DDP_CANDIDATES_MB, num_steps: int = 3
+    work: Workload,
+    candidates_mb: Sequence[float] = DDP_CANDIDATES_MB,
+    num_steps: int = 3,
+    hook: Hook | None = None,
 ) -> Peer:
     """DDP with the fastest of these bucket sizes on the workload's batch, the same on all ranks.
 
@@ -106,16 +114,17 @@ def tuned_ddp(
         work: what to train.
         candidates_mb: bucket sizes to try, in MB.
         num_steps: timed steps for each, after two that warm up (DDP orders its buckets after the
-            first).
+            first, and torch's PowerSGD begins at the third).
+        hook: that sends fewer bytes.
     """
     times = {}
     for bucket_cap_mb in candidates_mb:
-        peer = ddp(work, bucket_cap_mb)
+        peer = ddp(work, bucket_cap_mb, hook)
         times[bucket_cap_mb] = slowest_rank(
             list(step_times(peer, work.batch, num_steps, num_warm_up=2))
         )
         peer.close()
-    return ddp(work, min(times, key=lambda bucket_cap_mb: times[bucket_cap_mb]))
+    return ddp(work, min(times, key=lambda bucket_cap_mb: times[bucket_cap_mb]), hook)
 
 
 def fsdp2(work: Workload) -> Peer:
@@ -136,6 +145,27 @@ def fsdp2(work: Workload) -> Peer:
 
 
 PEERS: dict[str, Callable[[Workload], Peer]] = {"plain": plain, "ddp": tuned_ddp, "fsdp2": fsdp2}
+EXACT = "exact"  # Shoal itself, without codecs
+
+
+def peer_named(name: str) -> Callable[[Workload], Peer]:
+    """What makes a peer, such as "plain" or "ddp:fp16".
+
+    Raises:
+        UsageError: there is none.
+    """
+    ddp_name, colon, hook = name.partition(":")
+    if colon and ddp_name == "ddp":
+        return partial(tuned_ddp, hook=hook_named(hook))
+    if name in PEERS:
+        return PEERS[name]
+    names = [*PEERS, EXACT, *(f"ddp:{hook}" for hook in HOOKS)]
+    near = difflib.get_close_matches(name, names, n=1)
+    raise UsageError(
+        f"there is no peer called {name!r}",
+        expected=", ".join(names),
+        do=f"did you mean {near[0]}?" if near else "name one of these",
+    )
 
 
 def ready(name: str, work: Workload) -> Peer:
@@ -145,7 +175,7 @@ def ready(name: str, work: Workload) -> Peer:
         UsageError: it cannot train this.
     """
     try:
-        peer = PEERS[name](work)
+        peer = peer_named(name)(work)
         try:
             peer.step(*work.batch)
         # DTensor has no rule for some fused updates (SGD's in torch 2.13)

@@ -26,6 +26,7 @@ from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.front.carriers import all_codecs, codecs_of
 from shoal.front.cluster import measured_cluster, with_codings
+from shoal.front.codec_report import codec_report
 from shoal.front.joining import init, is_tail_host, serve_and_end
 from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
@@ -61,6 +62,15 @@ class PlanOptions:
     micro_batches: int = MICRO_BATCHES
     staleness: int | None = 0
     codecs: str | tuple[str, ...] = ()
+
+    def without_codecs(self) -> PlanOptions:
+        """The same, exact: also what pins and a saved plan say."""
+        pins = {layer: pin.partition("+")[0] for layer, pin in (self.pins or {}).items()}
+        plan = self.plan
+        if plan != "auto":
+            plan = Plan.load(plan) if isinstance(plan, str) else plan
+            plan = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
+        return replace(self, plan=plan, pins=pins or None, codecs=())
 
 
 def train(
@@ -164,7 +174,9 @@ def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
 
 
 def _show_outcome(model: nn.Module, median_step_s: float) -> None:
-    """Have rank 0 print the prediction beside the measured step, and what memory it holds."""
+    """Have rank 0 print the prediction beside the measured step, what memory it holds, and what
+    codecs save and lose.
+    """
     if world().rank > 0:
         return
     console, attached = text.console(), current().attached.get(model)
@@ -178,6 +190,9 @@ def _show_outcome(model: nn.Module, median_step_s: float) -> None:
     console.print(f"memory of this rank: {memory(model)}")
     if attached is not None:
         console.print(f"one process would hold: {of_one_process(attached.profile)}")
+        report = codec_report(model)
+        if report.rows:
+            console.print(report.summary)
 
 
 def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any]) -> None:

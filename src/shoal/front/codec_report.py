@@ -60,6 +60,43 @@ class CodecReport:
             self.rows, key=lambda row: (row.mean_error or 0.0, row.step_error or 0.0), default=None
         )
 
+    @property
+    def summary(self) -> str:
+        """The bytes of all layers, the worst layer, and which layers are exact again.
+
+        Examples:
+            >>> import shoal
+            >>> row = shoal.CodecRow("head", "replicate:ring+int8", 4e6, 1e6, 0.007, None, True)
+            >>> print(shoal.CodecReport((row,)).summary)
+            codecs: 1 layer sends 1.000 MB a step in place of 4.000 MB (4.0 times fewer)
+            worst layer: head (replicate:ring+int8), one step off by 0.70%
+        """
+        if self.worst is None:
+            return str(self)
+        exact, sent = self._megabytes
+        layers = "1 layer sends" if len(self.rows) == 1 else f"{len(self.rows)} layers send"
+        lines = [
+            f"codecs: {layers} {sent:.3f} MB a step in place of {exact:.3f} MB "
+            f"({exact / max(sent, 1e-6):.1f} times fewer)"
+        ]
+        worst = f"worst layer: {self.worst.layer} ({self.worst.way})"
+        if self.worst.step_error is not None:
+            worst += f", one step off by {self.worst.step_error:.2%}"
+        if self.worst.mean_error is not None:
+            worst += f", the mean of 100 steps by {self.worst.mean_error:.2%}"
+        lines.append(worst)
+        if exact_again := [row.layer for row in self.rows if not row.coded]:
+            lines.append(f"exact again, since off by more than allowed: {', '.join(exact_again)}")
+        return "\n".join(lines)
+
+    @property
+    def _megabytes(self) -> tuple[float, float]:
+        """Of all layers, exact and sent."""
+        return (
+            sum(row.exact_bytes for row in self.rows) / 1e6,
+            sum(row.sent_bytes for row in self.rows) / 1e6,
+        )
+
     def __str__(self) -> str:
         if not self.rows:
             return "no layer is served with a codec"
@@ -71,9 +108,8 @@ class CodecReport:
                 f"{_percent(row.step_error):>8}  {_percent(row.mean_error):>9}  {row.way}"
                 + ("" if row.coded else " (exact again)")
             )
-        exact = sum(row.exact_bytes for row in self.rows)
-        sent = sum(row.sent_bytes for row in self.rows)
-        lines.append(f"in all {exact / 1e6:.3f} MB a step, sent as {sent / 1e6:.3f} MB")
+        exact, sent = self._megabytes
+        lines.append(f"in all {exact:.3f} MB a step, sent as {sent:.3f} MB")
         return "\n".join(lines)
 
 
