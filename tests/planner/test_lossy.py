@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from made_up import cluster, layer, model
 
+from shoal.codecs.coded import exchange_named
+from shoal.contracts.exchange import Bucket
 from shoal.core.cost import CodingPace
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile
@@ -74,6 +76,29 @@ def test_embeddings_stay_exact(kind: str) -> None:
     net = model(matrix("late", 0.5, 10_000), matrix("table", 2.0, 10_000, kind))
     plan = plan_for(net, SLOW_LINK, codecs=["int8"], **BUCKETS)
     assert "+" not in plan.choice("table").exchange and "+int8" in plan.choice("late").exchange
+
+
+def test_servers_are_sent_codes_where_workers_keep_step() -> None:
+    served = replace(SLOW_LINK, servers=("x", "y"))
+    options: dict[str, Any] = {"strategies": ["server"], "options": FEW}
+    exact = plan_for(NET, served, **options)
+    coded = plan_for(NET, served, codecs=["int8"], **options)
+    assert {choice.exchange for choice in coded.choices} == {"direct+int8"}
+    assert coded.predicted_s < 0.5 * exact.predicted_s
+    ahead = plan_for(NET, served, codecs=["int8"], staleness=2, **options)
+    assert codecs_in(ahead) == {""}
+
+
+def test_what_coding_takes_at_workers_and_at_servers() -> None:
+    """By hand: two workers own nothing, two servers 600 and 400 of 1,000 values."""
+    exchange = exchange_named("direct+int8")
+    pace = replace(SLOW_LINK, codings={"int8": CodingPace(encode_s=3.0, decode_s=5.0)})
+    bucket = Bucket(1000, 4, (0, 0, 600, 400))
+    there, back = exchange.coding_s(bucket, pace, 4, servers=2)
+    assert there == 1000 * 3.0 + 2 * 600 * 5.0, "a worker codes all, a server reads two codes"
+    assert back == 600 * 3.0 + 1000 * 5.0
+    there, _ = exchange.coding_s(Bucket(1000, 4, (500, 500)), pace, 2)
+    assert there == 500 * 3.0 + 500 * 5.0
 
 
 def test_layers_of_vectors_stay_exact() -> None:

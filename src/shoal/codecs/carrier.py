@@ -146,6 +146,19 @@ class CodedCarrier(Carrier, Coding):
                     sums[what] = sums[what] + numbers if what in sums else numbers.clone()
         return owed
 
+    def summed_residuals(self, comm: Comm) -> StateDict:
+        """What all ranks owe together, on every rank: as `residuals` (a collective)."""
+        own, sums = self.residuals(), StateDict()
+        for name, numel in self.bucket.numels.items():
+            for what in ("gradient", "parameter"):
+                total = self.bucket.flat.new_zeros(numel, dtype=self._wide)
+                if what in own.get(name, {}):
+                    total.copy_(own[name][what])
+                comm.all_reduce(total)
+                if total.any():
+                    sums.setdefault(name, {})[what] = total
+        return sums
+
     def give(self, rank: int, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Owe what all ranks owed together, each rank for what it owns; what it owed is forgotten.
 
@@ -196,14 +209,15 @@ class CodedCarrier(Carrier, Coding):
 
     def _gathered(self, values: Tensor, leg: str, comm: Comm) -> Iterator[tuple[int, Tensor]]:
         """Every rank's code of its values; its control is in its place by then."""
+        own, serves = self._message(comm.rank, values, leg), comm.rank >= comm.workers
         messages = [
-            self._message(rank, values, leg)
-            if rank == comm.rank
-            else self._landing(rank, self._runs)
+            own if rank == comm.rank else own[:0] if serves else self._landing(rank, self._runs)
             for rank in range(comm.size)
         ]
         self._exchange.all_gather(messages, comm)
         for rank, message in enumerate(messages):
+            if serves and rank != comm.rank:
+                continue  # nothing is brought to it
             code, control = self._parted(message, rank)
             if rank != comm.rank:
                 self.bucket.control(rank).copy_(control)

@@ -98,6 +98,11 @@ class Coded(SplitExchange):
         """As the codec has it."""
         return self.codec.least_dims
 
+    @property
+    def serves(self) -> bool:
+        """Where the exchange does."""
+        return self.exchange.serves
+
     def fits(self, topology: Topology) -> bool:
         """Where the exchange does."""
         return self.exchange.fits(topology)
@@ -129,15 +134,18 @@ class Coded(SplitExchange):
         """That of the exchange's own messages: coding has a price of its own."""
         return self.exchange.pace(cluster)
 
-    def coding_s(self, bucket: Bucket, cluster: Cluster, ranks: int) -> tuple[float, float]:
+    def coding_s(
+        self, bucket: Bucket, cluster: Cluster, ranks: int, servers: int = 0
+    ) -> tuple[float, float]:
         """Seconds to code foreign slices and read what comes of the own one; and to code that, and
-        read all.
+        read all. With servers one rank's seconds follow another's.
         """
-        values = bucket.slice_values(ranks)
+        values, workers = bucket.slice_values(ranks), ranks - servers
         there, back = (cluster.coding(str(codec)) for codec in self._codecs)
-        own, foreign = max(values), sum(values) - min(values)
-        there_s = foreign * there.encode_s + (ranks - 1) * own * there.decode_s
-        return there_s, own * back.encode_s + sum(values) * back.decode_s
+        foreign = sum(values) - min(values[:workers])
+        coming = max((workers - (r < workers)) * own for r, own in enumerate(values))
+        there_s = foreign * there.encode_s + coming * there.decode_s
+        return there_s, max(values) * back.encode_s + sum(values) * back.decode_s
 
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
         """One number for each value, or none where codes lose nothing."""

@@ -212,8 +212,17 @@ class Exchange(Contract, ABC):
         """What a message and a byte of it take."""
         return cluster.pace(str(self))
 
-    def coding_s(self, bucket: Bucket, cluster: Cluster, ranks: int) -> tuple[float, float]:
-        """Seconds that a lane computes beside moving: for `reduce`, and for `gather`."""
+    def coding_s(
+        self, bucket: Bucket, cluster: Cluster, ranks: int, servers: int = 0
+    ) -> tuple[float, float]:
+        """Seconds that a lane computes beside moving: for `reduce`, and for `gather`.
+
+        Args:
+            bucket: that is exchanged.
+            cluster: the workers, with what codecs take.
+            ranks: of the exchange, servers among them.
+            servers: how many of these are servers.
+        """
         return 0.0, 0.0
 
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
@@ -236,8 +245,10 @@ class Exchange(Contract, ABC):
 class SplitExchange(Exchange):
     """An exchange of two halves: slices of any sizes go to their owners, and results come back."""
 
-    # True: it minds servers, which contribute nothing and are brought nothing
-    serves: ClassVar[bool] = False
+    @property
+    def serves(self) -> bool:
+        """Whether it minds servers, which contribute nothing and are brought nothing."""
+        return False
 
     @abstractmethod
     def reduce_scatter(self, slices: Sequence[Tensor], comm: Comm) -> None:
@@ -326,7 +337,10 @@ class DeliveringExchange(CodingExchange):
     def reduce_codes(self, coding: Coding, comm: Comm) -> None:
         """Codes of foreign slices go to their owners, who add in the order of the ranks."""
         rank, nothing = comm.rank, coding.landing(comm.rank)[:0]
-        outgoing = [coding.message(r) if r != rank else nothing for r in range(comm.size)]
+        trains = rank < comm.workers
+        outgoing = [
+            coding.message(r) if trains and r != rank else nothing for r in range(comm.size)
+        ]
         landing = [coding.landing(rank) if r != rank else nothing for r in range(comm.workers)]
         coding.add(
             rank,

@@ -37,7 +37,11 @@ class Direct(DeliveringExchange):
     """Slices to their owners and back, each in one message."""
 
     name: ClassVar[str] = "direct"
-    serves: ClassVar[bool] = True
+
+    @property
+    def serves(self) -> bool:
+        """Its messages are each worker's own."""
+        return True
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """A worker sends foreign slices once and its own to all workers; a server sends its own.

@@ -15,6 +15,8 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import is_positive
 from shoal.core.plan import Plan
 from shoal.core.registry import named, of
+from shoal.optim.owners import Owners
+from shoal.remote.orders import BoundErrors
 
 
 def codecs_of(asked: Any) -> tuple[str, ...]:
@@ -70,8 +72,12 @@ def check_most_error(most_error: Any) -> None:
         )
 
 
-def bound_errors(transfers: Iterable[Transfer], most_error: float | None) -> None:
-    """Have codecs be off by no more than that; None leaves each its own bound."""
+def bound_errors(
+    transfers: Iterable[Transfer], most_error: float | None, owners: Owners | None
+) -> None:
+    """Have codecs be off by no more than that, at servers too; None leaves each its own bound."""
     if most_error is not None:
         for carrier in coded_carriers(transfers):
             carrier.most_error = most_error
+        if owners is not None and any(coded_carriers(owners.served)):
+            owners.tell(BoundErrors(most_error))

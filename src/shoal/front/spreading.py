@@ -123,7 +123,7 @@ def spread(session: Session, job: Job) -> Any:
         compute_loss=asked.compute_loss,
         check_every=asked.check_every,
     )
-    bound_errors(running.engine.transfers, asked.max_error)
+    bound_errors(running.engine.transfers, asked.max_error, running.owners)
     placed = as_planned(profile, plan)
     _watch_stragglers(session, running, plan, placed, cluster)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))

@@ -113,6 +113,8 @@ class Predictor:
 
     def coding_carriers(self, strategy: str, codec: Codec) -> list[str]:
         """The exchanges here that carry its codes for a strategy."""
+        if self.cluster.ahead:
+            return []  # each worker is answered by itself
         takes = self._strategies[strategy].takes
         exchanges = [self.exchange(name) for name in self.carriers(strategy)]
         return [

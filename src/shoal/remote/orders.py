@@ -33,6 +33,7 @@ _HEAD_BYTES = 1 << 12
 Values = dict[int, dict[int, Tensor]]
 # of parameters: the number of a transfer that has it, and its own there
 Numbers = tuple[tuple[int, int], ...]
+Residuals = dict[str, dict[str, Tensor]]  # by parameter name, and what it is
 
 
 class ParameterForm(Record, frozen=True):
@@ -101,6 +102,18 @@ class OwnersRole:
     def fetch_all(self) -> None:
         """Give workers the gradients of the own pieces."""
         raise _unasked("fetch_all")
+
+    def bound_errors(self, most_error: float) -> None:
+        """Have codecs be off by no more than that."""
+        raise _unasked("bound_errors")
+
+    def sum_residuals(self) -> None:
+        """Add what codecs have lost here to what they have lost at workers."""
+        raise _unasked("sum_residuals")
+
+    def take_residuals(self, sums: Residuals) -> None:
+        """Owe what all ranks owed together, of the own pieces."""
+        raise _unasked("take_residuals")
 
     def norms(self, parameters: Numbers, order: float) -> None:
         """Give workers the norm of the own pieces' gradients."""
@@ -193,6 +206,31 @@ class FetchAll(ModelOrder, frozen=True):
         owners.fetch_all()
 
 
+class BoundErrors(ModelOrder, frozen=True):
+    """Codecs may be off by so much."""
+
+    most_error: float
+
+    def do(self, owners: OwnersRole) -> None:
+        owners.bound_errors(self.most_error)
+
+
+class SumResiduals(ModelOrder, frozen=True):
+    """Sum what codecs have lost, with all workers."""
+
+    def do(self, owners: OwnersRole) -> None:
+        owners.sum_residuals()
+
+
+class TakeResiduals(ModelOrder, frozen=True):
+    """All ranks owed this together of parameters of which the server has pieces."""
+
+    sums: Residuals
+
+    def do(self, owners: OwnersRole) -> None:
+        owners.take_residuals(self.sums)
+
+
 class Norms(ModelOrder, frozen=True):
     """Gather the norms of these parameters' gradients, with all workers."""
 
@@ -221,6 +259,9 @@ AnyModelOrder = (
     | UpdatePieces
     | GatherState
     | FetchAll
+    | BoundErrors
+    | SumResiduals
+    | TakeResiduals
     | Norms
     | Scale
 )

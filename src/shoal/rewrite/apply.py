@@ -218,6 +218,13 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
         )
     for choice in plan.choices:
         check_carried(choice.layer, choice.strategy, choice.exchange)
+        if plan.staleness != 0 and choice.codec:
+            raise PlanError(
+                "codecs need workers that keep step",
+                where=f"layer {choice.layer}",
+                got=f"{choice.exchange}, with a staleness of {plan.staleness}",
+                do=f'write "{choice.without_codec().exchange}", or set the staleness to 0',
+            )
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
 
 

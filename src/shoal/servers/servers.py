@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.codecs.carrier import coded_carriers
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place, Strategy
@@ -38,6 +39,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.lanes import Lane
 from shoal.exchange.direct import Direct
 from shoal.optim.owners import Owners, put_values, values_of
+from shoal.optim.residuals import sum_residuals
 from shoal.optim.update import Update, put_states
 from shoal.profiling.paces import probe_duplex
 from shoal.profiling.updates import form_of, made_of, settings
@@ -55,6 +57,7 @@ from shoal.remote.orders import (
     Order,
     OwnersRole,
     ParameterForm,
+    Residuals,
     ServedSite,
     TableForm,
     Tell,
@@ -430,7 +433,8 @@ class _InStep(OwnersRole):
         for number, pieces in order.given.items():
             transfer = self.transfers[number]
             update = self._updates[order.optimizer][transfer]
-            work = update.work(pieces, order.groups.value, order.attributes.value)
+            updated = {transfer.pieces[piece].parameter for piece in pieces}
+            work = update.work(pieces, order.groups.value, order.attributes.value, updated)
             self._owners.send_off(transfer, (), work)
 
     def gather_state(self, optimizer: int) -> None:
@@ -441,6 +445,18 @@ class _InStep(OwnersRole):
 
     def fetch_all(self) -> None:
         self._owners.fetch_all()
+
+    def bound_errors(self, most_error: float) -> None:
+        for carrier in coded_carriers(self.transfers):
+            carrier.most_error = most_error
+
+    def sum_residuals(self) -> None:
+        sum_residuals(self._owners)
+
+    def take_residuals(self, sums: Residuals) -> None:
+        self._owners.settle()
+        for carrier in coded_carriers(self.transfers):
+            carrier.give(self._owners.rank, sums)
 
     def norms(self, parameters: Numbers, order: float) -> None:
         self._owners.norms(self._named(parameters), order)

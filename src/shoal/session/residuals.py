@@ -7,7 +7,7 @@ tests/session/test_residuals.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from shoal.codecs.carrier import coded_carriers
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.transfer import Transfer
+from shoal.optim.residuals import add_residuals, sum_residuals
+from shoal.remote.orders import OfRank, SumResiduals, TakeResiduals
 from shoal.session.additions import uncompiled
 from shoal.session.session import current
 
@@ -32,13 +34,14 @@ def residuals(model: nn.Module) -> StateDict:
         beyond what all ranks have. Flat, float32 (float64 where the model is), in the order of the
         parameter's memory. {} where nothing is owed.
     """
+    return _owed(_settled(model))
+
+
+def _owed(transfers: Iterable[Transfer]) -> StateDict:
     owed: StateDict = {}
-    for transfer in _settled(model):
+    for transfer in transfers:
         if transfer.carrier is not None:
-            for name, entries in transfer.carrier.residuals().items():
-                sums = owed.setdefault(name, {})
-                for what, numbers in entries.items():
-                    sums[what] = sums[what] + numbers if what in sums else numbers
+            add_residuals(owed, transfer.carrier.residuals())
     return owed
 
 
@@ -48,7 +51,9 @@ def summed_residuals(model: nn.Module) -> StateDict:
     attached = session.attached.get(uncompiled(model))
     if attached is None or not any(choice.codec for choice in attached.plan.choices):
         return {}  # as on every rank
-    own = residuals(model)
+    owners = attached.running.owners
+    served = owners.served if owners is not None else ()
+    own = _owed(transfer for transfer in _settled(model) if transfer not in served)
     listed = [
         [name, what, numbers.numel(), numbers.dtype == torch.float64]
         for name, entries in own.items()
@@ -65,6 +70,9 @@ def summed_residuals(model: nn.Module) -> StateDict:
         total = numbers.clone()
         session.comm.all_reduce(total)
         sums.setdefault(name, {})[what] = total
+    if owners is not None and any(coded_carriers(served)):
+        owners.tell(SumResiduals())
+        add_residuals(sums, sum_residuals(owners))
     return sums
 
 
@@ -90,8 +98,24 @@ def give_residuals(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -
         exact_again = bool(carrier.given_up)
         carrier.give(session.comm.rank, {} if exact_again else fitting)
         coded.update(() if exact_again else carrier.bucket.numels)
+    _give_servers(model, fitting)
     dropped = [name for name in sums if name not in fitting or name not in coded]
     _warn_of_dropped(dropped, "its size is another now, or it is sent exactly")
+
+
+def _give_servers(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Have each server owe what was owed of its pieces; what it owed is forgotten."""
+    attached = current().attached.get(uncompiled(model))
+    owners = attached.running.owners if attached is not None else None
+    served = list(coded_carriers(owners.served)) if owners is not None else []
+
+    def of_server(server: int) -> TakeResiduals:
+        coded = [carrier for carrier in served if not carrier.given_up]
+        names = {span.name for carrier in coded for span in carrier.bucket.spans[server]}
+        return TakeResiduals({name: dict(sums[name]) for name in names & sums.keys()})
+
+    if owners is not None and served:
+        owners.tell(OfRank(of_server))
 
 
 def warn_of_residuals(model: nn.Module) -> None:

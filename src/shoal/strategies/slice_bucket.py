@@ -77,6 +77,9 @@ class SliceBucket:
             for row, part in zip(self.owned, self.slices, strict=True)
             for piece, value in zip(row, part.values, strict=True)
         ]
+        # of which this rank has the parameters' values: of all, or at a server of its own
+        own = list(zip(self.owned[place.rank], self.slices[place.rank].values, strict=True))
+        self.known = own if self.at_server else self.everything
         self.places = {
             p: [pair for pair in self.everything if pair[0].parameter is p] for p in listed
         }

@@ -139,7 +139,7 @@ def owned_cost(
     own_bytes = max(widths[: cluster.size]) * itemsize
     pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
     traffic, pace = exchange.traffic(bucket, topology), exchange.pace(cluster)
-    there_s, back_s = exchange.coding_s(bucket, cluster, topology.size)
+    there_s, back_s = exchange.coding_s(bucket, cluster, topology.size, topology.servers)
     if topology.servers:
         going, coming = traffic.one_way(topology.workers)
         out, back = Direction.OUT, Direction.IN
@@ -294,13 +294,13 @@ class SlicedTransfer(OwnedTransfer):
             self._lossy = False
             self._unsent.forget()
         if self._bucket.at_server:
-            return []
+            return self._bucket.known if in_changes else []
         self._turns.check([part.turn for part in self._bucket.slices], turn)
         return self._bucket.everything
 
     def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
         """Bring to all ranks what a codec makes of the changes of own pieces."""
-        for piece, value in self._bucket.everything:
+        for piece, value in self._bucket.known:
             value.copy_(piece.of(piece.parameter))
         num_coded = len(self._unsent.pieces)
         for new, place in zip(values[num_coded:], self._own.values[num_coded:], strict=True):
