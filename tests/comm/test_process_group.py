@@ -7,13 +7,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
-from shoal.comm.process_group import join
+from shoal.comm import process_group
+from shoal.comm.places import Journal
+from shoal.comm.process_group import ProcessGroupComm, join
 from shoal.contracts.launcher import Job
 from shoal.core.errors import MissingRank, UsageError
+from shoal.core.facts import Topology
 from shoal.launch.local import Local
 from shoal.launch.rendezvous import seat
 
@@ -160,3 +165,40 @@ def test_ranks_exchange_and_end_in_silence(
     printed = capfd.readouterr()
     assert (printed.out, printed.err) == ("", "")
     assert result.exit_codes == (0,) * ranks
+
+
+class Group:
+    """As much of a process group as a comm asks for when it is made."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("given", [None, 300.0, 120.0, 900.0])
+def test_a_limit_that_is_given_is_kept_to_whatever_is_predicted(
+    given: float | None, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal()
+    heartbeat: Any = SimpleNamespace(
+        journal=journal, workers=1, channels={}, reached=lambda where: None
+    )
+    company: Any = SimpleNamespace(
+        interface=None, beside_store=(), topology=Topology(("h",)), values=None, rank=0, size=1
+    )
+    monkeypatch.setattr(process_group, "meet", lambda *_: company)
+    monkeypatch.setattr(process_group, "Heartbeat", lambda *_: heartbeat)
+    monkeypatch.setattr(process_group, "_pulses", lambda *_: None)
+    monkeypatch.setattr(process_group, "_made", lambda *_: Group())
+    monkeypatch.setattr(process_group.dist, "get_process_group_ranks", lambda _: [0])
+    monkeypatch.setattr(process_group.dist, "get_world_size", lambda: 1)
+    told = ProcessGroupComm, "gather_objects", lambda comm, value, purpose: [value]
+    monkeypatch.setattr(*told)
+    lane = join(seat(), given, 60).channel("lane")
+    lane.expects(7.0)
+    lane.begins("exchange")
+    journal.waits(lane._record, None, "exchange")
+    assert lane.timeout_s == (given or 300.0)
+    assert journal.limit_s() == (70.0 if given is None else None)

@@ -42,7 +42,7 @@ from shoal.core.open_files import raise_limit
 T = TypeVar("T")
 _TAG, _LABELS = 0, 1  # of messages of no purpose, and of those that say the purpose
 _SHORT = 1016  # bytes of what ranks tell each other that cross at once
-_USUAL_S = 300.0  # what `init` has for a limit, where nobody says otherwise
+_USUAL_S = 300.0  # the limit of an exchange, where nobody says otherwise
 _FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times what is planned
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 # what gloo says where not the others are at fault
@@ -65,12 +65,14 @@ class ProcessGroupComm(Comm):
         aside: Aside,
         *,
         idle: bool = False,
+        predicts: bool = False,
     ) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.topology = topology
         self._group = group
         self.timeout_s = timeout_s
+        self._predicts = predicts  # whether a prediction sets a limit too
         self._heartbeat = heartbeat
         ranks = dist.get_process_group_ranks(group)
         self._record = heartbeat.journal.opened(name, ranks, numbered=not idle)
@@ -200,7 +202,14 @@ class ProcessGroupComm(Comm):
         )
         group = _made(make, self._heartbeat, self._inside, ranks)
         return ProcessGroupComm(
-            group, name, self.timeout_s, self._heartbeat, topology, self._aside, idle=idle
+            group,
+            name,
+            self.timeout_s,
+            self._heartbeat,
+            topology,
+            self._aside,
+            idle=idle,
+            predicts=self._predicts,
         )
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
@@ -289,8 +298,7 @@ class ProcessGroupComm(Comm):
         self._record.running = number, purpose
 
     def expects(self, seconds: float) -> None:
-        # who has raised the limit has said otherwise; one that was lowered is over first
-        if self.timeout_s <= _USUAL_S:
+        if self._predicts:
             self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
     def may_answer(self, answer: Callable[[], None] | None) -> None:
@@ -349,7 +357,7 @@ def has_joined() -> bool:
 
 
 def join(
-    seat: Seat, timeout_s: float, start_timeout_s: float, lost_after_s: float | None = None
+    seat: Seat, timeout_s: float | None, start_timeout_s: float, lost_after_s: float | None = None
 ) -> ProcessGroupComm:
     """Join the ranks.
 
@@ -358,7 +366,8 @@ def join(
 
     Args:
         seat: what the launcher says; without a `meeting` where there is such a process group.
-        timeout_s: seconds after which an exchange that a rank does not take part in is an error.
+        timeout_s: seconds after which an exchange that does not end is an error. None: 300 where a
+            rank does not take part in it, and what a prediction says where all do.
         start_timeout_s: seconds to wait for every rank.
         lost_after_s: seconds without any sign of life after which a rank is lost; by default 20.
 
@@ -367,6 +376,7 @@ def join(
         UsageError: a rank is there twice, or the servers and the tail leave too few workers.
     """
     raise_limit()
+    limit_s = _USUAL_S if timeout_s is None else timeout_s
     company = meet(seat, start_timeout_s)
     if company.interface is not None:
         os.environ[INTERFACE] = company.interface  # which torch reads for each group
@@ -383,12 +393,12 @@ def join(
     )
 
     def make() -> object:
-        limit = _seconds(timeout_s)
+        limit = _seconds(limit_s)
         if seat.meeting is None:
             return dist.new_group(timeout=limit, backend=_backend(), group_desc="shoal")
         dist.init_process_group(
             _backend(),
-            store=_store(company.values, heartbeat, timeout_s),
+            store=_store(company.values, heartbeat, limit_s),
             rank=company.rank,
             world_size=company.size,
             timeout=limit,
@@ -404,7 +414,9 @@ def join(
         heartbeat.leave(error)  # whatever the program does now
         raise
     heartbeat.reached("start")
-    return ProcessGroupComm(group, "world", timeout_s, heartbeat, company.topology, aside)
+    return ProcessGroupComm(
+        group, "world", limit_s, heartbeat, topology, aside, predicts=timeout_s is None
+    )
 
 
 def _pulses(seat: Seat, company: Company) -> Pulses:

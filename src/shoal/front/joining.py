@@ -53,7 +53,7 @@ class Served(SystemExit):
 
 def init(
     *,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
     start_timeout_s: float = 60.0,
     lost_after_s: float | None = None,
 ) -> World:
@@ -65,8 +65,9 @@ def init(
     `parallelize` does so.
 
     Args:
-        timeout_s: seconds after which an exchange that a rank does not take part in is an error.
-            Whatever this says, a rank that dies is noticed within seconds.
+        timeout_s: seconds after which an exchange that does not end is an error. By default that
+            is 300 where a rank does not take part in it. Where all do, it is ten times the step
+            that the plan predicts, and at least 60. A rank that dies is noticed within seconds.
         start_timeout_s: seconds to wait for every rank to start.
         lost_after_s: seconds after which a rank is lost that is stopped, or whose host gives no
             sign of life, by default 20. One that computes, or keeps Python's lock, is waited for.
@@ -103,7 +104,7 @@ def serve(
     loss_fn: Callable[..., Any] | None = None,
     optimizer: Any = (),
     *,
-    timeout_s: float = 300.0,
+    timeout_s: float | None = None,
     start_timeout_s: float = 60.0,
     lost_after_s: float | None = None,
 ) -> None:
@@ -191,12 +192,12 @@ def _begin(comm: Comm) -> Session:
 
 
 def _joined_ranks(
-    timeout_s: float, start_timeout_s: float, lost_after_s: float | None = None
+    timeout_s: float | None, start_timeout_s: float, lost_after_s: float | None = None
 ) -> Comm:
     """All ranks, as the environment or the program's own process group say."""
-    given = {"timeout_s": timeout_s, "start_timeout_s": start_timeout_s}
-    if lost_after_s is not None:
-        given["lost_after_s"] = lost_after_s
+    options = {"timeout_s": timeout_s, "lost_after_s": lost_after_s}
+    given = {name: seconds for name, seconds in options.items() if seconds is not None}
+    given["start_timeout_s"] = start_timeout_s
     if not all(is_positive(seconds, MOST_SECONDS) for seconds in given.values()):
         raise UsageError(
             "a time-out is more than 0 s, and a number",
