@@ -6,8 +6,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from shoal.comm.threads import ThreadComm, run
+from shoal.commands import worker
+from shoal.commands.train import train as train_command
 from shoal.commands.worker import CRITERION, PlanOptions, check, plan, train
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
@@ -15,6 +18,7 @@ from shoal.front.joining import using
 from shoal.front.recipe import load
 
 HOSTS = Cluster(Topology(("one", "other")), Link(1e-4, 1e8))
+SLOW = Cluster(Topology(("one", "other")), Link(0.1, 1e8))
 ENDLESS = """
     import itertools
     import torch
@@ -86,3 +90,67 @@ def test_a_recipe_that_computes_the_loss_of_a_batch_is_planned(tmp_path: Path) -
     with using(ThreadComm()):
         made = plan(load(recipe(tmp_path, COUNTED)), PlanOptions(), HOSTS)
     assert [choice.layer for choice in made.choices] == ["(model)"]
+
+
+NORMED = (
+    COUNTED.replace("nn.Linear(2, 1)", "nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8))")
+    + """
+    SYNC_BATCHNORM = True
+"""
+)
+
+
+def test_a_batch_norm_over_all_ranks_is_checked_in_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe(tmp_path, NORMED)
+
+    def work(comm: ThreadComm) -> float:
+        with using(comm, HOSTS):
+            return check(load(path), PlanOptions(sync_batchnorm=True), steps=3)
+
+    assert max(run(2, work, timeout_s=30)) <= CRITERION
+    assert "set to evaluation" not in capsys.readouterr().out
+
+
+def test_a_batch_norm_over_all_ranks_is_planned(tmp_path: Path) -> None:
+    def planned(*, sync_batchnorm: bool) -> float:
+        with using(ThreadComm()):
+            options = PlanOptions(pins={"*": "replicate:direct"}, sync_batchnorm=sync_batchnorm)
+            return plan(load(recipe(tmp_path, NORMED)), options, SLOW).predicted_s
+
+    assert planned(sync_batchnorm=True) > planned(sync_batchnorm=False) + SLOW.link.latency_s
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "expected"),
+    [
+        ([], COUNTED, (False, 100)),
+        ([], NORMED, (True, 100)),
+        (["--sync-batchnorm", "--check-every", "7"], COUNTED, (True, 7)),
+        (["--check-every", "0"], NORMED, (True, 0)),
+    ],
+)
+def test_what_is_asked_of_batch_norms_and_replicas_reaches_training(
+    words: list[str],
+    text: str,
+    expected: tuple[bool, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[PlanOptions] = []
+    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    done = CliRunner().invoke(train_command, [str(recipe(tmp_path, text)), *words])
+    assert done.exit_code == 0, done.output
+    assert [(options.sync_batchnorm, options.check_every) for options in asked] == [expected]
+
+
+def test_they_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, NORMED)
+
+    def work(comm: ThreadComm) -> None:
+        with using(comm, HOSTS):
+            train(load(path), PlanOptions(sync_batchnorm=True, check_every=1), max_steps=2)
+
+    run(2, work, timeout_s=30)
+    assert "batch norm over all ranks: 1 layer" in capsys.readouterr().out

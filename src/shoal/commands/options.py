@@ -101,6 +101,12 @@ _OF_PLAN = [
         metavar="NAME",
         help="Let the planner send fewer bytes so, not exactly, where it pays; or all.",
     ),
+    click.option(
+        "--sync-batchnorm",
+        is_flag=True,
+        help="Let BatchNorm layers normalise by the rows of all ranks, as SYNC_BATCHNORM = True in "
+        "the recipe does.",
+    ),
 ]
 _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -143,6 +149,7 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         memory_limit: float | None,
         micro_batches: int,
         codec: tuple[str, ...],
+        sync_batchnorm: bool,
         plan: str = "auto",
         **own: Any,
     ) -> None:
@@ -157,6 +164,7 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
             memory_limit,
             micro_batches,
             codecs="all" if codec == ("all",) else codec,
+            sync_batchnorm=sync_batchnorm or loaded.sync_batchnorm,
         )
         distributed(workers)
         function(loaded, options, **own)

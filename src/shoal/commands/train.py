@@ -19,6 +19,7 @@ from shoal.commands.options import (
 )
 from shoal.commands.worker import PlanOptions
 from shoal.core.numbers import whole
+from shoal.engine.replicas import EVERY
 from shoal.front.recipe import Recipe
 
 
@@ -43,6 +44,14 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
     metavar="STEPS",
     callback=_steps_ahead,
     help='With servers: how far a worker may run ahead; "none" for any number.',
+)
+@click.option(
+    "--check-every",
+    type=click.IntRange(0),
+    default=EVERY,
+    show_default=True,
+    metavar="STEPS",
+    help="From one comparison of the ranks' copies to the next; 0 for none.",
 )
 @click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
 @click.option(
@@ -75,6 +84,7 @@ def train(
     recipe: Recipe,
     options: PlanOptions,
     staleness: int | None,
+    check_every: int,
     save_plan: Path | None,
     epochs: int | None,
     steps: int | None,
@@ -85,7 +95,7 @@ def train(
     """Train RECIPE, after showing its plan."""
     worker.train(
         recipe,
-        replace(options, staleness=staleness),
+        replace(options, staleness=staleness, check_every=check_every),
         save=save_plan,
         epochs=epochs,
         max_steps=steps,

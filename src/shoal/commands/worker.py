@@ -24,6 +24,7 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.engine.replicas import EVERY
 from shoal.front.carriers import all_codecs, codecs_of
 from shoal.front.cluster import measured_cluster, with_codings
 from shoal.front.codec_report import codec_report
@@ -31,10 +32,10 @@ from shoal.front.joining import init, is_tail_host, serve_and_end
 from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
 from shoal.front.sharding import shard
+from shoal.front.spreading import profiled
 from shoal.planner.explain import explain
 from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
-from shoal.profiling.layers import profile_model
 from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
 from shoal.report.stages import Stages
@@ -42,11 +43,13 @@ from shoal.rewrite.apply import cuts
 from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
 
+_NOT_PLANNED = ("plan", "sync_batchnorm", "check_every")  # of the options
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
 _CHECK_S = 3600.0
 _SEED = 0
-_LOCAL = nn.modules.batchnorm._BatchNorm | nn.modules.dropout._DropoutNd
+_DROPOUT = nn.modules.dropout._DropoutNd
+_BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class PlanOptions:
     micro_batches: int = MICRO_BATCHES
     staleness: int | None = 0
     codecs: str | tuple[str, ...] = ()
+    sync_batchnorm: bool = False
+    check_every: int = EVERY
 
     def without_codecs(self) -> PlanOptions:
         """The same, exact: also what pins and a saved plan say."""
@@ -232,7 +237,8 @@ def check(
     """The largest relative difference after a few steps on all ranks and on one process.
 
     By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
-    (BatchNorm's statistics, dropout's random numbers) are set to evaluation in both.
+    (BatchNorm's statistics, unless ranks share them; dropout's random numbers) are set to
+    evaluation in both.
     """
     init(timeout_s=_CHECK_S)
     console, comm = text.console(), current().comm
@@ -242,7 +248,8 @@ def check(
     model, objective = recipe.model(), recipe.objective()
     # before the optimizer sees its parameters
     options = replace(options, plan=_retyped(options.plan, model, dtype))
-    local = [module for module in model.modules() if isinstance(module, _LOCAL)]
+    kinds = _DROPOUT if options.sync_batchnorm else _DROPOUT | _BATCHNORM
+    local = [module for module in model.modules() if isinstance(module, kinds)]
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, dtype) for batch in _take(recipe, loader, steps)]
     for module in local:
@@ -347,13 +354,14 @@ def plan(
     pieces = options.micro_batches if session.other(TailHosts) else None
     stages = Stages(speaks=session.comm.rank == 0)
     objective = recipe.objective()
-    profile = profile_model(
+    profile, _ = profiled(
         model,
         objective.loss_fn,
         [optimizer],
         sample,
         session.comm,
         pieces,
+        sync_batchnorm=options.sync_batchnorm,
         compute_loss=objective.compute_loss,
         counted=recipe.count is not None,
     )
@@ -366,7 +374,7 @@ def plan(
         else measured_cluster(session, codecs=wanted)
     )
     stages.done("measuring the links")
-    asked = {name: value for name, value in vars(options).items() if name != "plan"}
+    asked = {name: value for name, value in vars(options).items() if name not in _NOT_PLANNED}
     made = plan_for(profile, where, **{**asked, "codecs": codecs})
     stages.done("planning")
     if session.comm.rank == 0:

@@ -7,9 +7,10 @@
     optimizer(params)  a torch.optim.Optimizer over them
 
 and, where wanted, `accuracy(output, target) -> (correct, total)` for the test data,
-`count(output, target)` that says what the loss is a mean over, and `EPOCHS`, a whole number. In
-place of loss() a recipe may have `compute_loss(model, batch)`, of a batch as the DataLoader gives
-it. Its accuracy takes (model, batch) then, and its count (batch).
+`count(output, target)` that says what the loss is a mean over, `EPOCHS`, a whole number, and
+`SYNC_BATCHNORM`, whether BatchNorm layers normalise by the rows of all ranks. In place of loss() a
+recipe may have `compute_loss(model, batch)`, of a batch as the DataLoader gives it. Its accuracy
+takes (model, batch) then, and its count (batch).
 
 Caffe2's data_parallel_model took builders in the same way, so that each process makes a model of
 its own. The functions are checked when the file is loaded, what they return when they are called.
@@ -69,6 +70,7 @@ class Recipe:
     device: torch.device = CPU
     compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
     count: Callable[..., float | Tensor] | None = None
+    sync_batchnorm: bool = False
 
     def on(self, device: torch.device) -> Recipe:
         """The same, with models, losses and batches on this device."""
@@ -182,6 +184,10 @@ def load(path: str | Path) -> Recipe:
     epochs = getattr(module, "EPOCHS", 1)
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
         raise UsageError("EPOCHS is a whole number, at least 1", where=str(path), got=repr(epochs))
+    sync_batchnorm = getattr(module, "SYNC_BATCHNORM", False)
+    if not isinstance(sync_batchnorm, bool):
+        got = repr(sync_batchnorm)
+        raise UsageError("SYNC_BATCHNORM is True or False", where=str(path), got=got)
     return Recipe(
         path,
         {name: there[name] for name in given},
@@ -189,6 +195,7 @@ def load(path: str | Path) -> Recipe:
         epochs,
         compute_loss=there.get("compute_loss"),
         count=there.get("count") if "count" in own else None,
+        sync_batchnorm=sync_batchnorm,
     )
 
 
