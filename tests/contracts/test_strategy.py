@@ -19,6 +19,7 @@ from shoal.comm.traced import Counts, TracedComm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.plan import strategy_and_exchange
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.front.joining import using
@@ -64,7 +65,7 @@ def pins() -> list[str]:
 
 def kind_of(pin: str) -> type[Strategy]:
     """The strategy that a pin names."""
-    return of(Strategy)[pin.partition(":")[0]]
+    return of(Strategy)[strategy_and_exchange(pin)[0]]
 
 
 def moved(counts: Counts) -> list[int]:
@@ -79,7 +80,9 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
-@pytest.mark.parametrize("pin", ["column", "row", "column_pair", "head"])
+@pytest.mark.parametrize(
+    "pin", ["column", "row", "column_pair", "head", "column+bfloat16", "row+float16"]
+)
 def test_chunks_send_what_is_stated_without(pin: str, hosts: str) -> None:
     assert_stated(pin, hosts, search_options=SearchOptions(chunks=(2,)))
 

@@ -30,6 +30,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.plan import strategy_and_exchange
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.front.joining import using
@@ -179,7 +180,7 @@ def served_by(
     """Pins of the layers that a strategy serves, of which there must be one, and of those that it
     needs beside them.
     """
-    kind = of(Strategy)[strategy]()
+    kind = of(Strategy)[strategy_and_exchange(strategy)[0]]()
     profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm(), **how)
     served: dict[str, str] = {}
     for layer in profile.layers:
@@ -222,7 +223,7 @@ def servers_of(way: str, ranks: int) -> int:
     """How many servers a way needs: fewer than there are workers where it can, so that these own
     something too.
     """
-    strategy = way.partition(", ")[0].partition(":")[0]
+    strategy, _ = strategy_and_exchange(way.partition(", ")[0])
     return (ranks + 1) // 2 if of(Strategy)[strategy].role.takes_servers else 0
 
 

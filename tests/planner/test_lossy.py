@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_up import cluster, layer, model
+from made_up import cluster, layer, linear, model
 
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.exchange import Bucket
@@ -76,6 +76,18 @@ def test_embeddings_stay_exact(kind: str) -> None:
     net = model(matrix("late", 0.5, 10_000), matrix("table", 2.0, 10_000, kind))
     plan = plan_for(net, SLOW_LINK, codecs=["int8"], **BUCKETS)
     assert "+" not in plan.choice("table").exchange and "+int8" in plan.choice("late").exchange
+
+
+def test_rows_of_a_layer_that_is_cut_cross_as_codes() -> None:
+    net = model(linear("cut", 1.0, 8192, 8192, rows=256), layer("conv", 2.0, 1))
+    cut: dict[str, Any] = {"strategies": ["column", "replicate"], "options": FEW}
+    exact = plan_for(net, SLOW_LINK, **cut)
+    assert exact.choice("cut").way == "column"
+    coded = plan_for(net, SLOW_LINK, codecs=["bfloat16"], **cut)
+    assert coded.choice("cut").way == "column+bfloat16"
+    assert coded.predicted_s < 0.7 * exact.predicted_s
+    slow = replace(SLOW_LINK, codings={"bfloat16": SLOW})
+    assert plan_for(net, slow, codecs=["bfloat16"], **cut) == exact
 
 
 def test_servers_are_sent_codes_where_workers_keep_step() -> None:

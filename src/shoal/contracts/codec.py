@@ -33,7 +33,8 @@ class Codec(Contract, ABC):
     # values may be coded in runs of 262,144, each by itself, in a code of whole fours of bytes:
     # these stay in a core's cache
     in_runs: ClassVar[bool] = False
-    # each value is coded by itself, in one pass: then coding alone needs no runs
+    # each value is coded by itself, in one pass: then coding alone needs no runs, and rows of
+    # layers that are cut may cross so (tensors/crossing.py)
     by_value: ClassVar[bool] = False
     # parameters of fewer dimensions travel as they are: biases and scales are small, and err most
     least_dims: ClassVar[int] = 1

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Probe
@@ -42,6 +43,7 @@ class Place:
     # among the ranks that train, for the main thread: where any layer is cut over them,
     comm: Comm | None = None
     chunks: int = 1  # whose rows come in so many
+    codec: Codec | None = None  # in which they cross
     tables: TableWay | None = None  # where servers have tables
     tail: TailWay | None = None  # where hosts of its own run the end of the model
     # this rank's rows, for what leaves it in backward
@@ -57,6 +59,7 @@ class Strategy(Contract, ABC):
     probes: ClassVar[tuple[type[Probe], ...]] = ()  # what it wants to know of every layer
     stays: ClassVar[str] = ""  # why it cannot be undone, where it cannot
     takes_sparse: ClassVar[bool] = False  # gradients that are sparse tensors, as these
+    codes_rows: ClassVar[bool] = False  # the rows that it sends, where a plan gives it a codec
 
     def takes(self, exchange: Exchange) -> bool:
         """Whether that exchange can carry it."""

@@ -241,10 +241,11 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan says of all layers at once."""
+    """What a plan says of a layer beside its strategy, most of it of all layers at once."""
 
     chunks: int = 1  # that rows come in, and go back, to layers that are cut over ranks
     joined: bool = True  # tail hosts run all micro-batches at once
+    codec: str = ""  # of this layer's rows, where it is cut
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """How one layer is served; `exchange` carries its gradients, '' if none is needed.
+    """How one layer is served; `exchange` carries its gradients, '' if none is needed. Where rows
+    of a layer that is cut cross as codes, it is a plus and the codec: "+bfloat16".
 
     Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among
     themselves.
@@ -57,16 +58,31 @@ class Choice:
     @property
     def way(self) -> str:
         """How it is served, as a pin says it: "factor", or "replicate:ring"."""
+        if self.exchange.startswith("+"):
+            return self.strategy + self.exchange
         return f"{self.strategy}:{self.exchange}" if self.exchange else self.strategy
 
     @property
     def codec(self) -> str:
-        """The codec whose codes the exchange carries, as a plan writes it; '' where none is."""
+        """The codec whose codes the exchange carries, or in which rows of the layer cross, as a
+        plan writes it; '' where none is.
+        """
         return self.exchange.partition("+")[2]
 
     def without_codec(self) -> Choice:
         """The same choice, exact."""
         return replace(self, exchange=self.exchange.partition("+")[0])
+
+
+def strategy_and_exchange(way: str) -> tuple[str, str]:
+    """What a pin says, as a `Choice` has it: of "replicate:ring" its two sides; of
+    "column+bfloat16" what is before the plus, and the rest.
+    """
+    strategy, _, exchange = way.partition(":")
+    if not exchange:
+        strategy, plus, codec = strategy.partition("+")
+        exchange = plus + codec
+    return strategy, exchange
 
 
 @dataclass(frozen=True)

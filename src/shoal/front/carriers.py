@@ -13,10 +13,11 @@ from shoal.contracts.strategy import Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.numbers import is_positive
-from shoal.core.plan import Plan
+from shoal.core.plan import Plan, strategy_and_exchange
 from shoal.core.registry import named, of
 from shoal.optim.owners import Owners
 from shoal.remote.orders import BoundErrors
+from shoal.strategies.carried import row_codec
 
 
 def codecs_of(asked: Any) -> tuple[str, ...]:
@@ -51,15 +52,21 @@ def all_codecs(
 ) -> list[str]:
     """The codecs that a plan or pins ask for, and those that are allowed."""
     codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, Coded)]
+    codecs += filter(None, (row_codec(exchange) for _, exchange in _ways(plan, pins)))
     codecs += map(codec_named, allowed)
     return sorted({str(way) for codec in codecs for way in (codec, codec.there)})
 
 
 def _exchanges(plan: Plan | None, pins: Mapping[str, str] | None) -> list[Exchange]:
-    asked = [pin.partition(":")[::2] for pin in (pins or {}).values()]
-    asked += [(choice.strategy, choice.exchange) for choice in plan.choices] if plan else []
+    asked = _ways(plan, pins)
     texts = {text for name, text in asked if text and named(Strategy, name).role.takes_exchange}
     return [exchange_named(text) for text in texts]
+
+
+def _ways(plan: Plan | None, pins: Mapping[str, str] | None) -> list[tuple[str, str]]:
+    """Strategies and exchanges that they ask for."""
+    asked = [strategy_and_exchange(pin) for pin in (pins or {}).values()]
+    return asked + [(c.strategy, c.exchange) for c in (plan.choices if plan else ())]
 
 
 def check_most_error(most_error: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from shoal.front.parallel import plan_of
 from shoal.planner.timeline import Predictor
 from shoal.session.additions import uncompiled
 from shoal.session.session import current
+from shoal.strategies.cutting import error_of_rows
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class CodecRow:
     way: str  # as a pin says it
     exact_bytes: float  # that the busiest rank would send of it in a step
     sent_bytes: float  # that it sends
-    step_error: float | None  # relative, of one step; None before the first
+    # relative, of one step; of a layer that is cut, of its rows; None before the first
+    step_error: float | None
     mean_error: float | None  # of the mean over 100 steps; None before there were so many
     coded: bool  # False: it was off by more than it may, and is exact again
 
@@ -141,7 +143,12 @@ def codec_report(model: nn.Module) -> CodecReport:
     attached = current().attached[uncompiled(model)]
     predictor = Predictor(attached.profile, attached.cluster)
     errors = _Errors.of(coded_carriers(attached.engine.transfers))
-    rows = [_row(choice, predictor, errors) for choice in attached.plan.choices if choice.codec]
+    coded = [choice for choice in attached.plan.choices if choice.codec]
+    rows = [_row(choice, predictor, errors) for choice in coded]
+    modules = dict(uncompiled(model).named_modules())
+    for at, choice in enumerate(coded):
+        if choice.exchange.startswith("+"):
+            rows[at] = replace(rows[at], step_error=error_of_rows(modules[choice.layer]))
     return CodecReport(tuple(rows))
 
 

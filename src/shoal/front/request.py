@@ -23,7 +23,7 @@ from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import MovingState, SyncNorm
 from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.placement import BALANCED, Placement, check_placement
-from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.core.plan import MICRO_BATCHES, Plan, strategy_and_exchange
 from shoal.core.registry import from_outside, named
 from shoal.engine.replicas import EVERY
 from shoal.front.carriers import check_most_error, codecs_of
@@ -225,7 +225,8 @@ def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
     if staleness == 0:
         return
     pinned = {
-        name: named(Strategy, pin.partition(":")[0]) for name, pin in (asked.pins or {}).items()
+        name: named(Strategy, strategy_and_exchange(pin)[0])
+        for name, pin in (asked.pins or {}).items()
     }
     other = next(
         (name for name, strategy in pinned.items() if not strategy.role.takes_servers), None

@@ -68,16 +68,22 @@ def with_codecs(
 
 
 def ways(predictor: Predictor, layer: LayerProfile, codec: Codec) -> list[Choice]:
-    """How a layer may be served with a codec: each strategy and exchange that carries codes."""
-    if layer.kind in _TABLES or not any(
-        len(p.shape) >= max(codec.least_dims, 1) for p in layer.parameters
-    ):
+    """How a layer may be served with a codec: each strategy and exchange that carries codes, and
+    each that cuts the layer and may send its rows so.
+    """
+    if layer.kind in _TABLES:
         return []
+    coded = any(len(p.shape) >= max(codec.least_dims, 1) for p in layer.parameters)
+    able = [strategy for strategy in of(Strategy) if not predictor.refusal(layer, strategy)]
     return [
         Choice(layer.name, strategy, f"{exchange}+{codec}")
-        for strategy in of(Strategy)
-        if predictor.role(strategy).takes_exchange and not predictor.refusal(layer, strategy)
+        for strategy in able
+        if coded and predictor.role(strategy).takes_exchange
         for exchange in predictor.coding_carriers(strategy, codec)
+    ] + [
+        Choice(layer.name, strategy, f"+{codec}")
+        for strategy in able
+        if codec.by_value and predictor.strategy(strategy).codes_rows
     ]
 
 
@@ -108,6 +114,9 @@ class _Tried:
             (way.strategy, way.exchange) for own in self._ways.values() for way in own
         )
         starts = [self._all(kind, only) for kind in kinds for only in (True, False)]
+        starts += [
+            rows for plan in (self._exact, *starts) if (rows := self._with_rows(plan)) != plan
+        ]
         tried = [self._predicted(start) for start in starts]
         if not tried:
             return self._exact
@@ -124,6 +133,14 @@ class _Tried:
             if (carried or not only_carried) and way in self._ways.get(choice.layer, ()):
                 plan = plan.with_choice(way)
         return self._mended(plan)
+
+    def _with_rows(self, plan: Plan) -> Plan:
+        """Layers that are cut as they are, but that their rows cross as codes."""
+        for choice in plan.choices:
+            for way in self._ways.get(choice.layer, ()):
+                if way.without_codec() == choice and way.exchange.startswith("+"):
+                    plan = plan.with_choice(way)
+        return plan
 
     def _with_less(self, plan: Plan) -> Plan:
         """Layers as they were, where that costs little: the smallest first."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.codecs.coded import exchange_named
+from shoal.codecs.coded import codec_named, exchange_named
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile
 from shoal.core.names import matched
-from shoal.core.plan import Site
+from shoal.core.plan import Site, strategy_and_exchange
 from shoal.core.registry import named, of
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_carried
@@ -141,6 +141,8 @@ def _check_pin(predictor: Predictor, layer: LayerProfile, strategy: str, exchang
     reason = predictor.refusal(layer, strategy)
     if predictor.role(strategy).is_at_tail:
         exchange = ""  # how tail hosts share it: sharing.py
+    if exchange.startswith("+"):
+        exchange = ""  # carried.py
     if reason is None and exchange and not predictor.role(strategy).takes_exchange:
         reason = "it takes no exchange"
     if (
@@ -180,9 +182,11 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
     resolved: dict[str, Option] = {}
     check_pins(pins)
     for pattern, value in pins.items():
-        strategy, _, exchange = value.partition(":")
+        strategy, exchange = strategy_and_exchange(value)
         is_at_tail = named(Strategy, strategy).role.is_at_tail
-        if exchange and not is_at_tail:
+        if exchange.startswith("+"):
+            exchange = f"+{codec_named(exchange[1:])}"
+        elif exchange and not is_at_tail:
             exchange = str(exchange_named(exchange))
         layers = matched(pattern, names, "pin", "layer")
         if exchange:

@@ -134,6 +134,9 @@ class Predictor:
                     layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers
                 ]
             strategy = self._strategies[site.strategy]
+            if strategy.codes_rows and site.exchange:
+                setting = replace(layers[0].setting, codec=site.exchange[1:])
+                layers = [replace(layer, setting=setting) for layer in layers]
             self._costs[site] = strategy.estimate(layers, carrier, self.cluster).mean
         return self._costs[site]
 

@@ -34,7 +34,7 @@ from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
 from shoal.profiling.identity import content, model_digest, trainable_layers
-from shoal.strategies.carried import check_carried
+from shoal.strategies.carried import check_carried, row_codec
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class PlacedSite:
     @property
     def exchange(self) -> Exchange | None:
         """What carries it, if anything."""
-        return exchange_named(self.site.exchange) if self.site.exchange else None
+        takes = self.strategy.role.takes_exchange and self.site.exchange
+        return exchange_named(self.site.exchange) if takes else None
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def placed(
             layers={name: layers[name].module for name in site.layers},
             parameters={name: parameters[name] for name in spans or parameters},
             spans=spans,
+            codec=row_codec(site.exchange),
         )
 
     return [

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from shoal.codecs.coded import exchange_named
+from shoal.codecs.coded import codec_named, exchange_named
+from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
@@ -27,7 +28,9 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
         exchange: as plans write it, "" for none.
     """
     strategy = named(Strategy, name)
-    if strategy.role.takes_exchange:
+    if exchange.startswith("+"):
+        _check_rows(layer, strategy, exchange)
+    elif strategy.role.takes_exchange:
         if not strategy.takes(exchange_named(exchange)):
             raise PlanError(
                 f"{exchange} cannot carry {name}",
@@ -42,6 +45,47 @@ def check_carried(layer: str, name: str, exchange: str) -> None:
             got=exchange,
             do='leave its "exchange" empty',
         )
+
+
+def _check_rows(layer: str, strategy: Strategy, exchange: str) -> None:
+    if strategy.role.takes_exchange:
+        first = carriers(strategy)[0]
+        raise PlanError(
+            f"{strategy.name} has an exchange, which stands before the codec",
+            where=f"layer {layer}",
+            got=strategy.name + exchange,
+            do=f'write for instance "{strategy.name}:{first}{exchange}"',
+        )
+    if not strategy.codes_rows:
+        able = [name for name, kind in of(Strategy).items() if kind.codes_rows]
+        raise PlanError(
+            f"{strategy.name} takes no codec",
+            where=f"layer {layer}",
+            got=strategy.name + exchange,
+            expected="one whose rows may cross as codes: " + ", ".join(able),
+            do=f'write "{strategy.name}"',
+        )
+    row_codec(exchange)
+
+
+def row_codec(exchange: str) -> Codec | None:
+    """The codec in which rows cross, of what a plan writes: "+bfloat16"; None for anything else.
+
+    Raises:
+        PlanError: there is none of that name, or it is too far off in one step.
+    """
+    if not exchange.startswith("+"):
+        return None
+    codec = codec_named(exchange[1:])
+    if not codec.by_value:
+        able = [name for name, kind in of(Codec).items() if kind.by_value]
+        raise PlanError(
+            f"{codec} cannot have the rows of a layer that is cut: what it loses of them is never "
+            "sent",
+            expected="one that codes each value by itself: " + ", ".join(able),
+            do=f'write "+{able[0]}", or leave rows exact',
+        )
+    return codec
 
 
 def carriers(strategy: Strategy) -> list[str]:

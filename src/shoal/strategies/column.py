@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.core.cost import Traffic
 from shoal.core.facts import LayerProfile, Topology
-from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move
+from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
 from shoal.tensors.boundary import Rows
 
 
@@ -31,6 +31,7 @@ class Column(ByOutputs):
     """Cuts a linear layer by its outputs, a convolution by its channels."""
 
     name = "column"
+    codes_rows = True
 
     def leave(
         self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
@@ -40,7 +41,7 @@ class Column(ByOutputs):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        itemsize, facts = layer.parameters[0].itemsize, layer.measured(CutFacts)
+        itemsize, facts = wire_itemsize(layer), layer.measured(CutFacts)
         row_bytes = layer.rows * itemsize
         x = move(topology, lambda source, to: facts.input_elements * itemsize)
         y = move(topology, lambda source, to: row_bytes * widths[source])

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shoal.codecs.coded import codec_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.contracts.strategy import Place, Strategy
@@ -43,6 +44,7 @@ from shoal.profiling.rowwise import row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.tensors.boundary import Move, Rows, call_of, linear, rows_of_all
+from shoal.tensors.crossing import Crossing
 from shoal.tensors.cut import OverRanks, cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
 
@@ -121,6 +123,7 @@ class CutStrategy(Strategy):
             forward      (grown + (c−1)·repeated) · profiled forward + messages_s
             backward     grown·products_s + part·memory_s, and with dx
                          (c−1)·repeated·products_s/2 + messages_s
+            coding       elements that cross · (code + read) of the codec, where there is one
             hidden       later_part · min(entering_s, forward's product) in forward,
                          min(leaving_s, grown·products_s/n · (1 + later_part)) in backward
         """
@@ -151,8 +154,11 @@ class CutStrategy(Strategy):
         return Cost(
             in_forward=Phase(total(entering), pace, Wait.AT_ONCE, beside_s=hidden_forward_s),
             in_backward=Phase(total(returning), pace, Wait.AT_ONCE, beside_s=hidden_backward_s),
-            forward_s=forward_product_s - layer.forward_s + messages_s,
-            backward_s=backward_s,
+            forward_s=forward_product_s
+            - layer.forward_s
+            + messages_s
+            + _coding_s(layer, cluster, entering),
+            backward_s=backward_s + _coding_s(layer, cluster, returning),
             memory_bytes=part * layer.nbytes,
             held=part,
             update=Update(main=part),
@@ -198,6 +204,12 @@ class CutStrategy(Strategy):
         module.__class__ = _kind_of(module)
         for parameter in filter(is_cut, module.parameters(recurse=False)):
             restore(parameter)
+
+
+def error_of_rows(layer: nn.Module) -> float | None:
+    """How far rows of a cut layer were off as they crossed, relative; None where none did."""
+    parts: _Parts | None = layer.__dict__.get(_SLOT)
+    return None if parts is None else parts.crossing.error
 
 
 class ByOutputs(CutStrategy):
@@ -260,6 +272,23 @@ def move(topology: Topology, nbytes: Callable[[int, int], float]) -> Traffic:
     return Traffic(tuple(sent), tuple(received), rounds=1, leaving=tuple(leaving))
 
 
+def wire_itemsize(layer: LayerProfile) -> int:
+    """Bytes that an element of its rows takes where it crosses."""
+    itemsize, codec = layer.parameters[0].itemsize, layer.setting.codec
+    return min(itemsize, codec_named(codec).nbytes(1, itemsize)) if codec else itemsize
+
+
+def _coding_s(layer: LayerProfile, cluster: Cluster, moves: Sequence[Traffic]) -> float:
+    """Seconds that coding what is sent and reading what comes takes a rank, on its main thread."""
+    if not layer.setting.codec:
+        return 0.0
+    coding, elements = (
+        cluster.coding(layer.setting.codec),
+        total(moves).worst / wire_itemsize(layer),
+    )
+    return elements * (coding.encode_s + coding.decode_s)
+
+
 def counts(layer: LayerProfile, topology: Topology) -> Traffic:
     """The numbers of rows, told before every call."""
     return move(topology, lambda source, to: COUNT_BYTES * layer.calls)
@@ -280,7 +309,7 @@ class _Parts:
     ) -> None:
         assert place.comm is not None
         self._name, self._comm, self._chunks = name, place.comm, place.chunks
-        self._weighs = place.weighs
+        self._weighs, self.crossing = place.weighs, Crossing(place.codec)
         self._is_linear = type(module) is nn.Linear
         self.weight, self.bias = module.weight, module.bias
         self._strategy, self._widths = strategy, widths
@@ -303,7 +332,9 @@ class _Parts:
             form = "" if len(row) == 1 else f", rows of {tuple(row)}"
             purpose = call_of(self._name) + form
             rows, inside = (
-                rows_of_all(self._comm, len(flat), purpose, self._name, self._weighs),
+                rows_of_all(
+                    self._comm, len(flat), purpose, self._name, self._weighs, self.crossing
+                ),
                 None,
             )
         with torch._C.DisableTorchFunctionSubclass():  # the parts themselves

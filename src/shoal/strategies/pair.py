@@ -98,6 +98,7 @@ class RowPair(Row):
     """
 
     name = "row_pair"
+    codes_rows = False
     probes = (*Row.probes, PairProbe)
     takes_parts = True
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
-from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut
+from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut, wire_itemsize
 from shoal.tensors.boundary import Move, Rows
 
 
@@ -27,6 +27,7 @@ class Row(CutStrategy):
     """Cuts a linear layer by its inputs."""
 
     name = "row"
+    codes_rows = True
     dim = 1
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
@@ -45,7 +46,7 @@ class Row(CutStrategy):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        row_bytes = layer.rows * layer.parameters[0].itemsize
+        row_bytes = layer.rows * wire_itemsize(layer)
         x = move(topology, lambda source, to: row_bytes * widths[to])
         y = move(topology, lambda source, to: row_bytes * layer.outputs)
         dx = move(topology, lambda source, to: row_bytes * widths[source])

@@ -41,6 +41,7 @@ from shoal.contracts.weighing import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
+from shoal.tensors.crossing import EXACT, Crossing
 
 _Coming = Callable[[], Tensor]  # waits for what was sent
 _Way = Callable[[Tensor], _Coming]
@@ -89,6 +90,7 @@ class Rows:
     purpose: str = "rows of a layer"  # the call, for messages
     weighs: Weighing = UNWEIGHED
     layer: str = ""
+    crossing: Crossing = EXACT
 
     def gathered(self, scale: float) -> Move:
         """Every rank's rows, in rank order, on every rank."""
@@ -131,27 +133,28 @@ class Rows:
         """This rank's."""
         return self.counts[self.comm.rank]
 
+    def _start(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Callable[[], None]:
+        return self.crossing.start_all_to_all(self.comm, incoming, outgoing)
+
     def _gather(self, x: Tensor) -> _Coming:
         everyone = x.new_empty(sum(self.counts), x.shape[1])
-        finish = self.comm.start_all_to_all(
-            everyone.split(self.counts), [x.contiguous()] * self.comm.size
-        )
+        finish = self._start(everyone.split(self.counts), [x.contiguous()] * self.comm.size)
         return lambda: _come(finish, everyone)
 
     def _sum(self, x: Tensor) -> _Coming:
         parts = x.new_empty(self.comm.size, self.mine, x.shape[1])
-        finish = self.comm.start_all_to_all(parts.unbind(), x.contiguous().split(self.counts))
+        finish = self._start(parts.unbind(), x.contiguous().split(self.counts))
         return lambda: _come(finish, parts).sum(0)
 
     def _to_columns(self, x: Tensor, widths: Sequence[int]) -> _Coming:
         everyone = x.new_empty(sum(self.counts), widths[self.comm.rank])
         columns = [part.contiguous() for part in x.split(list(widths), 1)]
-        finish = self.comm.start_all_to_all(everyone.split(self.counts), columns)
+        finish = self._start(everyone.split(self.counts), columns)
         return lambda: _come(finish, everyone)
 
     def _to_rows(self, x: Tensor, widths: Sequence[int]) -> _Coming:
         parts = [x.new_empty(self.mine, width) for width in widths]
-        finish = self.comm.start_all_to_all(parts, x.contiguous().split(self.counts))
+        finish = self._start(parts, x.contiguous().split(self.counts))
         return lambda: torch.cat(_come(finish, parts), 1)
 
 
@@ -187,13 +190,19 @@ def linear(
 
 
 def rows_of_all(
-    comm: Comm, rows: int, purpose: str, layer: str = "", weighs: Weighing = UNWEIGHED
+    comm: Comm,
+    rows: int,
+    purpose: str,
+    layer: str = "",
+    weighs: Weighing = UNWEIGHED,
+    crossing: Crossing = EXACT,
 ) -> Rows:
     """Tell every rank how many rows this one brings, and what for.
 
     RanksDiffer if others are about something else.
     """
-    return Rows(comm, tuple(comm.numbers([rows] * comm.size, purpose)), purpose, weighs, layer)
+    counts = tuple(comm.numbers([rows] * comm.size, purpose))
+    return Rows(comm, counts, purpose, weighs, layer, crossing)
 
 
 def call_of(layer: str) -> str:
