@@ -81,7 +81,18 @@ def test_a_step_sends_the_bytes_that_are_stated(pin: str, hosts: str) -> None:
 
 @pytest.mark.parametrize("hosts", ["abc", "aabb"])
 @pytest.mark.parametrize(
-    "pin", ["column", "row", "column_pair", "head", "column+bfloat16", "row+float16"]
+    "pin",
+    [
+        "column",
+        "row",
+        "column_pair",
+        "head",
+        "column+bfloat16",
+        "row+float16",
+        "row_pair+bfloat16",
+        "column_pair+float16",
+        "head+bfloat16",
+    ],
 )
 def test_chunks_send_what_is_stated_without(pin: str, hosts: str) -> None:
     assert_stated(pin, hosts, search_options=SearchOptions(chunks=(2,)))

@@ -35,7 +35,12 @@ BATCHES = [(x.float(), y) for x, y in features(7, 3, rows=12, steps=6)]
 MOST = {"bfloat16": 2**-8, "float16": 2**-11}
 
 
-def trained(pin: str, ranks: int = 3, chunks: int = 1) -> list[tuple[State, shoal.CodecReport]]:
+def trained(pin: str, chunks: int = 1) -> list[tuple[State, shoal.CodecReport]]:
+    return trained_by({"*": pin}, chunks)
+
+
+def trained_by(pins: dict[str, str], chunks: int = 1) -> list[tuple[State, shoal.CodecReport]]:
+    ranks = 3
     network = built(mlp, torch.float32)
 
     def work(comm: ThreadComm) -> tuple[State, shoal.CodecReport]:
@@ -48,7 +53,7 @@ def trained(pin: str, ranks: int = 3, chunks: int = 1) -> list[tuple[State, shoa
                 F.cross_entropy,
                 optimizer,
                 sample=own[0],
-                pins={"*": pin},
+                pins=pins,
                 search_options=SearchOptions(chunks=(chunks,)),
             )
             for x, y in own:
@@ -128,6 +133,26 @@ def planned(**options: Any) -> shoal.Plan:
     return plan
 
 
+@pytest.mark.parametrize(
+    "pins",
+    [
+        {"0": "column_pair+bfloat16", "2": "row_pair+bfloat16"},
+        {"0": "replicate", "2": "head+bfloat16"},
+    ],
+    ids=["pair", "head"],
+)
+def test_what_stays_cut_between_layers_and_in_the_loss_is_exact(pins: dict[str, str]) -> None:
+    bare = {name: way.partition("+")[0] for name, way in pins.items()}
+    exact, coded = trained_by(bare), trained_by(pins)
+    moved = difference(state(built(mlp, torch.float32)), exact[0][0])
+    for states, report in coded:
+        assert all(torch.equal(states[name], coded[0][0][name]) for name in states)
+        assert 0 < difference(exact[0][0], states) < 4 * MOST["bfloat16"] * moved
+        assert {row.way for row in report.rows} == {way for way in pins.values() if "+" in way}
+        for row in report.rows:
+            assert row.step_error is not None and 0 < row.step_error < MOST["bfloat16"]
+
+
 def test_a_plan_says_it_and_is_read_again() -> None:
     plan = planned(pins={"0": "column+bfloat16", "2": "row"})
     assert [choice.way for choice in plan.choices] == ["row", "column+bfloat16"]
@@ -140,8 +165,8 @@ def test_a_plan_says_it_and_is_read_again() -> None:
     [
         ("column+int8", "codes each value by itself: bfloat16, float16"),
         ("column+bfloat", "no codec called 'bfloat'(.|\n)*did you mean 'bfloat16'"),
-        ("factor+bfloat16", "factor takes no codec(.|\\n)*column, row"),
-        ("column_pair+bfloat16", "column_pair takes no codec"),
+        ("factor+bfloat16", "factor takes no codec(.|\\n)*column"),
+        ("embedding+bfloat16", "embedding takes no codec"),
         ("column:direct", "column takes no exchange"),
         ("sliced+bfloat16", r"write for instance \"sliced:\w+\+bfloat16\""),
     ],

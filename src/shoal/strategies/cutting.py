@@ -44,7 +44,7 @@ from shoal.profiling.rowwise import row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
 from shoal.tensors.boundary import Move, Rows, call_of, linear, rows_of_all
-from shoal.tensors.crossing import Crossing
+from shoal.tensors.crossing import EXACT, Crossing
 from shoal.tensors.cut import OverRanks, cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
 
@@ -236,7 +236,8 @@ class ByOutputs(CutStrategy):
         self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
-        return CutOutput.of(product, rows, widths, numbers)
+        # what is asked of the output crosses as it is: sums of a loss, or all of it
+        return CutOutput.of(product, replace(rows, crossing=EXACT), widths, numbers)
 
 
 def uncut(layer: LayerProfile, width: int, unit: str, cluster: Cluster) -> str | None:
@@ -326,7 +327,7 @@ class _Parts:
             cut_rows = x.taken_by(self._name, self._widths) if self._strategy.takes_parts else None
             x = x if cut_rows else x.whole()
         if cut_rows is not None:
-            rows, inside = cut_rows
+            rows, inside = replace(cut_rows[0], crossing=self.crossing), cut_rows[1]
         else:
             flat = x.reshape(-1, row.numel())
             form = "" if len(row) == 1 else f", rows of {tuple(row)}"

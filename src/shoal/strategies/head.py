@@ -25,7 +25,7 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.profiling.ends import Ends
-from shoal.strategies.cutting import COUNT_BYTES, ByOutputs, CutFacts, counts, move
+from shoal.strategies.cutting import COUNT_BYTES, ByOutputs, CutFacts, counts, move, wire_itemsize
 
 _TARGET_BYTES = 16  # a row's number and class
 _TERMS = 4  # of a row, each way
@@ -65,6 +65,7 @@ class Head(ByOutputs):
     """Cuts the last linear layer by its outputs, and the loss with it."""
 
     name = "head"
+    codes_rows = True
     probes = (*ByOutputs.probes, LossProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
@@ -77,7 +78,7 @@ class Head(ByOutputs):
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
         itemsize, loss = layer.parameters[0].itemsize, layer.measured(LossFacts)
-        x = move(topology, lambda source, to: layer.rows * layer.inputs * itemsize)
+        x = move(topology, lambda source, to: layer.rows * layer.inputs * wire_itemsize(layer))
         count = move(topology, lambda source, to: COUNT_BYTES * loss.calls)
         targets = move(topology, lambda source, to: loss.rows * _TARGET_BYTES)
         terms = move(topology, lambda source, to: loss.rows * _TERMS * itemsize)

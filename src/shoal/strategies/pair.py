@@ -23,7 +23,7 @@ from shoal.contracts.probe import Layer, Probe, Trial
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, Excerpt, Facts, LayerProfile, Topology
 from shoal.profiling.ends import Ends
-from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move
+from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
 from shoal.strategies.row import Row
 
 
@@ -68,6 +68,7 @@ class ColumnPair(ByOutputs):
     """Cuts a linear layer by its outputs, and leaves them for the layer that takes them."""
 
     name = "column_pair"
+    codes_rows = True
     probes = (*ByOutputs.probes, PairProbe)
 
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
@@ -84,9 +85,8 @@ class ColumnPair(ByOutputs):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        x = move(
-            topology, lambda source, to: layer.rows * layer.inputs * layer.parameters[0].itemsize
-        )
+        row_bytes = layer.inputs * wire_itemsize(layer)
+        x = move(topology, lambda source, to: layer.rows * row_bytes)
         return [counts(layer, topology), x], [x] if layer.measured(CutFacts).input_grad else []
 
 
@@ -98,7 +98,6 @@ class RowPair(Row):
     """
 
     name = "row_pair"
-    codes_rows = False
     probes = (*Row.probes, PairProbe)
     takes_parts = True
 
@@ -115,7 +114,6 @@ class RowPair(Row):
     def moved(
         self, layer: LayerProfile, widths: Sequence[int], topology: Topology
     ) -> tuple[list[Traffic], list[Traffic]]:
-        y = move(
-            topology, lambda source, to: layer.rows * layer.outputs * layer.parameters[0].itemsize
-        )
+        row_bytes = layer.outputs * wire_itemsize(layer)
+        y = move(topology, lambda source, to: layer.rows * row_bytes)
         return [y], [y]
