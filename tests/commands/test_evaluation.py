@@ -85,10 +85,6 @@ WRONG = {
     "layer": (("features", RECIPE, "--layers", "3", "-o", "x.parquet"), "has no layer 3"),
     "weights": (("test", RECIPE, "--weights", "none"), "no such checkpoint"),
     "time": (("train", RECIPE, "--checkpoint", "run", "--every", "10"), "is no time"),
-    "staleness": (
-        ("train", RECIPE, "--checkpoint", "run", "--staleness", "2"),
-        "no one state to save",
-    ),
 }
 
 

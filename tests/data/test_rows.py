@@ -4,6 +4,7 @@ would take.
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,3 +231,27 @@ def test_what_cannot_be_cut_is_refused(loader, says, monkeypatch):
     monkeypatch.setattr(order, "_MOST", 1000)
     with pytest.raises(UsageError, match=says):
         shard(loader, 0, 4, seed=0)
+
+
+def test_a_pass_that_goes_on_draws_no_number_as_the_one_before_has() -> None:
+    """A DataLoader draws one as a pass begins, which dropout would miss."""
+
+    def loader() -> Any:
+        return sharded(DataLoader(range(8), 2, shuffle=True), Deal(0, 1), seed=0)
+
+    def drawn(passed: Any) -> bool:
+        before = torch.get_rng_state()
+        iter(passed)
+        return not torch.equal(before, torch.get_rng_state())
+
+    first = loader()
+    batches = iter(first)
+    next(batches)
+    later = loader()
+    assert drawn(later), "at the start of an epoch as in torch"
+    later = loader()
+    later.load_state_dict(first.state_dict())
+    assert not drawn(later)
+    list(later)
+    later.set_epoch(1)
+    assert drawn(later)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from one_process import (
     adamw,
+    built,
+    cluster_of,
+    integers,
     numbers,
     sgd,
 )
 from torch import Tensor, nn
-from with_servers import steps, trained
+from torch.nn import functional as F
+from with_servers import mlp, steps, trained
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.transfer import Slice
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.plan import Plan
+from shoal.front.joining import using
 from shoal.planner.search_options import DEFAULT
 from shoal.servers.ahead import Shelf
+from shoal.servers.servers import serve
 from shoal.session.session import current
 
 
@@ -177,7 +185,7 @@ def test_a_shelf_without_a_worker_goes_on_with_the_others() -> None:
             lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
             "a gradient is read",
         ),
-        (lambda model, optimizer: optimizer.state_dict(), "optimizer.state_dict"),
+        (lambda model, optimizer: optimizer.state_dict(), "optimizer.state_dict, outside a"),
         (lambda model, optimizer: model(numbers(4, 7)).sum().backward(), "followed by one step"),
     ],
 )
@@ -240,3 +248,97 @@ def test_a_plan_with_a_staleness_needs_servers_for_every_layer() -> None:
     ):
         with pytest.raises(UsageError, match=says):
             trained(2, 1, steps(1), plan=plan, **how)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(23, 6), nn.Linear(6, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.table(ids)).mean(1))
+
+
+@pytest.mark.parametrize("table", ["server", "server_rows"])
+@pytest.mark.parametrize("bound", [2, None])
+def test_a_checkpoint_is_one_moment_of_workers_that_run_ahead(
+    bound: int | None, table: str, tmp_path: Path
+) -> None:
+    """One is slow, so others are ahead as it is saved; a second job goes on from there."""
+    start = built(Words)
+    batches = [(integers(23, 4, 3, seed=s), integers(5, 4, seed=9 + s)) for s in range(15)]
+    cluster = cluster_of(3, 2)
+
+    def job(folder: Path) -> list[dict[str, Tensor]]:
+        """The parameters that each worker has as it goes on."""
+        copies = [copy.deepcopy(start) for _ in range(3)]
+
+        def work(comm: ThreadComm) -> Any:
+            if comm.rank >= 3:
+                return serve(comm)
+            with using(comm, cluster):
+                model, own = copies[comm.rank], batches[comm.rank :: 3]
+                optimizer = adamw(model.parameters())
+                objects = {"model": model, "optimizer": optimizer}
+                with shoal.Checkpoints(folder, keep=9, **objects) as checkpoints:
+                    checkpoints.resume()
+                    pins = {"table": table, "head": "server"}
+                    shoal.parallelize(
+                        model,
+                        F.cross_entropy,
+                        optimizer,
+                        sample=own[0],
+                        staleness=bound,
+                        pins=pins,
+                    )
+                    held = {name: value.clone() for name, value in model.state_dict().items()}
+                    for x, y in own:
+                        optimizer.zero_grad()
+                        F.cross_entropy(model(x), y).backward()
+                        time.sleep(0.03 if comm.rank == SLOW else 0.0)
+                        optimizer.step()
+                        checkpoints.step()
+                    checkpoints.save()
+                    return held
+
+        hosts = cluster.topology.hosts + cluster.servers
+        return run(5, work, timeout_s=20, hosts=hosts, servers=2)[:3]
+
+    def saved(steps_made: int) -> dict[str, Tensor]:
+        with using(ThreadComm()):
+            model = copy.deepcopy(start)
+            optimizer = adamw(model.parameters())
+            path = tmp_path / f"step-{steps_made:08d}"
+            shoal.load(path, model=model, optimizer=optimizer)
+        for parameter in model.parameters():
+            made = optimizer.state[parameter]["step"].item()
+            assert made == (steps_made if bound is not None else 3 * steps_made)
+        return model.state_dict()
+
+    job(tmp_path)
+    for held in job(tmp_path):
+        assert all(map(torch.equal, held.values(), saved(5).values()))
+    assert not torch.equal(saved(10)["head.weight"], saved(5)["head.weight"])
+
+
+def test_what_is_saved_and_what_workers_go_on_with_are_the_same(tmp_path: Path) -> None:
+    def loop(
+        model: nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Any
+    ) -> dict[str, Tensor]:
+        steps(4, lambda rank, step: 0.02 * rank)(model, loss_fn, optimizer, batches)
+        shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
+        held = {name: value.clone() for name, value in model.state_dict().items()}
+        steps(2)(model, loss_fn, optimizer, batches)
+        loss_fn(model(batches[0][0]), batches[0][1]).backward()
+        with pytest.raises(UsageError, match=r"save behind optimizer.step\(\)"):
+            shoal.save(tmp_path / "between", model=model, optimizer=optimizer)
+        optimizer.step()
+        return held
+
+    helds = trained(2, 1, loop, optimizer=adamw, staleness=3)[1]
+    with using(ThreadComm()):
+        model = built(mlp)
+        shoal.load(tmp_path / "saved", model=model)
+    for held in helds:
+        assert isinstance(held, dict)
+        assert all(map(torch.equal, held.values(), model.state_dict().values()))

@@ -103,12 +103,6 @@ def train(
         every_s: seconds from one checkpoint to the next.
         reasons: print also why each layer is served as it is.
     """
-    if checkpoint is not None and options.staleness != 0:
-        raise UsageError(
-            "a run whose workers are ahead of one another has no one state to save",
-            got=f"--checkpoint and --staleness {options.staleness}",
-            do="leave one of them out",
-        )
     # 1  join the others, and take a share of the data
     init()
     recipe = at_own_device(recipe)

@@ -9,7 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar, final
+
+import torch
 
 from shoal.core.errors import UsageError
 from shoal.core.passes import Pass, Passes
@@ -74,6 +77,8 @@ class Source(ABC, Generic[T]):
     def passed(self, fetch: Fetch) -> Iterator[T]:
         """Begin a pass."""
         self._advance()
+        if self.start:
+            fetch = partial(_undrawn, fetch)
         begun = Begun(Pass(self._number, self.epoch, self.order()), self.start)
         self._begun = [*self._begun[-_MOST_BEGUN:], begun]
         return _Given(self.steps(fetch), begun, self._passes, self.deal.shares)
@@ -149,6 +154,18 @@ class Source(ABC, Generic[T]):
         if not trained and not self._passes.is_trained():
             trained = [begun for begun in self._begun if begun.drawn]
         return trained[-1] if trained else None
+
+
+def _undrawn(fetch: Fetch) -> Iterator[Any]:
+    """Begin a pass that goes on: its DataLoader drew a number when the epoch began, and does again.
+
+    With that, a run that goes on would draw others for dropout than one that was never stopped.
+    """
+    state = torch.get_rng_state()
+    try:
+        return fetch()
+    finally:
+        torch.set_rng_state(state)
 
 
 @final

@@ -30,6 +30,7 @@ from shoal.core.errors import UsageError
 from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
 from shoal.session.residuals import give_residuals, summed_residuals
 from shoal.session.session import current, found, ranks
+from shoal.session.standing import standing
 
 _RANDOM, _RESIDUALS = "random-state", "codec-residuals"  # no keywords are called that
 _WRITING = "shoal.save: writing the checkpoint"
@@ -122,6 +123,13 @@ def taken(
         raise UsageError(
             "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
         )
+    with standing(found(), comm):
+        return _taken(snapshot, objects, comm, step, spread=spread)
+
+
+def _taken(
+    snapshot: Snapshot, objects: Mapping[str, Any], comm: Comm, step: int | None, *, spread: bool
+) -> State:
     modules = modules_of(objects)
     forms = {}
     for keyword, value in objects.items():

@@ -34,6 +34,7 @@ from shoal.engine.engine import Engine
 from shoal.remote.orders import (
     AnyModelOrder,
     FetchAll,
+    GatherValues,
     Norms,
     Numbers,
     OfRank,
@@ -103,9 +104,28 @@ def put_values(transfers: Sequence[OwnedTransfer], values: Values) -> None:
             piece.of(piece.parameter).copy_(value)
 
 
+def gather_values(transfer: OwnedTransfer, comm: Comm) -> None:
+    """Bring every owner's pieces of a transfer's parameters to all ranks (a collective)."""
+    own = [piece.of(piece.parameter) for piece in transfer.pieces]
+    of_ranks = comm.gather_objects(own, f"gathering the parameters of {transfer.label}")
+    with torch.no_grad():
+        for pieces, values in zip(transfer.owned, of_ranks, strict=True):
+            for piece, value in zip(pieces, values, strict=True):
+                piece.of(piece.parameter).copy_(value)
+
+
 @final
 class Owners:
-    """What the ranks own of one model, and what is on its way."""
+    """What the ranks own of one model, and what is on its way.
+
+    Args:
+        engine: runs the transfers.
+        transfers: of parameters that have owners.
+        rank: this one.
+        tell: servers are told so.
+        late: how many of the served transfers come back when they are summed.
+        beside: where workers run ahead of one another, what all do together goes over it.
+    """
 
     def __init__(
         self,
@@ -114,6 +134,7 @@ class Owners:
         rank: int,
         tell: Tell = tell_nobody,
         late: int = 0,
+        beside: Comm | None = None,
     ) -> None:
         self.transfers = tuple(transfers)
         self.served = served = tuple(transfer for transfer in transfers if transfer.served)
@@ -129,7 +150,7 @@ class Owners:
         self._versions = {p: p._version for p in known}  # of what servers know
         self._came: dict[Tensor, int] = {}  # versions of those that their owners have sent
         self._open: dict[Tensor, list[ref[Tensor]]] = {}  # whose memory others have, and by what
-        self._engine = engine
+        self._engine, self._beside = engine, beside
         # which parameters are on their way: any thread may look at one while a step begins
         self._marking = RLock()
         # a large parameter is cut among several
@@ -275,8 +296,23 @@ class Owners:
 
     def together(self, transfer: OwnedTransfer, work: Callable[[Comm], None], purpose: str) -> None:
         """Do something with all ranks that a transfer is among, at once (a collective)."""
+        if self._beside is not None:
+            work(self._beside)
+            return
         self._engine.routes.later(transfer, work, purpose)
         self._engine.routes.settle(transfer)
+
+    def refresh(self) -> None:
+        """Have the values that servers have, where workers that run ahead stand still."""
+        assert self._beside is not None
+        self.settle()
+        self.tell(GatherValues())
+        for transfer in self.served:
+            gather_values(transfer, self._beside)
+        with self._marking:
+            self._versions = {p: p._version for p in self._versions}
+            self._came = {p: p._version for p in self._came}
+            self._open.clear()
 
     def send_off(
         self,

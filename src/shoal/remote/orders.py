@@ -99,6 +99,10 @@ class OwnersRole:
         """Give workers the state of the own pieces."""
         raise _unasked("gather_state")
 
+    def gather_values(self) -> None:
+        """Give workers the values of the own pieces."""
+        raise _unasked("gather_values")
+
     def fetch_all(self) -> None:
         """Give workers the gradients of the own pieces."""
         raise _unasked("fetch_all")
@@ -199,6 +203,13 @@ class GatherState(ModelOrder, frozen=True):
         owners.gather_state(self.optimizer)
 
 
+class GatherValues(ModelOrder, frozen=True):
+    """Gather the parameters, with all workers, who stand still meanwhile."""
+
+    def do(self, owners: OwnersRole) -> None:
+        owners.gather_values()
+
+
 class FetchAll(ModelOrder, frozen=True):
     """Bring all gradients to all workers."""
 
@@ -258,6 +269,7 @@ AnyModelOrder = (
     | Exchange
     | UpdatePieces
     | GatherState
+    | GatherValues
     | FetchAll
     | BoundErrors
     | SumResiduals

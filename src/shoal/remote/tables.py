@@ -71,6 +71,7 @@ class Tables:
         self.workers = comm.workers
         self.servers = [Channel[Any](comm, server) for server in range(comm.workers, comm.size)]
         self.started = self._ended = False
+        self.stands = False  # whether no worker makes a step
         self.all: list[FarTable] = []
 
     def give(self, name: str, weight: nn.Parameter) -> FarTable:
@@ -98,6 +99,11 @@ class Tables:
         """Wait until all that was sent has gone."""
         for server in self.servers:
             server.settle()
+
+    def reach(self) -> None:
+        """Wait until the servers have done all that this worker has asked for."""
+        for table in self.all:
+            table.reach()
 
     def end(self) -> None:
         """Tell the servers that this worker asks no more."""
@@ -137,6 +143,11 @@ class FarTable(Cut):
         if self.comm.recorder is not None:
             self.comm.recorder.note(f"pull rows of {self.name}", MAIN, begin_s)
         return rows
+
+    def reach(self) -> None:
+        """Wait until every server has come to this worker's last message."""
+        firsts = [stop - size for stop, size in zip(self._ends, self._sizes, strict=True) if size]
+        self.pull(torch.tensor(firsts))
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
         """Add these rows' gradients, whose mean over the workers counts.
@@ -241,7 +252,8 @@ class FarTable(Cut):
 
     def state(self, number: int) -> dict[str, Any]:
         """What optimizer `number` has of it, in one-process form."""
-        self._require_in_step("optimizer.state_dict")
+        if not self._tables.stands:
+            self._require_in_step("optimizer.state_dict, outside a checkpoint")
         for server in self._tables.servers:  # all at once
             self._post(server, ReadState(*self._about(), number))
         states = [server.answer(Data).value for server in self._tables.servers]

@@ -11,6 +11,9 @@ worker's. Each step's gradients are summed in the order of the ranks and applied
 that a bound of 0 gives the bits of the synchronous step. Without a bound each gradient is an update
 of its own as it comes, and no answer waits. Guarded by tests/equivalence/test_servers.py.
 
+For a checkpoint workers stand still (session/standing.py): each has its answers, and all meet, so
+that every gradient has been applied. Then servers have one state. It goes over its own channel.
+
 Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
 Server", NeurIPS 2013, section 3 (there a worker reads its own updates at once); Dean et al., "Large
 Scale Distributed Deep Networks", NeurIPS 2012, section 4.1, for updates as they come.
@@ -19,7 +22,8 @@ Scale Distributed Deep Networks", NeurIPS 2012, section 4.1, for updates as they
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -31,7 +35,7 @@ from shoal.contracts.transfer import OwnedTransfer, Slice, Turn
 from shoal.core.errors import UsageError
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Answering, Errand
-from shoal.optim.owners import put_values
+from shoal.optim.owners import gather_values, put_values
 from shoal.optim.update import Update, put_states
 from shoal.remote.orders import (
     AnyModelOrder,
@@ -39,6 +43,7 @@ from shoal.remote.orders import (
     Exchange,
     FetchAll,
     GatherState,
+    GatherValues,
     Norms,
     OfRank,
     OwnersRole,
@@ -88,7 +93,8 @@ class RunningAhead:
         transfers: the model's served ones.
         servers: their ranks.
         lanes: how many channels there are to them, and how many back.
-        tell: worker 0's word to all servers, before training starts.
+        tell: worker 0's word to all servers, before training starts and where workers stand still.
+        beside: what is gathered then goes over it.
     """
 
     def __init__(
@@ -98,9 +104,11 @@ class RunningAhead:
         servers: range,
         lanes: int,
         tell: Tell,
+        beside: Comm,
     ) -> None:
         self._engine, self._transfers, self._servers = engine, transfers, servers
-        self._tell = tell
+        self._tell, self.beside = tell, beside
+        self._stands = False
         # numbers of the transfers
         self._lanes = [range(lane, len(transfers), lanes) for lane in range(lanes)]
         self._backwards = 0
@@ -115,6 +123,8 @@ class RunningAhead:
             self._update(
                 {s: pieces for s, pieces in of_server.items() if isinstance(pieces, UpdatePieces)}
             )
+        elif isinstance(first, GatherState | GatherValues) and self._stands:
+            self._tell(order)
         elif isinstance(first, TakeState | TakeValues) and not self._backwards:
             self._tell(OfRank(of_server.__getitem__))
         else:
@@ -124,6 +134,21 @@ class RunningAhead:
                 got=_CALLED[type(first)],
                 do="train with staleness=0, or do without it",
             )
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Within it no worker makes a step. All have got their answers, and leave together."""
+        if any(steps != self._backwards for steps in self._steps):
+            raise UsageError(
+                "there is a gradient that no step was made with, where workers run ahead",
+                where=f"backward {self._backwards}",
+                do="save behind optimizer.step()",
+            )
+        self._stands = True
+        try:
+            yield
+        finally:
+            self._stands = False
 
     def end(self) -> None:
         """Tell the servers that this worker has ended."""
@@ -142,6 +167,7 @@ class RunningAhead:
             )
             for farewell in (there, self._order(on_lane, dict.fromkeys(owning, End()))):
                 farewell.wait("the end of the program")
+        self.beside.close()
 
     def _start(self) -> None:
         if not self._backwards:
@@ -200,7 +226,8 @@ _CALLED: dict[type, str] = {
     FetchAll: "a gradient is read",
     Norms: "optimizer.clip_grad_norm_",
     Scale: "optimizer.clip_grad_norm_",
-    GatherState: "optimizer.state_dict",
+    GatherState: "optimizer.state_dict, outside a checkpoint",
+    GatherValues: "the parameters, outside a checkpoint",
     TakeState: "optimizer.load_state_dict",
     TakeValues: "a parameter was changed since the last step",
 }
@@ -215,6 +242,7 @@ class AheadModel(OwnersRole):
         updates: each optimizer's, by transfer.
         there: channels from the workers, one a lane.
         back: channels to them, as many.
+        beside: what is gathered where they stand still goes over it.
         staleness: the bound; None for none.
     """
 
@@ -224,16 +252,23 @@ class AheadModel(OwnersRole):
         updates: Sequence[Mapping[OwnedTransfer, Update]],
         there: Sequence[Comm],
         back: Sequence[Comm],
+        beside: Comm,
         staleness: int | None,
     ) -> None:
         self.transfers, self._updates, self._there, self._back = transfers, updates, there, back
+        self._beside = beside
         workers = there[0].workers
         self._shelves = {
             t: Shelf([of_transfer[t] for of_transfer in updates], workers, staleness)
             for t in transfers
         }
         self._answering = answering = Answering()
-        self.check, self.finish, self.close = answering.check, answering.finish, answering.close
+        self.check, self.finish = answering.check, answering.finish
+
+    def close(self) -> None:
+        """End the threads, and give back the channels."""
+        self._answering.close()
+        self._beside.close()
 
     def start(self) -> None:
         for index, (there, back) in enumerate(zip(self._there, self._back, strict=True)):
@@ -248,6 +283,14 @@ class AheadModel(OwnersRole):
 
     def take_state(self, optimizer: int, states: Sequence[Mapping[int, Data]]) -> None:
         put_states(self._updates[optimizer], states)
+
+    def gather_state(self, optimizer: int) -> None:
+        for update in self._updates[optimizer].values():
+            update.gather_state(None, self._beside)
+
+    def gather_values(self) -> None:
+        for transfer in self.transfers:
+            gather_values(transfer, self._beside)
 
     def observed(self) -> Counter[int]:
         """How often a worker that was given parameters was how many steps ahead of the slowest."""

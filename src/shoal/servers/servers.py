@@ -75,7 +75,7 @@ from shoal.servers.ahead import AheadModel, RunningAhead
 from shoal.servers.tables import ServedTables
 from shoal.strategies.server import shares
 
-_CHANNEL = "orders"
+_CHANNEL, _BESIDE = "orders", "model{}-beside"
 
 
 @final
@@ -94,6 +94,7 @@ class Servers:
         self._ended = False
         self._model_numbers, self._table_numbers = count(), count()
         self._models: dict[int, tuple[OwnedTransfer, ...]] = {}
+        self._beside: dict[int, Comm] = {}  # of models whose workers run ahead
         self._running_ahead: list[RunningAhead] = []
         self._tables: dict[Tables, int] = {}
 
@@ -130,7 +131,10 @@ class Servers:
         self._models[model] = tuple(transfers)
         order = OpenModel(tuple(sites), tuple(map(form_of, optimizers)), lanes, staleness)
         self._send(lambda server: order)
-        return model, *ways(self._comm, model, lanes)
+        there, back = ways(self._comm, model, lanes)
+        if staleness != 0:
+            self._beside[model] = self._comm.channel(_BESIDE.format(model))
+        return model, there, back
 
     def open_tables(
         self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None
@@ -156,7 +160,8 @@ class Servers:
         if staleness == 0:
             return tell
         servers, lanes = range(self._comm.workers, self._comm.size), len(engine.routes.served)
-        ahead = RunningAhead(engine, self._models[model], servers, lanes, tell)
+        beside = self._beside.pop(model)
+        ahead = RunningAhead(engine, self._models[model], servers, lanes, tell, beside)
         self._running_ahead.append(ahead)
         return ahead
 
@@ -309,7 +314,10 @@ class _Server:
         if order.staleness == 0:
             self._models[number] = _InStep(transfers, updates, there, back)
         else:
-            self._models[number] = AheadModel(transfers, updates, there, back, order.staleness)
+            beside = comm.channel(_BESIDE.format(number), idle=True)
+            self._models[number] = AheadModel(
+                transfers, updates, there, back, beside, order.staleness
+            )
 
     def open_tables(self, order: OpenTables) -> None:
         """Make tables."""

@@ -50,6 +50,7 @@ from shoal.remote.far_tail import FarTail
 from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, Tell
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
+from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers, check_sendable
 from shoal.session.additions import add
 from shoal.session.running import Running
@@ -278,7 +279,8 @@ def _started(
     if servers is not None and number is not None:
         tell = servers.tell(number, engine, plan.staleness)
     engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
-    owners = Owners(engine, owned, comm.rank, tell, plan.late) if owned else None
+    beside = tell.beside if isinstance(tell, RunningAhead) else None
+    owners = Owners(engine, owned, comm.rank, tell, plan.late, beside) if owned else None
     return engine, owners, number
 
 
