@@ -78,6 +78,20 @@ def test_of_many_layers_the_largest_have_rows_of_their_own() -> None:
     assert "smaller" not in fifteen
 
 
+@pytest.mark.parametrize(
+    "exchange", ["direct+bfloat16", "hierarchical+bfloat16", "direct+top_k(share=0.02)"]
+)
+def test_ways_with_codecs_leave_all_figures(exchange: str) -> None:
+    rows = [layer(*size) for size in [*ALEXNET[:3], ("blocks.11.query_key_value", 123_456_789)]]
+    coded = [replace(row, chosen=way(row.layer, "replicate", exchange)) for row in rows]
+    lines = printed(text.explained(explanation_of(*coded))).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    for row in coded:
+        (line,) = (line for line in lines if f"{row.parameters:,}" in line)
+        assert f"replicate:{exchange}" in line and line.rstrip().endswith("1.50 MB")
+        assert line.split()[0].lstrip("…") == row.layer[-len(line.split()[0].lstrip("…")) :]
+
+
 def test_reasons_show_alternatives_and_each_refusal_once() -> None:
     others = (
         Alternative(Choice("fc", "replicate", "ring"), 3e8, 2.5, 2.9),

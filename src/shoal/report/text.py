@@ -21,7 +21,8 @@ from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Plan
 
 _MOST_ROWS = 15  # of a table that is to fit one screen
-_NAME = 26  # characters of a layer's name in a table of 80 columns
+# characters of a layer's name in a table of 80 columns, and of it and its way together
+_NAME, _NAME_AND_WAY = 26, 46
 
 
 def console() -> Console:
@@ -77,10 +78,12 @@ def _layers(explanation: Explanation) -> RenderableType:
         sends="right",
     )
     shown, rest = _largest(explanation.layers)
+    longest = max((len(row.chosen.choice.way) for row in shown), default=0)
+    most = max(min(_NAME, _NAME_AND_WAY - longest), 8)  # ways with codecs are long
     for row in shown:
         sent = megabytes(row.chosen.sent_bytes)
         size = f"{row.parameters:,}"
-        table.add_row(_short(row.layer), size, f"{row.rows:,}", row.chosen.choice.way, sent)
+        table.add_row(_short(row.layer, most), size, f"{row.rows:,}", row.chosen.choice.way, sent)
     if rest:
         served = {row.chosen.choice.way for row in rest}
         table.add_row(
@@ -331,9 +334,9 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     return f"{of}: {served}{predicted}{state}"
 
 
-def _short(name: str) -> str:
+def _short(name: str, most: int) -> str:
     """The end of a long name, which says more than its beginning."""
-    return name if len(name) <= _NAME else "…" + name[1 - _NAME :]
+    return name if len(name) <= most else "…" + name[1 - most :]
 
 
 def _ms(seconds: float) -> str:
