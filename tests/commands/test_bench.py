@@ -20,13 +20,13 @@ def test_options_without_codecs_are_exact_in_all_that_they_say() -> None:
     choices = Choice("0", "sliced", "direct+int8"), Choice("1", "factor")
     options = PlanOptions(
         plan=Plan(2, "digest", choices, 1 << 20, 3),
-        pins={"0": "replicate:ring+top_k(share=0.02)", "1": "factor"},
+        pins={"0": "replicate:ring+top_k(share=0.02)", "1": "column+bfloat16"},
         codecs="all",
     )
     exact = options.without_codecs()
     assert isinstance(exact.plan, Plan)
     assert [choice.way for choice in exact.plan.choices] == ["sliced:direct", "factor"]
-    assert exact.pins == {"0": "replicate:ring", "1": "factor"}
+    assert exact.pins == {"0": "replicate:ring", "1": "column"}
     assert exact.codecs == ()
 
 

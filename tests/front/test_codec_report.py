@@ -122,6 +122,7 @@ def test_a_layer_beyond_its_bound_is_exact_again(
     for report, weight, changes in outcomes:
         assert not report.rows[0].coded and "exact again" in str(report)
         assert report.rows[0].ratio == 1
+        assert "exact again, since off by more than allowed: 0" in report.summary
         assert not torch.allclose(changes[99], exact, rtol=1e-3)
         for change in changes[102:]:
             torch.testing.assert_close(change, exact, rtol=1e-3, atol=1e-4)
@@ -147,7 +148,21 @@ def test_a_bound_out_of_range_is_refused(bound: Any) -> None:
 def test_an_exact_plan_has_an_empty_report() -> None:
     for report, _, _ in trained("replicate:direct", 1):
         assert report.rows == () and str(report) == "no layer is served with a codec"
-        assert report.worst is None
+        assert report.worst is None and report.summary == str(report)
+
+
+def test_the_summary_has_all_bytes_and_the_worst_layer() -> None:
+    rows = (
+        shoal.CodecRow("near", "replicate:ring+int8", 6e6, 1.5e6, 0.009, 0.0001, True),
+        shoal.CodecRow("far", "sliced:direct+one_bit", 3e6, 0.1e6, 0.6, 0.02, True),
+        shoal.CodecRow("exact", "sliced:direct+top_k", 1e6, 1e6, 0.97, 0.01, False),
+    )
+    assert shoal.CodecReport(rows).summary.splitlines() == [
+        "codecs: 3 layers send 2.600 MB a step in place of 10.000 MB (3.8 times fewer)",
+        "worst layer: far (sliced:direct+one_bit), one step off by 60.00%, "
+        "the mean of 100 steps by 2.00%",
+        "exact again, since off by more than allowed: exact",
+    ]
 
 
 def test_without_a_codec_nothing_of_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
