@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import mean
 
 Curve = list[tuple[int, float]]
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 640, 200, 56, 130, 34, 34
+WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 640, 200, 56, 130, 34, 48
 COLOURS = "#57606a", "#0969da", "#1a7f37", "#bc4c00", "#8250df", "#bf3989", "#9a6700", "#0f8b8d"
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #24292f }
@@ -40,7 +40,7 @@ def drawn(judged_by: str, curves: dict[str, dict[str, Curve]]) -> str:
         f'width="{WIDTH}" height="{height}" role="img" aria-label="{judged_by}, by step">',
         f"<style>{STYLE}</style>",
         *_panel(f"{judged_by}, by step", late, TOP),
-        *_panel("less that of exact", off, TOP + PANEL + GAP),
+        *_panel("difference to exact", off, TOP + PANEL + GAP),
     ]
     for number, way in enumerate(means):
         y, colour = TOP + 14 + 18 * number, COLOURS[number % len(COLOURS)]
