@@ -24,6 +24,7 @@ from shoal.engine.stragglers import (
     Seen,
     Stragglers,
     links_are_late,
+    longest_wait,
     slow_link,
     slow_ranks,
     window_of,
@@ -61,6 +62,9 @@ class Engine:
 
     def waited_s(self) -> float:
         return 0.0
+
+    def waits(self) -> dict[str, float]:
+        return {}
 
 
 def named(
@@ -133,6 +137,15 @@ def test_links_are_late_where_every_rank_waits() -> None:
 
 def test_ranks_tell_every_three_seconds_or_five_backwards() -> None:
     assert [window_of(seconds) for seconds in (10.0, 0.2, 0.1, 1e-4, 0.0)] == [5, 15, 30, 500, 500]
+
+
+def test_what_is_waited_for_longest_between_two_looks() -> None:
+    before = {"bucket 1 (a)": 5.0, "bucket 2 (b)": 1.0}
+    after = {"bucket 1 (a)": 5.5, "bucket 2 (b)": 3.0, "bucket 3 (c)": 0.25}
+    assert longest_wait(before, after, 4) == ("bucket 2 (b)", 0.5)
+    assert longest_wait({}, before, 10) == ("bucket 1 (a)", 0.5)
+    assert longest_wait(before, before, 4) is None
+    assert longest_wait({}, {}, 4) is None
 
 
 def test_which_link_is_slow() -> None:

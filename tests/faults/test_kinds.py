@@ -156,6 +156,8 @@ def test_a_link_at_a_tenth_is_named(caplog: pytest.LogCaptureFixture) -> None:
     train(Fault(1, AT, "forward", "link at a tenth"), width=40_000, steps=30)
     said = warned(caplog)
     assert said and all("the link of host b carries" in line for line in said)
+    mostly = r"exchanges, rank 0 [\d,.]+ ms of it for site \d \(replicate direct: 0\); "
+    assert all(re.search(mostly, line) for line in said), said
 
 
 def test_a_corrupted_value_is_named_and_healed(caplog: pytest.LogCaptureFixture) -> None:

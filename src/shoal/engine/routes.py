@@ -78,7 +78,7 @@ class Routes:
         self._last: dict[Transfer, Errand] = {}
         self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
         self._recorder: Recorder | None = None
-        self._waited_s = 0.0
+        self._waits: dict[Transfer, float] = {}  # seconds of the main thread, so far
         self._common: Common | None = None
         self._teller: Transfer | None = None  # that takes its marks along
 
@@ -154,13 +154,17 @@ class Routes:
         """Wait for an errand of a transfer, and note it as `purpose` if that is given."""
         begin_s = perf_counter()
         errand.wait(f"step {self.step}, {errand.purpose}")
-        self._waited_s += perf_counter() - begin_s
+        self._waits[transfer] = self._waits.get(transfer, 0.0) + perf_counter() - begin_s
         if purpose:
             self.note(purpose, begin_s)
 
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for transfers."""
-        return self._waited_s
+        return sum(self._waits.values())
+
+    def waits(self) -> dict[str, float]:
+        """The same by what a transfer is called."""
+        return {transfer.label: seconds for transfer, seconds in self._waits.items()}
 
     def is_busy(self, transfer: Transfer) -> bool:
         """Whether a lane has something to do with a transfer that nobody has waited for."""

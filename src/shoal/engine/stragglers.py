@@ -21,7 +21,7 @@ import resource
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -110,6 +110,8 @@ class Stragglers:
         self._times: Counter[str] = Counter()  # judgements in a row, by what is named
         self._named: set[str] = set()
         self._rest = 0
+        self._waits: dict[str, float] = {}  # of the main thread, by the last telling
+        self._longest: tuple[str, float] | None = None  # in a step since the telling before
         engine.listen(Event.FORWARD_ENTERED, self._clock.forward)
         engine.listen(Event.BACKWARD_ENDED, self.backward_ended)
 
@@ -122,6 +124,9 @@ class Stragglers:
             self._judge([Seen(*report) for report in told])
         self._clock.backward(self._routes.waited_s())
         if self._clock.steps >= self._window:
+            waits = self._routes.waits()
+            self._longest = longest_wait(self._waits, waits, self._clock.steps)
+            self._waits = waits
             own = [*self._clock.medians(), self._expected_s]
             found: list[list[float]] = []
 
@@ -168,14 +173,27 @@ class Stragglers:
             return {}
         waited_s = min(report.waited_s for report in seen)
         step_s = max(report.step_s for report in seen)
+        mostly = ""
+        if self._longest is not None:
+            label, longest_s = self._longest
+            mostly = f", rank 0 {_ms(longest_s)} of it for {label}"
         line = (
             f"shoal: the link {where} carries {_mbit(min(rates))}, and carried "
             f"{_mbit(self._bytes_per_s)} when it was measured. Every rank waits "
-            f"{_ms(waited_s)} of a step of {_ms(step_s)} for exchanges; "
+            f"{_ms(waited_s)} of a step of {_ms(step_s)} for exchanges{mostly}; "
             f"{_ms(seen[0].expected_s)} were predicted. Look at its cable, its switch and what "
             "else it carries; or call parallelize again, which plans for it"
         )
         return {f"link {where}": line}
+
+
+def longest_wait(
+    before: Mapping[str, float], after: Mapping[str, float], steps: int
+) -> tuple[str, float] | None:
+    """What was waited for longest between two looks, and for how many seconds a step."""
+    waits = {label: seconds - before.get(label, 0.0) for label, seconds in after.items()}
+    label = max(waits, key=lambda each: waits[each], default=None)
+    return None if label is None or waits[label] <= 0 else (label, waits[label] / steps)
 
 
 def window_of(step_s: float) -> int:
