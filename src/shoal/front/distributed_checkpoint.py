@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from shoal.checkpoint.tree import decoded, encoded
 from shoal.core.errors import UsageError
 from shoal.front.stateful import has_state, modules_of, put_back, state_of
+from shoal.session.session import found
+from shoal.session.standing import standing
 
 
 @final
@@ -56,12 +58,13 @@ class Stateful:
     def state_dict(self) -> dict[str, Any]:
         """The state of all objects, in one-process form (a collective)."""
         modules = modules_of(self._objects)
-        return {
-            keyword: state_of(value, modules)
-            if isinstance(value, nn.Module)
-            else _packed(state_of(value, modules))
-            for keyword, value in self._objects.items()
-        }
+        with standing(found()):
+            return {
+                keyword: state_of(value, modules)
+                if isinstance(value, nn.Module)
+                else _packed(state_of(value, modules))
+                for keyword, value in self._objects.items()
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the objects take such a state (a collective)."""

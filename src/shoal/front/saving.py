@@ -123,7 +123,7 @@ def taken(
         raise UsageError(
             "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
         )
-    with standing(found(), comm):
+    with standing(found()):
         return _taken(snapshot, objects, comm, step, spread=spread)
 
 

@@ -15,19 +15,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from shoal.contracts.comm import Comm
 from shoal.servers.ahead import RunningAhead
 from shoal.session.session import Session
 
 
 @contextmanager
-def standing(session: Session | None, comm: Comm) -> Iterator[None]:
+def standing(session: Session | None) -> Iterator[None]:
     """Within it the session's workers stand still, where any run ahead (a collective)."""
     attached = [] if session is None else session.attached.values()
     running = [each.running for each in attached if each.plan.staleness != 0]
-    if not running:
+    if session is None or not running:
         yield
         return
+    comm = session.comm
     with ExitStack() as stack:
         for each in running:
             if each.owners is not None and isinstance(each.owners.tell, RunningAhead):
