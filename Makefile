@@ -5,6 +5,8 @@
 # make test-all   all tests
 # make test-rest  those that `make test` leaves out, but for those that take minutes each
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
+# make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
+#                 apt-get install openjdk-17-jre-headless)
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in build/site
 #
@@ -20,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # cores. What fails again fails the target.
 ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 20
 
-.PHONY: demo test test-all test-rest test-gpu lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu test-spark lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -36,6 +38,11 @@ test-rest: .venv/ready
 
 test-gpu: .venv/ready
 	SHOAL_TEST_DEVICE=cuda $(PYTEST) -m "not slow" tests/gpu tests/faults/test_lost_ranks.py
+
+test-spark: .venv/ready
+	@command -v java >/dev/null || { echo "Spark needs Java 17: apt-get install openjdk-17-jre-headless"; exit 1; }
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[spark]'
+	$(BIN)/python -m pytest -m spark tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests examples benchmarks

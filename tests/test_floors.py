@@ -27,6 +27,7 @@ FLOORS = {
     "session": 10,
     "tail": 11,
     "front": 12,
+    "integrations": 13,
     "__init__": 13,  # the public names
     "commands": 14,
     "cli": 15,

@@ -1,0 +1,22 @@
+"""Shoal on the executors of a Spark cluster: a function that trains, fed from a DataFrame.
+
+    run             on the driver: checks, and starts a barrier stage with one task a rank
+    task            in each task: where ranks meet, a process for the rank, and rows into it
+    rank            in that process: the session, the loader, the function
+    rows, together  a rank's rows; how those of all ranks make steps
+
+It needs `pip install 'shoal[spark]'`, and Java 17 or newer.
+"""
+
+try:
+    from shoal.integrations.spark.run import run
+except ImportError as missing:
+    from shoal.core.errors import UsageError
+
+    raise UsageError(
+        "shoal.integrations.spark needs packages that are not installed",
+        got=str(missing),
+        do="pip install 'shoal[spark]', on the driver and on every executor",
+    ) from missing
+
+__all__ = ["run"]

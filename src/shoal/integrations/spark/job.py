@@ -1,0 +1,44 @@
+"""What the driver asks of a rank, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank does."""
+
+    fn: Callable[..., Any]  # of one loader
+    batch_size: int  # rows of each rank in a step
+    epochs: int  # 1: rows are read once, and not kept
+    to_batch: Callable[[dict[str, Any]], Any] | None
+    shuffle: bool
+    seed: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a task needs to start a rank."""
+
+    work: bytes  # a pickled Work
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended: a result, or an error in its parts."""
+
+    rank: int
+    executor: str
+    kind: str = ""  # of the error: the name of its class; "" for none
+    what: str = ""
+    where: str = ""
+    got: str = ""
+    expected: str = ""
+    do: str = ""
+    trace: str = ""
+    result: bytes = b""  # pickled
