@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 from pathlib import Path
@@ -15,8 +16,9 @@ from torch import nn
 import shoal
 from shoal.core.errors import UsageError, WorldError
 from shoal.integrations.spark import run
+from shoal.integrations.spark.run import arrays
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 
 SIZES = (40, 3, 0, 17, 90, 1, 25)  # rows of each partition
 STEPS = 5
@@ -173,3 +175,10 @@ def test_a_killed_rank_has_the_stage_go_on_from_its_checkpoint(spark: Any, tmp_p
     assert [first for first, _ in whole] == [0, 0] and [first for first, _ in again] == [2, 2]
     for (_, expected), (_, found) in zip(whole, again, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_vectors_are_sent_as_arrays(spark: Any) -> None:
+    vectors = importlib.import_module("pyspark.ml.linalg").Vectors
+    df = spark.createDataFrame([(vectors.dense(1.0, 2.0), 0), (vectors.sparse(2, {1: 3.0}), 1)])
+    rows = arrays(df.toDF("x", "y")).collect()
+    assert [row.x for row in rows] == [[1.0, 2.0], [0.0, 3.0]] and [row.y for row in rows] == [0, 1]

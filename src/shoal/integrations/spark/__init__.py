@@ -5,11 +5,18 @@
     rank            in that process: the session, the loader, the function
     rows, together  a rank's rows; how those of all ranks make steps
 
+    training        what an estimator's ranks run
+    estimator       stages of Spark ML's pipelines
+
 It needs `pip install 'shoal[spark]'`, and Java 17 or newer.
 """
 
+import importlib
+from typing import Any
+
 try:
     from shoal.integrations.spark.run import run
+    from shoal.integrations.spark.training import Parts
 except ImportError as missing:
     from shoal.core.errors import UsageError
 
@@ -19,4 +26,11 @@ except ImportError as missing:
         do="pip install 'shoal[spark]', on the driver and on every executor",
     ) from missing
 
-__all__ = ["run"]
+__all__ = ["Parts", "ShoalEstimator", "ShoalModel", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Stages need pyspark as soon as they are read; executors that run a function do not."""
+    if name in ("ShoalEstimator", "ShoalModel"):
+        return getattr(importlib.import_module("shoal.integrations.spark.estimator"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

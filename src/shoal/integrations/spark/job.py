@@ -6,6 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+# variables of a rank's process: the descriptor that rows come by, and its place in words
+ROWS, EXECUTOR = "SHOAL_SPARK_ROWS", "SHOAL_SPARK_EXECUTOR"
+# files in its folder: what it is to do, and how it ended
+WORK, OUTCOME = "work", "outcome"
+
 
 @dataclass(frozen=True)
 class Work:

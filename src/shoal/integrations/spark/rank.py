@@ -21,19 +21,18 @@ from shoal.data.sharded import ShardedBatches
 from shoal.front.joining import init
 from shoal.front.sharding import shard
 from shoal.integrations.spark.batches import columns_of
-from shoal.integrations.spark.job import Outcome, Work
+from shoal.integrations.spark.job import EXECUTOR, OUTCOME, ROWS, WORK, Outcome, Work
 from shoal.integrations.spark.pickles import dumps, loads
 from shoal.integrations.spark.rows import Rows
 from shoal.integrations.spark.together import Together
 from shoal.session.session import current
 
-ROWS = "SHOAL_SPARK_ROWS"  # the number of the descriptor that rows come by
-WORK, OUTCOME, KEPT = "work", "outcome", "rows.arrow"
+_KEPT = "rows.arrow"
 
 
 def main(folder: Path) -> None:
     """Be the rank; errors are left in the folder, and then raised."""
-    rank, executor = int(os.environ["RANK"]), os.environ["SHOAL_SPARK_EXECUTOR"]
+    rank, executor = int(os.environ["RANK"]), os.environ[EXECUTOR]
     try:
         work = loads((folder / WORK).read_bytes(), "what the driver sent")
         result = dumps(done(work, folder), "what the function returned")
@@ -64,7 +63,7 @@ def _failed(rank: int, executor: str, error: BaseException) -> Outcome:
 def done(work: Work, folder: Path) -> Any:
     """Join the others, and call the function."""
     init(start_timeout_s=work.timeout_s)
-    file = folder / KEPT if work.epochs > 1 else None
+    file = folder / _KEPT if work.epochs > 1 else None
     return work.fn(loader_of(work, Rows(_stream(int(os.environ[ROWS])), file)))
 
 

@@ -17,6 +17,8 @@ from shoal.integrations.spark.pickles import dumps, loads
 from shoal.integrations.spark.task import SCHEMA, task_of
 
 T = TypeVar("T")
+# errors that tell of another rank, which says more
+_OF_OTHERS = [kind.__name__ for kind in (errors.PeerLost, errors.MissingRank)]
 _SLOTS_WAIT_S = 10.0  # for executors that are still starting
 
 
@@ -52,25 +54,27 @@ def run(
             gives. By default that itself.
         shuffle: whether rows are shuffled on each rank, anew in every epoch.
         seed: of that order.
-        repartition: whether rows are spread evenly over the ranks first. Without, each rank has one
-            partition, whatever its size, and there must be as many of those as ranks.
+        repartition: whether rows are spread evenly over the ranks first, and put in an order that
+            follows from them and the seed. Without, each rank has one partition, whatever its size,
+            as it is, and there must be as many of those as ranks.
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
         What `fn` returned, by rank.
 
     Raises:
-        UsageError: more ranks than free cores, a missing column, or what a rank raised of the kind.
+        UsageError: more ranks than free cores, a missing column, or an error of a rank.
         WorldError: a rank was lost, or `fn` raised an error that is not Shoal's.
     """
     work = Work(fn, batch_size, epochs, to_batch, shuffle, seed, start_timeout_s)
     _check(work, num_ranks)
-    frame = _arrays(_selected(df, columns))
+    frame = arrays(selected(df, columns))
     pickled = dumps(work, "fn")
     _check_slots(df.sparkSession, num_ranks)
-    frame = _parted(frame, num_ranks, repartition)
+    frame = _parted(frame, num_ranks, repartition, seed)
     start = Start(pickled, secrets.token_hex(16))
     stage = frame.mapInArrow(task_of(start), SCHEMA, barrier=True)
+    stage = stage.repartition(1)  # Spark restarts a barrier stage only if it is not the last one
     outcomes = [Outcome(**row.asDict()) for row in _collected(stage)]
     outcomes.sort(key=lambda outcome: outcome.rank)
     raise_first(outcomes)
@@ -82,7 +86,7 @@ def raise_first(outcomes: Iterable[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if outcome.kind]
     if not failed:
         return
-    first = min(failed, key=lambda each: (each.kind == errors.PeerLost.__name__, each.rank))
+    first = min(failed, key=lambda each: (each.kind in _OF_OTHERS, each.rank))
     kind = getattr(errors, first.kind, None)
     error: ShoalError
     if isinstance(kind, type) and issubclass(kind, ShoalError):
@@ -110,7 +114,12 @@ def _check(work: Work, num_ranks: int) -> None:
         raise UsageError("start_timeout_s is more than 0 s", got=repr(work.timeout_s)[:80])
 
 
-def _selected(df: Any, columns: Sequence[str] | None) -> Any:
+def selected(df: Any, columns: Sequence[str] | None) -> Any:
+    """These columns of a DataFrame.
+
+    Raises:
+        UsageError: it is none, or lacks one.
+    """
     if not (hasattr(df, "mapInArrow") and hasattr(df.sparkSession, "sparkContext")):
         raise UsageError(
             "run takes a DataFrame of a Spark session in this process",
@@ -128,13 +137,21 @@ def _selected(df: Any, columns: Sequence[str] | None) -> Any:
     return df if columns is None else df.select(*columns)
 
 
-def _arrays(df: Any) -> Any:
-    """Spark ML's vectors as arrays, which Arrow has a type for."""
-    for field in df.schema.fields:
-        if type(field.dataType).__name__ == "VectorUDT":
-            to_array = importlib.import_module("pyspark.ml.functions").vector_to_array
-            df = df.withColumn(field.name, to_array(field.name))
-    return df
+def arrays(df: Any) -> Any:
+    """A DataFrame with Spark ML's vectors as arrays, which Arrow has a type for."""
+    names = [field.name for field in df.schema.fields if _is_vector(field)]
+    return df.withColumns({name: as_array(df, name) for name in names}) if names else df
+
+
+def as_array(df: Any, name: str) -> Any:
+    """A column, of Spark ML's vectors as arrays."""
+    if not _is_vector(df.schema[name]):
+        return df[name]
+    return importlib.import_module("pyspark.ml.functions").vector_to_array(df[name])
+
+
+def _is_vector(field: Any) -> bool:
+    return type(field.dataType).__name__ == "VectorUDT"
 
 
 def _check_slots(session: Any, num_ranks: int) -> None:
@@ -155,9 +172,17 @@ def _check_slots(session: Any, num_ranks: int) -> None:
         time.sleep(0.5)
 
 
-def _parted(df: Any, num_ranks: int, repartition: bool) -> Any:
+def _parted(df: Any, num_ranks: int, repartition: bool, seed: int) -> Any:
+    """A partition for each rank. Behind a shuffle rows come in any order: by a hash it is one, the
+    same when the stage starts again.
+    """
     if repartition:
-        return df.repartition(num_ranks)
+        functions = importlib.import_module("pyspark.sql.functions")
+        names = [
+            each.name for each in df.schema.fields if "map<" not in each.dataType.simpleString()
+        ]
+        order = functions.xxhash64(functions.lit(seed), *(df[name] for name in names))
+        return df.repartition(num_ranks).sortWithinPartitions(order)
     there = df.rdd.getNumPartitions()
     if there != num_ranks:
         raise UsageError(

@@ -27,8 +27,7 @@ import pyarrow as pa
 
 from shoal.contracts.launcher import MARK, TOKEN
 from shoal.core.errors import PeerLost
-from shoal.integrations.spark.job import Outcome, Start
-from shoal.integrations.spark.rank import OUTCOME, ROWS, WORK
+from shoal.integrations.spark.job import EXECUTOR, OUTCOME, ROWS, WORK, Outcome, Start
 from shoal.launch.processes import DIE_WITH_PARENT
 from shoal.launch.rendezvous import variables
 
@@ -89,7 +88,7 @@ def _seat(context: Any) -> tuple[dict[str, str], str]:
     executor = f"rank {rank}, executor on host {hosts[rank]}, in {Path.cwd()}"
     seat = variables(hosts[0], int(port), rank, len(hosts), local, hosts.count(hosts[rank]))
     del seat["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 holds the store
-    seat |= {MARK: job, "SHOAL_HOST": hosts[rank], "SHOAL_SPARK_EXECUTOR": executor}
+    seat |= {MARK: job, "SHOAL_HOST": hosts[rank], EXECUTOR: executor}
     return seat, executor
 
 
