@@ -553,10 +553,12 @@ def test_what_transfers_remember_is_saved_and_restored_by_parameter_name(way: st
         assert difference(whole, forgot) > 1e-3
 
 
-def test_servers_take_no_codec() -> None:
+def test_servers_take_it_with_the_exchange_that_they_take() -> None:
     net = model(layer("only", 0.5, 4000))
-    with pytest.raises(PlanError, match=r"direct\+toy cannot carry server(.|\n)*one of direct\n"):
-        search(net, cluster_of(2, servers=1), pins={"*": "server:direct+toy"})
+    plan = search(net, cluster_of(2, servers=1), pins={"*": "server:direct+toy"})
+    assert [choice.way for choice in plan.choices] == ["server:direct+toy"]
+    with pytest.raises(PlanError, match=r"ring\+toy cannot carry server(.|\n)*one of direct\n"):
+        search(net, cluster_of(2, servers=1), pins={"*": "server:ring+toy"})
 
 
 def test_no_codec_is_planned_unasked() -> None:
