@@ -32,6 +32,14 @@ def test_no_rank_changes_what_all_of_them_share(path: Path) -> None:
 def is_of_a_rank(function: ast.FunctionDef) -> bool:
     """Whether it is given its rank's communicator, as every function is that `run` calls."""
     return any(
-        argument.annotation is not None and ast.unparse(argument.annotation) == "ThreadComm"
+        argument.arg == "comm"
+        or (argument.annotation is not None and ast.unparse(argument.annotation) == "ThreadComm")
         for argument in function.args.args
     )
+
+
+def test_a_rank_that_seeds_is_found(tmp_path: Path) -> None:
+    seeds = tmp_path / "seeds.py"
+    seeds.write_text("def work(comm):\n    torch.manual_seed(0)\n")
+    with pytest.raises(pytest.fail.Exception, match=r"seeds\.py:2: torch\.manual_seed in a rank"):
+        test_no_rank_changes_what_all_of_them_share(seeds)
