@@ -56,6 +56,20 @@ def test_a_step_sends_the_bytes_that_are_stated(way: str, hosts: str) -> None:
     assert_stated(f"{way}+int8(block=16)", hosts)
 
 
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_and_so_it_does_of_what_is_added_on_its_way(hosts: str) -> None:
+    assert_stated("replicate:allreduce+low_rank(rank=1)", hosts)
+
+
+def test_replicas_of_what_is_added_on_its_way_stay_equal_and_come_near() -> None:
+    training = Training(model=built(mlp, torch.float32), batches=BATCHES, optimizer=sgd)
+    states = training.on_ranks(3, "replicate:allreduce+low_rank(rank=1)", uneven=True)
+    assert_same_bits(states)
+    alone = training.alone()
+    moved, error = difference(state(training.model), alone), difference(alone, states[0])
+    assert 0 < error < moved, f"{error:.2g} off, of {moved:.2g} that training moved"
+
+
 def first_gradients(pin: str, ranks: int = 2) -> list[State]:
     """Each rank's gradients of the first backward, as they are after it."""
     x, y = BATCHES[0]
@@ -74,9 +88,10 @@ def first_gradients(pin: str, ranks: int = 2) -> list[State]:
     return run(ranks, work, timeout_s=60)
 
 
-@pytest.mark.parametrize("way", ["replicate:direct", "sliced:direct"])
+@pytest.mark.parametrize("way", ["replicate:direct", "sliced:direct", "replicate:allreduce"])
 def test_parameters_of_one_dimension_are_exact(way: str) -> None:
-    exact, coded = first_gradients(way), first_gradients(f"{way}+int8")
+    codec = "low_rank(rank=1)" if way.endswith("allreduce") else "int8"
+    exact, coded = first_gradients(way), first_gradients(f"{way}+{codec}")
     for name, gradient in exact[0].items():
         assert torch.equal(gradient, coded[0][name]) == (gradient.dim() == 1), name
 

@@ -113,6 +113,30 @@ def test_what_coding_takes_at_workers_and_at_servers() -> None:
     assert there == 500 * 3.0 + 500 * 5.0
 
 
+def test_what_terms_take_that_are_added_on_their_way() -> None:
+    """By hand: every rank makes terms of all values that have such, and reads all sums."""
+    exchange = exchange_named("allreduce+low_rank")
+    pace = CodingPace(encode_s=100.0, decode_s=100.0, terms_s=3.0, sums_s=5.0)
+    bucket = Bucket(1000 * 20 + 15 + 7, 4, control=(7,), shapes=((1000, 20), (5, 3)))
+    net = replace(SLOW_LINK, codings={"low_rank": pace})
+    assert exchange.coding_s(bucket, net, 4) == (20_000 * 3.0, 20_000 * 5.0)
+    assert exchange.memory_bytes(bucket, 4) == 20_000 * 4
+    message = Bucket(4 * 1000 + 15 + 7, 4)
+    assert exchange.traffic(bucket, net.topology) == exchange_named("allreduce").traffic(
+        message, net.topology
+    )
+
+
+def test_terms_are_taken_where_codes_take_long() -> None:
+    slow = CodingPace(encode_s=1e-5, decode_s=1e-5, terms_s=1e-10, sums_s=1e-10)
+    net = replace(SLOW_LINK, codings={"low_rank": slow})
+    plan = plan_for(NET, net, codecs=["low_rank"], **BUCKETS)
+    assert {choice.way for choice in plan.choices} <= {
+        "replicate:allreduce+low_rank",
+        "replicate:tree+low_rank",
+    }
+
+
 def test_layers_of_vectors_stay_exact() -> None:
     net = model(matrix("late", 0.5, 10_000), layer("norm", 2.0, 10_000_000, "LayerNorm"))
     plan = plan_for(net, SLOW_LINK, codecs=["int8"], **BUCKETS)

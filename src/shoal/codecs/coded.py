@@ -25,7 +25,8 @@ from torch import Tensor
 
 from shoal.codecs.carrier import CodedCarrier
 from shoal.codecs.runs import Runs
-from shoal.contracts.codec import Codec
+from shoal.codecs.summed import Summed
+from shoal.contracts.codec import Codec, LinearCodec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import (
     Bucket,
@@ -63,7 +64,8 @@ def exchange_named(text: str) -> Exchange:
     if len(codecs) > 1:
         raise PlanError(f"{text!r} has more than one codec", do='write one, as "direct+int8"')
     codec = built(Codec, codecs[0])
-    if not isinstance(exchange, CodingExchange):
+    both = with_codec(exchange, codec)
+    if both is None:
         able = [name for name, kind in of(Exchange).items() if issubclass(kind, CodingExchange)]
         raise PlanError(
             f"{exchange} takes no codec: it adds up values on their way",
@@ -71,7 +73,16 @@ def exchange_named(text: str) -> Exchange:
             expected="an exchange of messages that may be codes: " + ", ".join(able),
             do=f'write "{able[0]}+{codec}", or "{exchange}" without a codec',
         )
-    return Coded(exchange, codec)
+    return both
+
+
+def with_codec(exchange: Exchange, codec: Codec) -> Coded | Summed | None:
+    """An exchange that carries a codec's codes, or its terms; None if it carries neither."""
+    if isinstance(exchange, CodingExchange):
+        return Coded(exchange, codec)
+    if isinstance(codec, LinearCodec) and exchange.exact:
+        return Summed(exchange, codec)
+    return None
 
 
 def codec_named(text: str) -> Codec:

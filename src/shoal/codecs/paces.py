@@ -8,12 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from itertools import count
+from math import isqrt
 
 import torch
 from torch import Tensor
 
 from shoal.codecs.coded import codec_named
 from shoal.codecs.runs import Runs
+from shoal.codecs.summed import made, read
+from shoal.contracts.codec import LinearCodec, State
 from shoal.contracts.comm import Comm
 from shoal.core.cost import CodingPace
 
@@ -46,10 +49,33 @@ def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> di
         def decode(at: int, runs: Runs = runs, code: Tensor = code) -> None:
             runs.decode_add(code, total[at])
 
-        own_s = _seconds(comm, encode, device), _seconds(comm, decode, device)
-        ranks: list[tuple[float, float]] = comm.gather_objects(own_s, _PURPOSE)
+        own_s = [_seconds(comm, encode, device), _seconds(comm, decode, device)]
+        if isinstance(runs.codec, LinearCodec):
+            own_s += _terms_s(comm, runs.codec, values, lost.zero_())
+        ranks: list[list[float]] = comm.gather_objects(own_s, _PURPOSE)
         paces[text] = CodingPace(*(max(times) for times in zip(*ranks, strict=True)))
     return paces
+
+
+def _terms_s(comm: Comm, codec: LinearCodec, values: Tensor, lost: Tensor) -> list[float]:
+    """Seconds a value to make terms, and to read their sums."""
+    shape = isqrt(_VALUES), isqrt(_VALUES)
+    states: tuple[State, State] = {}, {}  # of each turn
+    total = torch.empty_like(values)
+    terms = [
+        made(codec, values[0].view(shape), lost[0].view(shape), state, turn)
+        for turn, state in enumerate(states)
+    ]
+
+    def make(at: int) -> None:
+        for turn, state in enumerate(states):
+            made(codec, values[at].view(shape), lost[at].view(shape), state, turn)
+
+    def read_sums(at: int) -> None:
+        for turn, state in enumerate(states):
+            read(codec, terms[turn], total[at].view(shape), state, turn)
+
+    return [_seconds(comm, work, values.device) / 2 for work in (make, read_sums)]
 
 
 def _seconds(comm: Comm, work: Callable[[int], None], device: torch.device) -> float:

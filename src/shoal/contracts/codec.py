@@ -92,3 +92,30 @@ class Codec(Contract, ABC):
         values = torch.empty_like(into)
         self.decode(code, values)
         into.sub_(values)
+
+
+class LinearCodec(Codec):
+    """A codec that has terms, too: numbers of a whole matrix, whose sums are terms of sums.
+
+    So an exchange that adds on its way carries them (codecs/summed.py). All ranks have the same
+    state, as it comes from sums alone. Turns are counted from 0, and all ranks have the same.
+    """
+
+    @abstractmethod
+    def num_terms(self, rows: int, columns: int, turn: int) -> int:
+        """How many terms a matrix has in a turn; as many as it has numbers: they are sent."""
+
+    @abstractmethod
+    def to_terms(self, matrix: Tensor, state: State, turn: int) -> Tensor:
+        """The terms of a matrix, of its own type. It is not to be changed."""
+
+    @abstractmethod
+    def subtract_terms(self, terms: Tensor, matrix: Tensor, state: State, turn: int) -> None:
+        """Take from the matrix what these terms of it stand for."""
+
+    @abstractmethod
+    def from_sums(self, sums: Tensor, into: Tensor, state: State, turn: int) -> None:
+        """Write what the sums of all ranks' terms stand for, and have the state of the next turn.
+
+        It may be sent sums that are not finite.
+        """

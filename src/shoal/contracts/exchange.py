@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, final
 
 from torch import Tensor
@@ -41,6 +42,8 @@ class Bucket:
     # elements of control at the end of each of these; of an evenly cut bucket one number, at its
     # own end
     control: tuple[int, ...] = ()
+    # of the parameters that stand first, where whole ones do: those that may be coded
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -81,9 +84,16 @@ class LiveBucket:
     slices: tuple[Tensor, ...]  # of each rank, views of `flat`
     spans: tuple[tuple[Span, ...], ...]  # what the values of each slice are, in order
     numels: Mapping[str, int]  # of the parameters as a whole
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # where they stand whole
 
     @classmethod
-    def even(cls, flat: Tensor, numels: Mapping[str, int], ranks: int) -> LiveBucket:
+    def even(
+        cls,
+        flat: Tensor,
+        numels: Mapping[str, int],
+        ranks: int,
+        shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> LiveBucket:
         """An evenly cut one, in which whole parameters stand one behind the other."""
         slices, spans = cut(flat, ranks), []
         ends = list(accumulate(numels.values()))
@@ -97,7 +107,7 @@ class LiveBucket:
             ]
             spans.append(tuple(inside))
             begin = stop
-        return cls(flat, tuple(slices), tuple(spans), numels)
+        return cls(flat, tuple(slices), tuple(spans), numels, shapes)
 
     @cached_property
     def num_values(self) -> tuple[int, ...]:

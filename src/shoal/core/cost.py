@@ -112,6 +112,9 @@ class CodingPace:
 
     encode_s: float = 2e-9  # what it loses is kept meanwhile
     decode_s: float = 2e-9
+    # of terms that an exchange adds: to make them, keeping what they lose, and to read their sums
+    terms_s: float = 2e-9
+    sums_s: float = 2e-9
 
 
 class Direction(IntEnum):

@@ -75,6 +75,11 @@ def unlined(flat: Tensor, parameter: Tensor) -> Tensor:
     return flat.view([parameter.shape[dim] for dim in order]).permute(back)
 
 
+def lined_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Its dimensions in the order in which its line goes through them."""
+    return tuple(parameter.shape[dim] for dim in _order(parameter))
+
+
 def has_line(parameter: Tensor) -> bool:
     """Whether its elements lie side by side in memory, so that its line is a view."""
     return parameter.detach().permute(_order(parameter)).is_contiguous()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shoal.codecs.carrier import coded_carriers
 from shoal.codecs.coded import Coded, codec_named, exchange_named
+from shoal.codecs.remembering import coded_carriers
+from shoal.codecs.summed import Summed
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
@@ -44,14 +45,16 @@ def exchanges_of(plan: Plan | None, pins: Mapping[str, str] | None) -> list[str]
     """The exchanges that a plan or pins ask for, as plans write them; of coded ones what carries
     the codes.
     """
-    return sorted({str(e.exchange if isinstance(e, Coded) else e) for e in _exchanges(plan, pins)})
+    return sorted(
+        {str(e.exchange if isinstance(e, Coded | Summed) else e) for e in _exchanges(plan, pins)}
+    )
 
 
 def all_codecs(
     plan: Plan | None, pins: Mapping[str, str] | None, allowed: Sequence[str]
 ) -> list[str]:
     """The codecs that a plan or pins ask for, and those that are allowed."""
-    codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, Coded)]
+    codecs = [e.codec for e in _exchanges(plan, pins) if isinstance(e, Coded | Summed)]
     codecs += filter(None, (row_codec(exchange) for _, exchange in _ways(plan, pins)))
     codecs += map(codec_named, allowed)
     return sorted({str(way) for codec in codecs for way in (codec, codec.there)})

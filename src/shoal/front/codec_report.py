@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from shoal.codecs.carrier import CodedCarrier, coded_carriers
+from shoal.codecs.remembering import Remembering, coded_carriers
 from shoal.core.plan import Choice
 from shoal.front.parallel import plan_of
 from shoal.planner.timeline import Predictor
@@ -161,7 +161,7 @@ class _Errors:
     exact: set[str]  # that are so again
 
     @classmethod
-    def of(cls, carriers: Iterable[CodedCarrier]) -> _Errors:
+    def of(cls, carriers: Iterable[Remembering]) -> _Errors:
         errors = cls({}, {}, set())
         for carrier in carriers:
             for worst, by_name in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from shoal.codecs.carrier import CodedCarrier
+from shoal.codecs.remembering import Remembering
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.optim.owners import Owners
@@ -20,13 +20,13 @@ def sum_residuals(owners: Owners) -> StateDict:
     sums: StateDict = {}
     owners.settle()
     for transfer in owners.served:
-        if isinstance(carrier := transfer.carrier, CodedCarrier):
+        if isinstance(carrier := transfer.carrier, Remembering):
             work = partial(_sum, carrier, sums)
             owners.together(transfer, work, "shoal.save: what codecs owe of")
     return sums
 
 
-def _sum(carrier: CodedCarrier, sums: StateDict, comm: Comm) -> None:
+def _sum(carrier: Remembering, sums: StateDict, comm: Comm) -> None:
     add_residuals(sums, carrier.summed_residuals(comm))
 
 

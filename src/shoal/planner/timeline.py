@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
-from shoal.codecs.coded import Coded, exchange_named
+from shoal.codecs.coded import exchange_named, with_codec
 from shoal.contracts.codec import Codec
-from shoal.contracts.exchange import CodingExchange, Exchange
+from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, Phase, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
@@ -120,7 +120,7 @@ class Predictor:
         return [
             str(exchange)
             for exchange in exchanges
-            if isinstance(exchange, CodingExchange) and takes(Coded(exchange, codec))
+            if (both := with_codec(exchange, codec)) is not None and takes(both)
         ]
 
     def cost(self, site: Site) -> Cost:

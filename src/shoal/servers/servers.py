@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.codecs.carrier import coded_carriers
 from shoal.codecs.coded import exchange_named
+from shoal.codecs.remembering import coded_carriers
 from shoal.contracts.comm import Comm
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.codecs.carrier import coded_carriers
+from shoal.codecs.remembering import coded_carriers
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.transfer import Transfer
 from shoal.optim.residuals import add_residuals, sum_residuals

@@ -32,7 +32,7 @@ from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Mark, Round, Transfer
 from shoal.core.cost import Cost, Phase
 from shoal.core.facts import Cluster, LayerProfile
-from shoal.core.pieces import unlined
+from shoal.core.pieces import lined_shape, unlined
 from shoal.core.role import Role
 from shoal.strategies.carried import coded_first, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark, num_shares, weigh
@@ -58,7 +58,8 @@ class Replicate(Strategy):
         num_control = len(parameters) + num_shares(itemsize) + num_marks(itemsize)
         numel = sum(p.numel for p in parameters) + num_control
         num_exact = sum(p.numel for p in parameters[num_coded:])
-        bucket = Bucket(numel, itemsize, control=(num_exact + num_control,))
+        shapes = tuple(p.shape for p in parameters[:num_coded])
+        bucket = Bucket(numel, itemsize, control=(num_exact + num_control,), shapes=shapes)
         traffic = exchange.traffic(bucket, cluster.topology)
         pack_s = bucket.nbytes * cluster.pack_byte_s
         before_s, after_s = exchange.coding_s(bucket, cluster, cluster.size)
@@ -92,7 +93,9 @@ class BucketTransfer(Transfer):
         self.tells = can_tell(self._flat, ranks)
         self._mark: Mark | None = None  # of the round that it goes with
         by_name = {name: p.numel() for name, p in coded.items()}
-        self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, by_name, ranks))
+        shapes = {name: lined_shape(p) for name, p in coded.items()}
+        live = LiveBucket.even(self._flat, by_name, ranks, shapes)
+        self.carrier: Carrier = exchange.carrier(live)
         pieces = self._gradients.split(numels)
         self._views = {
             p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)

@@ -1,0 +1,175 @@
+"""What carriers of codes remember of their buckets: what codes have lost, how far they are off.
+
+Every hundredth round ranks tell one another whether a parameter was off by more than it may; then
+all of its bucket is exact from that round on, and what codes lost goes with it (ledger.py). Costs a
+message of a number a parameter in 100 rounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.codecs.ledger import WINDOW, Ledger
+from shoal.codecs.runs import LOST
+from shoal.contracts.codec import Codec
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import UNSENT, Carrier, Exchange, LiveBucket, StateDict
+from shoal.contracts.transfer import Transfer
+from shoal.core.errors import UsageError
+
+OWNER = "owner"  # a leg: what is owed of what a rank owns
+OWED = "owed"  # by all ranks, of what this one owns: it goes with the next sum
+_log = logging.getLogger("shoal")
+
+
+def coded_carriers(transfers: Iterable[Transfer]) -> Iterator[Remembering]:
+    """Those of the transfers' carriers that carry codes."""
+    for transfer in transfers:
+        if isinstance(transfer.carrier, Remembering):
+            yield transfer.carrier
+
+
+class Remembering(Carrier):
+    """A carrier of one bucket's codes, with a memory of each leg and slice."""
+
+    def __init__(self, exchange: Exchange, codec: Codec, bucket: LiveBucket) -> None:
+        if not bucket.flat.dtype.is_floating_point:
+            raise UsageError(
+                f"codecs take real numbers, and a bucket is of {bucket.flat.dtype}",
+                where=", ".join(list(bucket.numels)[:2]),
+                do=f'let "{exchange}" carry these layers, without a codec',
+            )
+        self.exact = codec.exact
+        self.bucket = bucket
+        self._hints = {*codec.hints, *codec.there.hints}
+        self._wide = torch.float64 if bucket.flat.dtype == torch.float64 else torch.float32
+        self._feedback = codec.feedback and not codec.exact
+        self.most_error = codec.most_error
+        self.ledger = Ledger(bucket, self._wide)
+        # of each leg and slice, by what it is
+        self._memory: dict[tuple[str, int], dict[str, Tensor]] = {}
+        self._rounds = 0
+        self.given_up: list[str] = []  # parameters for which all of the bucket is exact
+
+    def kept(self, label: str, rank: int) -> Tensor:
+        memory = self._memory.setdefault((OWNER, rank), {})
+        if label not in memory:
+            memory[label] = self._zeros(rank)
+        return memory[label]
+
+    def tensors(self) -> Sequence[Tensor]:
+        return [numbers for memory in self._memory.values() for numbers in memory.values()]
+
+    def residuals(self) -> StateDict:
+        """What this rank owes, by parameter name: "gradient", and of what it owns "parameter".
+
+        Flat, of the whole parameter's elements. Over all ranks their sum is what is owed.
+        """
+        owed: StateDict = {}
+        for name, entries in self.state_dict().items():
+            for kind, numbers in entries.items():
+                label = kind.partition(".")[2]
+                if label in (LOST, OWED, UNSENT):
+                    what = "parameter" if label == UNSENT else "gradient"
+                    sums = owed.setdefault(name, {})
+                    sums[what] = sums[what] + numbers if what in sums else numbers.clone()
+        return owed
+
+    def summed_residuals(self, comm: Comm) -> StateDict:
+        """What all ranks owe together, on every rank: as `residuals` (a collective)."""
+        own, sums = self.residuals(), StateDict()
+        for name, numel in self.bucket.numels.items():
+            for what in ("gradient", "parameter"):
+                total = self.bucket.flat.new_zeros(numel, dtype=self._wide)
+                if what in own.get(name, {}):
+                    total.copy_(own[name][what])
+                comm.all_reduce(total)
+                if total.any():
+                    sums.setdefault(name, {})[what] = total
+        return sums
+
+    def give(self, rank: int, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Owe what all ranks owed together, each rank for what it owns; what it owed is forgotten.
+
+        The gradients' part goes with the next sum, exactly.
+        """
+        labels = {"gradient": OWED, "parameter": UNSENT}
+        renamed = {
+            name: {f"{OWNER}.{labels[what]}": numbers for what, numbers in entries.items()}
+            for name, entries in sums.items()
+        }
+        self.load_state_dict(renamed)
+        for leg, other in list(self._memory):
+            if other != rank:
+                del self._memory[leg, other]
+
+    def state_dict(self) -> StateDict:
+        bucket = self.bucket
+        state: StateDict = {}
+        for (leg, rank), memory in self._memory.items():
+            for label, numbers in memory.items():
+                if label in self._hints:
+                    continue
+                parts = numbers.split([span.stop - span.start for span in bucket.spans[rank]])
+                for span, part in zip(bucket.spans[rank], parts, strict=True):
+                    entries = state.setdefault(span.name, {})
+                    if f"{leg}.{label}" not in entries:
+                        entries[f"{leg}.{label}"] = part.new_zeros(bucket.numels[span.name])
+                    entries[f"{leg}.{label}"][span.start : span.stop] = part
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        bucket = self.bucket
+        self._memory.clear()
+        for rank, spans in enumerate(bucket.spans):
+            kinds = {kind for span in spans for kind in state.get(span.name, {})}
+            for kind in sorted(kinds):
+                leg, _, label = kind.partition(".")
+                numbers = torch.cat(
+                    [
+                        entries[kind][span.start : span.stop].to(bucket.flat.device, self._wide)
+                        if kind in (entries := state.get(span.name, {}))
+                        else bucket.flat.new_zeros(span.stop - span.start, dtype=self._wide)
+                        for span in spans
+                    ]
+                )
+                if numbers.any():  # else it is another rank's, or as at first
+                    self._memory.setdefault((leg, rank), {})[label] = numbers
+
+    def _judge(self, comm: Comm) -> None:
+        """Every hundredth round: all ranks hear of parameters that are off by more than they may,
+        and then all of the bucket is exact.
+        """
+        self._rounds += 1
+        if self._rounds % WINDOW != 1 or self._rounds == 1:
+            return
+        names = list(self.bucket.numels)
+        errors = self.ledger.mean_errors()
+        beyond = [float(errors.get(name, 0.0) > self.most_error) for name in names]
+        num_ranks = torch.tensor(beyond, device=self.bucket.flat.device)
+        comm.all_reduce(num_ranks)
+        self.given_up = [name for name, n in zip(names, num_ranks.tolist(), strict=True) if n]
+        if self.given_up:
+            self.exact = True
+            if comm.rank == 0:
+                _log.warning(
+                    "%s: the mean of 100 steps was off by more than %g, so all of its bucket (%d "
+                    "parameters) is sent exactly from now on",
+                    ", ".join(self.given_up[:3]),
+                    self.most_error,
+                    len(names),
+                )
+
+    def _settle(self, leg: str, rank: int, label: str) -> None:
+        """Add what is owed of a slice to its values; then it is not owed any more."""
+        owed = self._memory.get((leg, rank), {}).pop(label, None)
+        if owed is not None:
+            self.bucket.values(rank).add_(owed)
+
+    def _zeros(self, rank: int) -> Tensor:
+        device = self.bucket.flat.device
+        return torch.zeros(self.bucket.num_values[rank], dtype=self._wide, device=device)

@@ -1,0 +1,251 @@
+"""An exchange that adds on its way, and carries terms in place of values: of a codec that has such.
+
+    every rank   v = g + lost     terms = of(v)     lost = v − what its terms stand for
+    exchange     one message:  │ terms │ small parameters │ control │     added over ranks
+    every rank   g = what the sums of terms stand for: the same bits on all
+
+No owner codes sums anew, so nothing is lost on a way back, and no rank reads another's codes. A
+parameter's matrix is its first dimension by all others; one whose terms are no fewer than its
+numbers is sent as it is. Costs the terms' bytes, the time to make and read them on a lane, and a
+number kept for each value.
+Source: Vogels et al., "PowerSGD", NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch import Size, Tensor
+
+from shoal.codecs.remembering import Remembering
+from shoal.codecs.runs import LOST
+from shoal.contracts.codec import LinearCodec, State
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
+from shoal.core.cost import Pace, Traffic
+from shoal.core.facts import Cluster, Topology
+
+_SUM = "sum"  # the leg
+_TURNS = 2  # that a codec's terms may differ by
+
+
+@final
+@dataclass(frozen=True)
+class Summed(Exchange):
+    """An exchange whose values travel as a linear codec's terms. Never planned unasked."""
+
+    name: ClassVar[str] = "summed"  # that no plan writes
+    exact: ClassVar[bool] = False
+
+    exchange: Exchange
+    codec: LinearCodec
+
+    def __str__(self) -> str:
+        return f"{self.exchange}+{self.codec}"
+
+    @property
+    def least_dims(self) -> int:
+        """As the codec has it."""
+        return self.codec.least_dims
+
+    def fits(self, topology: Topology) -> bool:
+        """Where the exchange does."""
+        return self.exchange.fits(topology)
+
+    def carrier(self, bucket: LiveBucket) -> Carrier:
+        """One that remembers what terms lost."""
+        return SummedCarrier(self.exchange, self.codec, bucket)
+
+    def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
+        """The exchange's, of one message."""
+        shapes = self._coded(bucket)
+        others = bucket.numel - sum(map(prod, shapes))
+        _, num_terms = turns_of(self.codec, shapes)
+        itemsize = max(bucket.itemsize, torch.float32.itemsize)
+        return self.exchange.traffic(Bucket(num_terms + others, itemsize), topology)
+
+    def pace(self, cluster: Cluster) -> Pace:
+        """That of the exchange's own messages: coding has a price of its own."""
+        return self.exchange.pace(cluster)
+
+    def coding_s(
+        self, bucket: Bucket, cluster: Cluster, ranks: int, servers: int = 0
+    ) -> tuple[float, float]:
+        """Seconds to make terms, keep what they lose, and read their sums: on every rank all."""
+        pace, num_values = cluster.coding(str(self.codec)), self._num_values(bucket)
+        return num_values * pace.terms_s, num_values * pace.sums_s
+
+    def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
+        """One number for each value that is coded."""
+        return self._num_values(bucket) * max(bucket.itemsize, torch.float32.itemsize)
+
+    def _num_values(self, bucket: Bucket) -> int:
+        return sum(map(prod, self._coded(bucket)))
+
+    def _coded(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """The matrices that have terms."""
+        return [shape for shape in map(matrix_of, bucket.shapes) if is_worth(self.codec, shape)]
+
+    def reduce(self, flat: Tensor, comm: Comm) -> None:
+        """Of a tensor that is no bucket, exactly."""
+        self.exchange.reduce(flat, comm)
+
+    def gather(self, flat: Tensor, comm: Comm) -> None:
+        """Likewise."""
+        self.exchange.gather(flat, comm)
+
+
+def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a parameter's matrix."""
+    numel = Size(shape).numel()
+    return (shape[0], numel // shape[0]) if len(shape) > 1 and numel else (1, numel)
+
+
+def is_worth(codec: LinearCodec, shape: tuple[int, int]) -> bool:
+    """Whether a matrix has fewer terms than numbers."""
+    return codec.num_terms(*shape, 0) < prod(shape)
+
+
+def turns_of(codec: LinearCodec, shapes: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+    """In which turn each matrix of a bucket begins, and how many terms a message has room for.
+
+    A codec's turns may have unlike many terms. So some begin with the other: then all messages are
+    of one length, and hardly longer than the mean.
+    """
+    begin, ahead = [], 0  # by so many terms the even messages are longer
+    for rows, columns in shapes:
+        more = codec.num_terms(rows, columns, 0) - codec.num_terms(rows, columns, 1)
+        begin.append(int(abs(ahead - more) < abs(ahead + more)))
+        ahead += -more if begin[-1] else more
+    lengths = [
+        sum(codec.num_terms(*s, first + turn) for s, first in zip(shapes, begin, strict=True))
+        for turn in range(_TURNS)
+    ]
+    return begin, max(lengths)
+
+
+class _Matrix(NamedTuple):
+    """A parameter that is coded."""
+
+    gradient: Tensor  # rows × columns, views
+    lost: Tensor
+    state: State
+    turn: int
+
+
+@final
+class SummedCarrier(Remembering):
+    """Carries one bucket's terms."""
+
+    def __init__(self, exchange: Exchange, codec: LinearCodec, bucket: LiveBucket) -> None:
+        whole = LiveBucket.even(bucket.flat, bucket.numels, 1, bucket.shapes)
+        super().__init__(exchange, codec, whole)
+        self._exchange, self._codec = exchange, codec
+        self._turn = 0
+        self._states: dict[str, State] = {}
+        self._places = dict(_places(whole, codec))
+        shapes = [shape for _, _, shape in self._places.values()]
+        self._begin, self._num_terms = turns_of(codec, shapes)
+
+    def reduce(self, comm: Comm) -> None:
+        self._judge(comm)
+        if self.given_up:
+            self._settle(_SUM, 0, LOST)
+            self._add(self.bucket.flat, comm)
+            return
+        memory = self._memory.setdefault((_SUM, 0), {})
+        lost = memory.pop(LOST, None)
+        lost = self._zeros(0) if lost is None else lost
+        matrices = [
+            _Matrix(
+                self.bucket.flat[begin:stop].view(shape),
+                lost[begin:stop].view(shape),
+                self._states.setdefault(name, {}),
+                self._turn + first,
+            )
+            for first, (name, (begin, stop, shape)) in zip(
+                self._begin, self._places.items(), strict=True
+            )
+        ]
+        values = self.bucket.values(0)
+        sample, before = self.ledger.sample(0, values), self.ledger.sample(0, lost)
+        terms = [made(self._codec, *matrix) for matrix in matrices]
+        sizes = [len(part) for part in terms]
+        room = self.bucket.flat.new_zeros(self._num_terms - sum(sizes), dtype=self._wide)
+        others = self._others()
+        message = torch.cat([*terms, room, *(part.to(self._wide) for part in others)])
+        if not message[: self._num_terms].sum().isfinite():
+            # of a gradient that overflowed nothing is kept: it would never end
+            lost.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        self.ledger.coded(_SUM, 0, sample, before, self.ledger.sample(0, lost))
+        memory[LOST] = lost
+        self._add(message, comm)
+        sums, behind = message.split([self._num_terms, len(message) - self._num_terms])
+        for matrix, own in zip(matrices, sums[: sum(sizes)].split(sizes), strict=True):
+            read(self._codec, own, matrix.gradient, matrix.state, matrix.turn)
+        for part, own in zip(others, behind.split([len(part) for part in others]), strict=True):
+            part.copy_(own)
+        self._turn += 1
+
+    def gather(self, comm: Comm) -> None:
+        """Nothing left to do."""
+
+    def give(self, rank: int, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Owe what all ranks owed together: the first of them owes it."""
+        owed = {
+            name: {f"{_SUM}.{LOST}": entries["gradient"]}
+            for name, entries in sums.items()
+            if "gradient" in entries
+        }
+        self.load_state_dict({} if rank else owed)
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        super().load_state_dict(state)
+        self._states.clear()
+        self._turn = 0
+
+    def _add(self, flat: Tensor, comm: Comm) -> None:
+        """Over ranks."""
+        self._exchange.reduce(flat, comm)
+        self._exchange.gather(flat, comm)
+
+    def _others(self) -> list[Tensor]:
+        """What is sent as it is: views of the bucket."""
+        ends = [0, *(end for place in self._places.values() for end in place[:2])]
+        flat = self.bucket.flat
+        starts_and_stops = zip(ends[::2], [*ends[1::2], len(flat)], strict=True)
+        return [flat[start:stop] for start, stop in starts_and_stops]
+
+
+def made(codec: LinearCodec, gradient: Tensor, lost: Tensor, state: State, turn: int) -> Tensor:
+    """The terms of a gradient and what was lost before; what they lose is lost now."""
+    lost.add_(gradient)
+    terms = codec.to_terms(lost, state, turn)
+    codec.subtract_terms(terms, lost, state, turn)
+    return terms
+
+
+def read(codec: LinearCodec, sums: Tensor, gradient: Tensor, state: State, turn: int) -> None:
+    """Have the gradient be what sums of terms stand for."""
+    wide = (
+        gradient if gradient.dtype == sums.dtype else torch.empty_like(gradient, dtype=sums.dtype)
+    )
+    codec.from_sums(sums, wide, state, turn)
+    if wide is not gradient:
+        gradient.copy_(wide)
+
+
+def _places(
+    bucket: LiveBucket, codec: LinearCodec
+) -> Iterator[tuple[str, tuple[int, int, tuple[int, int]]]]:
+    """Where the parameters are that are coded, and their matrices."""
+    ends = accumulate(bucket.numels.values())
+    for (name, numel), end in zip(bucket.numels.items(), ends, strict=True):
+        shape = matrix_of(bucket.shapes.get(name, (numel,)))
+        if is_worth(codec, shape):
+            yield name, (end - numel, end, shape)
