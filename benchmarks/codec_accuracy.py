@@ -8,8 +8,9 @@
              held out
 
 Four ranks are threads of this process, so links play no part. Every layer is coded, but for
-embeddings. Curves go to results/codecs-TASK.json after each run; a run that is there already is not
-made again. At the end it prints a table, and draws docs/lab/codecs-TASK.svg.
+embeddings. A codec whose terms an exchange can add on its way is also tried so. Curves go to
+results/codecs-TASK.json after each run; a run that is there already is not made again. At the end
+it prints a table, and draws docs/lab/codecs-TASK.svg.
 
 A run is judged by the mean of its last three judgements. A codec is held against exact seed by
 seed. It may be off by 0.5 points of accuracy, or by the larger of 0.5 % of the loss and two
@@ -35,8 +36,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
+from shoal.codecs.coded import codec_named
 from shoal.comm.threads import ThreadComm, run
-from shoal.contracts.codec import Codec
+from shoal.contracts.codec import Codec, LinearCodec
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.registry import of
 from shoal.front.joining import using
@@ -243,6 +245,11 @@ def main() -> None:
         sys.exit(f"{out} has other runs than {about}: name another file with --out")
     curves = kept["curves"]
     pins = [asked.way, *(f"{asked.way}+{codec}" for codec in asked.codecs)]
+    pins += [
+        f"replicate:allreduce+{codec}"
+        for codec in asked.codecs
+        if isinstance(codec_named(codec), LinearCodec)
+    ]
     for seed in map(str, range(asked.seeds)):  # all ways of a seed, then the next
         for pin in pins:
             if seed not in curves.setdefault(pin, {}):

@@ -8,8 +8,18 @@ from __future__ import annotations
 from statistics import mean
 
 Curve = list[tuple[int, float]]
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 640, 200, 56, 130, 34, 48
-COLOURS = "#57606a", "#0969da", "#1a7f37", "#bc4c00", "#8250df", "#bf3989", "#9a6700", "#0f8b8d"
+WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 670, 200, 56, 160, 34, 48
+COLOURS = (
+    "#57606a",
+    "#0969da",
+    "#1a7f37",
+    "#bc4c00",
+    "#8250df",
+    "#bf3989",
+    "#9a6700",
+    "#0f8b8d",
+    "#cf222e",
+)
 STYLE = """
   text { font: 12px system-ui, sans-serif; fill: #24292f }
   line { stroke: #d0d7de } polyline { fill: none; stroke-width: 1.5 }
@@ -45,7 +55,9 @@ def drawn(judged_by: str, curves: dict[str, dict[str, Curve]]) -> str:
     for number, way in enumerate(means):
         y, colour = TOP + 14 + 18 * number, COLOURS[number % len(COLOURS)]
         x = WIDTH - RIGHT + 12
-        name = way.partition("+")[2] or "exact"
+        exchange, _, codec = way.partition("+")
+        added = ", added" if exchange.endswith("allreduce") else ""  # on its way
+        name = codec + added if codec else "exact"
         lines.append(f'<rect x="{x}" y="{y - 9}" width="14" height="4" fill="{colour}"/>')
         lines.append(f'<text x="{x + 20}" y="{y - 3}">{name}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"

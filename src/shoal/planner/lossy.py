@@ -25,7 +25,7 @@ from shoal.planner.search_options import SearchOptions
 from shoal.planner.timeline import Predictor, as_planned
 
 WORTH = 0.1  # of the step: what a codec must gain
-_LAYER = 0.005  # of the step: what it must gain in one layer
+_LESS = 0.005  # of the step: what layers that go back may cost, all of them together
 _MOST = 96  # layers that may go back, the largest
 _VALUES = 1 << 20  # by which codecs are compared
 _TABLES = ("Embedding", "EmbeddingBag")
@@ -146,10 +146,11 @@ class _Tried:
         """Layers as they were, where that costs little: the smallest first."""
         before: Mapping[str, Choice] = {c.layer: c for c in self._exact.choices}
         layers = sorted(self._predictor.profile.layers, key=lambda layer: layer.nbytes)
+        most_s = plan.predicted_s * (1 + _LESS)
         for layer in layers[-_MOST:]:
             if plan.choice(layer.name) != before[layer.name]:
                 other = self._predicted(self._mended(plan.with_choice(before[layer.name])))
-                if other.predicted_s <= plan.predicted_s * (1 + _LAYER):
+                if other.predicted_s <= most_s:
                     plan = other
         return plan
 
