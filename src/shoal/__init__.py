@@ -10,6 +10,7 @@ Examples:
 
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
@@ -24,6 +25,7 @@ from shoal.front.saving import load, save
 from shoal.front.sharding import shard
 from shoal.front.together import gather, mean
 from shoal.planner.search_options import SearchOptions
+from shoal.session.local import global_weights
 from shoal.session.memory import Memory, memory
 from shoal.session.session import World, world
 
@@ -35,6 +37,7 @@ __all__ = [
     "CodecRow",
     "Link",
     "Memory",
+    "Outer",
     "Plan",
     "SearchOptions",
     "Served",
@@ -49,6 +52,7 @@ __all__ = [
     "codec_report",
     "explain",
     "gather",
+    "global_weights",
     "init",
     "load",
     "mean",

@@ -2,7 +2,7 @@
 
     format, version    of the checkpoint, whatever else changes
     crc32              of `state`, written as JSON without spaces
-    state              objects · random · models · residuals · step · files · written_by
+    state              objects · random · models · residuals · outer · step · files · written_by
 
 Nothing in it is keyed by a rank. Guarded by tests/front/test_saving.py.
 """
@@ -30,6 +30,8 @@ class State:
     # that were parallelised, by keyword: ranks, usual_rows, plan
     models: dict[str, Any] = field(default_factory=dict)
     residuals: dict[str, Any] = field(default_factory=dict)  # of codecs: sums over the ranks
+    # of outer rules, by keyword, where ranks step by themselves
+    outer: dict[str, Any] = field(default_factory=dict)
     step: int | None = None  # of who counts them
     files: dict[str, Checksums] = field(default_factory=dict)
     written_by: dict[str, str] = field(default_factory=dict)  # versions

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
 from shoal.core.numbers import MOST_RANKS, MOST_SECONDS, how_many
+from shoal.core.outer import Outer
 from shoal.core.pieces import balanced
 from shoal.core.placement import BALANCED, Owner, Placement, check_form, owners_of
 from shoal.core.role import Role
@@ -32,6 +33,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "chunks": (1, MOST_RANKS),
     "least_part_bytes": (1, _MOST),
     "late": (0, MOST_RANKS),
+    "local_steps": (0, _MOST),
     "predicted_s": (0, MOST_SECONDS),
 }
 T = TypeVar("T")
@@ -113,6 +115,7 @@ class Plan:
     * `predicted_s` is the step time that the planner expects.
     * With a `staleness` other than 0 workers run ahead of one another.
     * `placement` says who owns what: a policy's name, or ranks by dotted name or glob.
+    * With `local_steps` ranks step by themselves, and come together every so many steps by `outer`.
 
     Examples:
         >>> import shoal
@@ -140,6 +143,8 @@ class Plan:
     late: int = 0
     # of a layer that has owners and is cut into parts
     least_part_bytes: int = LEAST_PART_BYTES
+    local_steps: int = 0  # 0: gradients are exchanged in every step
+    outer: Outer | None = None
 
     def sites(
         self,
@@ -229,6 +234,7 @@ class Plan:
         head += [f"rows of cut layers in {self.chunks} chunks"] if self.chunks > 1 else []
         head += [f"placement {self.placement}"] if self.placement != BALANCED else []
         head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
+        head += [f"{self.local_steps} local steps, {self.outer}"] if self.local_steps else []
         width = max((len(choice.layer) for choice in self.choices), default=0)
         rows = [f"  {choice.layer:{width}}  {choice.way}" for choice in self.choices]
         return "\n".join([", ".join(head), *rows])
@@ -274,7 +280,11 @@ class Plan:
                 f"{source} has no list of choices", expected='"choices": [{"layer": …}]', do=redo
             )
         choices = tuple(_record(Choice, row, f"{source}, choice {i}") for i, row in enumerate(rows))
+        if data.get("outer") is not None:
+            data["outer"] = _record(Outer, data["outer"], f"{source}, outer")
         plan = _record(cls, {**data, "choices": choices}, source)
+        if bool(plan.local_steps) != (plan.outer is not None):
+            raise PlanError(f"{source}: local_steps and outer go together", do=redo)
         check_form(plan.placement, f"{source}: the placement")
         if plan.staleness is not None and not 0 <= plan.staleness <= _MOST:
             raise PlanError(
@@ -311,8 +321,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "bool": (bool,),
     "float": (float, int),
+    "float | None": (float, int, type(None)),
     "int | None": (int, type(None)),
     "Placement": (str, dict),
+    "Outer | None": (Outer, type(None)),
     "tuple[Choice, ...]": (tuple,),
 }
 

@@ -180,6 +180,10 @@ class Engine(Rounds):
         """An event is here. Called on the main thread or in backward, alike on every rank."""
         self._timetable.happened(event, self._round)
 
+    def settle(self) -> None:
+        """Wait for what goes by a cadence of its own, and publish it (on every rank alike)."""
+        self._timetable.settle()
+
     @contextmanager
     def recorded(self) -> Iterator[Recorder]:
         """Note what the lanes and the main thread do inside."""

@@ -61,6 +61,13 @@ class Timetable:
                 self._under_way[transfer] = self._routes.send(transfer), due
         self._publish(transfers, number)  # 4
 
+    def settle(self) -> None:
+        """Wait for all that is under way, and publish it (on every rank alike)."""
+        for transfer, (errand, _) in list(self._under_way.items()):
+            self._routes.wait(errand, transfer, f"wait for {errand.purpose}")
+            transfer.publish()
+            del self._under_way[transfer]
+
     def _publish(self, transfers: Sequence[Transfer], number: int) -> None:
         for transfer in transfers:
             errand, due = self._under_way.get(transfer, (None, 0))

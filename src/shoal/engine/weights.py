@@ -56,6 +56,7 @@ class Weigher:
         self._first = True  # no call has counted yet
         self._common: Common | None = None
         self._usual: float | None = None  # rows of the rank that has most in the first forward
+        self._own = [0.0, 0.0]  # this rank's rows and terms so far, where all weigh the same
 
     def begin(self) -> Weight:
         """The weight of a call that begins, whose rows are counted later."""
@@ -71,6 +72,11 @@ class Weigher:
         """The usual number of rows, of which results depend by rounding; None before a forward."""
         return self._usual
 
+    def own(self) -> float:
+        """What this rank has counted so far where all weigh the same: terms, or else rows."""
+        rows, terms = self._own
+        return terms or rows
+
     def go_on(self, usual: float) -> None:
         """Take that number from a checkpoint of as many ranks, on every rank alike."""
         self._usual = usual
@@ -81,6 +87,8 @@ class Weigher:
         Raises:
             RanksDiffer: every rank was fed the same batch.
         """
+        if self._comm is None:
+            self._own[0] += count
         self._count(weight, count, count, batch)
 
     def of_loss(self, count: float, rows: Weight | None, batch: Any = None) -> Weight:
@@ -92,6 +100,8 @@ class Weigher:
         weight.base = rows
         if rows is not None and not rows.is_asked:
             weight.carry(rows)
+        if self._comm is None:
+            self._own[1] += count
         self._count(weight, count, count if rows is None else rows.count, batch)
         return weight
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.tree import decoded, encoded
 from shoal.core.errors import UsageError
 from shoal.front.stateful import has_state, modules_of, put_back, state_of
+from shoal.session.local import check_in_step
 from shoal.session.session import found
 from shoal.session.standing import standing
 
@@ -56,8 +57,13 @@ class Stateful:
         self._objects = objects
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all objects, in one-process form (a collective)."""
+        """The state of all objects, in one-process form (a collective).
+
+        Raises:
+            UsageError: ranks step by themselves (`local_steps`).
+        """
         modules = modules_of(self._objects)
+        check_in_step([model for _, model in modules])
         with standing(found()):
             return {
                 keyword: state_of(value, modules)
@@ -69,6 +75,7 @@ class Stateful:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the objects take such a state (a collective)."""
         modules = modules_of(self._objects)
+        check_in_step([model for _, model in modules])
         for keyword, value in self._objects.items():
             own = state[keyword]
             saved = own if isinstance(value, nn.Module) else _unpacked(own)

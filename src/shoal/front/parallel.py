@@ -22,6 +22,7 @@ from shoal.comm.agreement import agreed, from_first
 from shoal.contracts.sample import check_compute_loss
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
+from shoal.core.outer import Outer
 from shoal.core.plan import MICRO_BATCHES, Plan
 from shoal.engine.replicas import EVERY
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
@@ -62,6 +63,8 @@ def parallelize(
     compute_loss: Callable[[nn.Module, Any], Any] | None = None,
     check_every: int = EVERY,
     max_error: float | None = None,
+    local_steps: int | str | None = None,
+    outer: Outer | None = None,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -126,6 +129,10 @@ def parallelize(
         max_error: with codecs, a bound of the relative error of a parameter's mean over 100 steps.
             Where it is off by more, its bucket goes exactly from then on, with a warning. By
             default each codec has its own bound.
+        local_steps: each rank makes so many steps by itself, then all come together by an `outer`
+            rule; or "auto", the fewest under which the exchange takes no longer than they do. This
+            changes the mathematics. None: gradients are exchanged in every step.
+        outer: that rule, `shoal.Outer()` by default.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.
@@ -185,6 +192,8 @@ def parallelize(
         compute_loss=compute_loss,
         check_every=check_every,
         max_error=max_error,
+        local_steps=local_steps,
+        outer=outer,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -192,7 +201,8 @@ def parallelize(
     require_same(comm, asked, given_plan, model, optimizers)
     session.optimizers[model] = tuple(optimizers)
     session.released.discard(model)
-    loss = (alone if comm.size == 1 else spread)(
+    local = local_steps is not None or (given_plan is not None and given_plan.local_steps > 0)
+    loss = (alone if comm.size == 1 and not local else spread)(
         session, Job(model, loss_fn, optimizers, sample, asked, given_plan)
     )
     return model, loss, optimizer

@@ -20,6 +20,7 @@ from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove, uncompiled
+from shoal.session.local import take_global
 from shoal.session.residuals import warn_of_residuals
 from shoal.session.running import Running
 from shoal.session.session import Session, current
@@ -118,6 +119,7 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
         running.owners.release()  # 3
     threads.drain()
     threads.counts.drain()
+    take_global(model)
     running.watched.release()  # 4
     if running.norms is not None:
         running.norms.release()

@@ -22,11 +22,13 @@ from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import MovingState, SyncNorm
 from shoal.core.numbers import MOST_RANKS, is_count, is_positive
+from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED, Placement, check_placement
 from shoal.core.plan import MICRO_BATCHES, Plan, strategy_and_exchange
 from shoal.core.registry import from_outside, named
 from shoal.engine.replicas import EVERY
 from shoal.front.carriers import check_most_error, codecs_of
+from shoal.front.locally import check_local_steps
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
@@ -48,6 +50,8 @@ _COMPARED = (
     "joined",
     "chunks",
     "least_part_bytes",
+    "local_steps",
+    "outer",
 )
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
@@ -73,6 +77,8 @@ class Request:
     compute_loss: Callable[..., Any] | None = None
     check_every: int = EVERY
     max_error: float | None = None
+    local_steps: int | str | None = None
+    outer: Outer | None = None
 
 
 def in_a_tuple(names: Any) -> Any:
@@ -122,6 +128,15 @@ def checked(
     codecs_of(asked.codecs)
     check_most_error(asked.max_error)
     _check_staleness(asked.staleness, asked, session)
+    check_local_steps(
+        asked.local_steps,
+        asked.outer,
+        session,
+        staleness=asked.staleness,
+        pins=asked.pins,
+        strategies=asked.strategies,
+        sync_batchnorm=asked.sync_batchnorm,
+    )
     server_hosts = session.other(Servers)
     servers = len(server_hosts.hosts) if server_hosts else 0
     if asked.plan == "auto":
@@ -201,6 +216,10 @@ def _require_nothing_beside_plan(asked: Request) -> None:
     if asked.placement != BALANCED:
         raise PlanError(
             "there are both a plan and a placement", do="write the placement into the plan"
+        )
+    if asked.local_steps is not None:
+        raise PlanError(
+            "there are both a plan and local_steps", do="write the local_steps into the plan"
         )
     if asked.memory_limit is not None:
         raise PlanError(
@@ -413,6 +432,8 @@ def require_same(
         "search_options": repr(asked.search_options),
         "count": "none" if asked.count is None else "a function",
         "compute_loss": "none" if asked.compute_loss is None else "a function",
+        "local_steps": asked.local_steps,
+        "outer": str(asked.outer),
         "staleness": "unbounded" if asked.staleness is None else asked.staleness,
         "memory": asked.memory,
         "memory_limit": asked.memory_limit,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
 from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
+from shoal.session.local import begin_anew, global_weights, outer_state, settle
 from shoal.session.residuals import give_residuals, summed_residuals
 from shoal.session.session import current, found, ranks
 from shoal.session.standing import standing
 
-_RANDOM, _RESIDUALS = "random-state", "codec-residuals"  # no keywords are called that
+# no keywords are called that
+_RANDOM, _RESIDUALS, _OUTER = "random-state", "codec-residuals", "outer-state"
 _WRITING = "shoal.save: writing the checkpoint"
 
 
@@ -66,13 +68,14 @@ def save(path: str | Path, /, **objects: Any) -> None:
     """
     comm = ranks()
     snapshot = Snapshot(keeps=comm.rank == 0)
-    state = taken(snapshot, objects, comm)
+    with in_common(objects):
+        state = taken(snapshot, objects, comm)
 
-    def write() -> None:
-        with writing(Path(path)):
-            snapshot.write(Path(path), state)
+        def write() -> None:
+            with writing(Path(path)):
+                snapshot.write(Path(path), state)
 
-    agreed(comm, write, _WRITING)
+        agreed(comm, write, _WRITING)
 
 
 def load(path: str | Path, /, **objects: Any) -> dict[str, Any]:
@@ -127,6 +130,15 @@ def taken(
         return _taken(snapshot, objects, comm, step, spread=spread)
 
 
+@contextmanager
+def in_common(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Within it models have the weights that all ranks have in common, which are those to save."""
+    with ExitStack() as stack:
+        for _, model in _models(objects):
+            stack.enter_context(global_weights(model))
+        yield
+
+
 def _taken(
     snapshot: Snapshot, objects: Mapping[str, Any], comm: Comm, step: int | None, *, spread: bool
 ) -> State:
@@ -141,12 +153,14 @@ def _taken(
     if all(randomness.is_alike(states[0], state) for state in states):
         states = states[:1]
     owed = {path: sums for path, model in _models(objects) if (sums := summed_residuals(model))}
+    outer = {path: state for path, model in _models(objects) if (state := outer_state(model))}
     software = versions()
     return State(
         objects=forms,
         random=snapshot.encoded(_RANDOM, states),
         models=_parallelised(objects),
         residuals=snapshot.encoded(_RESIDUALS, owed),
+        outer=snapshot.encoded(_OUTER, outer),
         step=step,
         written_by={"shoal": software.shoal, "torch": software.torch},
     )
@@ -215,6 +229,8 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
 
     read = agreed(comm, values, "shoal.load: reading the checkpoint")
     modules, plain = modules_of(objects), {}
+    for _, model in _models(objects):
+        settle(model)
     for keyword, value in objects.items():
         if any(members(value)):
             put_back(value, read[keyword], modules, keyword)
@@ -225,6 +241,8 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
         randomness.restore(states, comm.rank, comm.size)
     _go_on(saved.state.models, objects)
     owed = saved.decoded(_RESIDUALS, saved.state.residuals)
+    outer = saved.decoded(_OUTER, saved.state.outer) if saved.state.outer else {}
     for path, model in _models(objects):
         give_residuals(model, owed.get(path, {}))
+        begin_anew(model, outer.get(path, {}))
     return plain

@@ -25,9 +25,11 @@ from shoal.engine.stragglers import Stragglers
 from shoal.engine.weights import inputs_alike
 from shoal.front.carriers import all_codecs, bound_errors, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
+from shoal.front.locally import check_local_norms
 from shoal.front.request import Request, check_moving, check_sync_norms
 from shoal.front.rounding import warn_of_rounding
 from shoal.optim.extend import extend
+from shoal.planner.local import with_local_steps
 from shoal.planner.search import repredicted
 from shoal.planner.sharing import plan_for, with_sharing
 from shoal.planner.timeline import Predictor, as_planned
@@ -165,6 +167,7 @@ def _check_plan(session: Session, plan: Plan, profile: ModelProfile) -> None:
     check_moving(plan, profile.moving)
     has_tail = any(named(Strategy, choice.strategy).role.is_at_tail for choice in plan.choices)
     check_sync_norms(plan, profile.norms, has_tail=has_tail)
+    check_local_norms(plan, profile.norms)
 
 
 def _watch_stragglers(
@@ -173,7 +176,7 @@ def _watch_stragglers(
     """Have ranks name who keeps them waiting, where they keep step."""
     engine = running.engine
     lane = engine.routes.among_workers
-    if plan.staleness != 0 or lane is None:
+    if plan.staleness != 0 or plan.local_steps or lane is None:
         return
     step = Predictor(profile, cluster).as_is(plan)
     for each in engine.routes.lanes:
@@ -224,14 +227,15 @@ def _chosen(
     asked: Request,
 ) -> Plan:
     if given_plan is None:
-        stale = asked.staleness != 0
+        stale, local = asked.staleness != 0, asked.local_steps
+        strategies = asked.strategies if local is None else ("replicate",)
         kinds = of(Strategy)
         served = [name for name, kind in kinds.items() if kind.role.takes_servers]
-        return plan_for(
+        made = plan_for(
             profile,
             cluster,
             pins=asked.pins,
-            strategies=served if stale else asked.strategies,
+            strategies=served if stale else strategies,
             placement=asked.placement,
             staleness=asked.staleness,
             memory=asked.memory,
@@ -239,6 +243,9 @@ def _chosen(
             micro_batches=asked.micro_batches,
             options=asked.search_options,
             codecs=codecs_of(asked.codecs),
+        )
+        return (
+            made if local is None else with_local_steps(made, profile, cluster, local, asked.outer)
         )
     check_served(given_plan, profile, cluster)
     cluster = replace(cluster, ahead=given_plan.staleness != 0)

@@ -140,6 +140,10 @@ class Predictor:
             self._costs[site] = strategy.estimate(layers, carrier, self.cluster).mean
         return self._costs[site]
 
+    def costs(self, plan: Plan) -> list[Cost]:
+        """What serving each site of a plan costs one rank."""
+        return [self.cost(site) for site in self._sites(plan)]
+
     def update_s(self, layer: LayerProfile) -> float:
         """Seconds that the optimizer takes for one layer."""
         return self.profile.optimizer_s * layer.nbytes / self._compute.total_nbytes
@@ -217,7 +221,7 @@ class Predictor:
         where they share its processor. For what a main thread waits for there is no more than its
         bytes.
         """
-        costs = [self.cost(site) for site in self._sites(plan)]
+        costs = self.costs(plan)
         if self._of_state is not None:
             costs.append(Cost(in_backward=self._of_state))
         costs += [Cost(in_backward=phase) for phase in self._norms or ()]

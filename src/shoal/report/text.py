@@ -329,6 +329,8 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     served = ", ".join(f"{count} {way}" for way, count in ways)
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
     state = f"; {moved(moving)}" if moving else ""
+    if plan.local_steps:
+        state += f"; {plan.local_steps} local steps, {plan.outer}: this changes the mathematics"
     state += f"; {synchronised(norms)}" if norms else ""
     of = f"{how_many(plan.ranks, 'rank')}, {how_many(len(plan.choices), 'layer')}"
     return f"{of}: {served}{predicted}{state}"

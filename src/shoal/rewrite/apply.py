@@ -23,18 +23,21 @@ from torch import Tensor, nn
 
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Exchange
+from shoal.contracts.exchange import Exchange, SplitExchange
 from shoal.contracts.probe import Layer
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.outer import Outer
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
 from shoal.profiling.identity import content, model_digest, trainable_layers
 from shoal.strategies.carried import check_carried, row_codec
+from shoal.strategies.landing import by_kind
+from shoal.strategies.local import LocalTransfer
 
 
 @dataclass(frozen=True)
@@ -111,17 +114,24 @@ def placed(
     ]
 
 
-def apply(model: nn.Module, placed_sites: Sequence[PlacedSite], comm: Comm) -> Rewritten:
+def apply(
+    model: nn.Module, placed_sites: Sequence[PlacedSite], comm: Comm, outer: Outer | None = None
+) -> Rewritten:
     """Rewrite the model, site by site. The same calls on every rank.
 
     The places have the ways that their strategies need: a channel where layers are cut, tables at
-    servers, the end of the model on hosts of its own.
+    servers, the end of the model on hosts of its own. With an `outer` rule each rank steps by
+    itself, and a site's strategy does nothing.
     """
     align(model, comm)
     before = _identity(model)
     applied = []
     for placed in placed_sites:
-        transfers = placed.strategy.apply(placed.place, placed.exchange, placed.label)
+        transfers = (
+            placed.strategy.apply(placed.place, placed.exchange, placed.label)
+            if outer is None
+            else _local(placed, outer)
+        )
         applied.append((_without_model(placed), tuple(transfers)))
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
     layers = {name: ref(m) for placed in placed_sites for name, m in placed.place.layers.items()}
@@ -159,6 +169,16 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
                 where=placed.label,
                 do="save a checkpoint, and start again from it",
             )
+
+
+def _local(site: PlacedSite, outer: Outer) -> list[Transfer]:
+    """What brings a site's parameters together, where ranks step by themselves."""
+    place, exchange = site.place, site.exchange
+    assert isinstance(exchange, SplitExchange)
+    return [
+        LocalTransfer(kind, exchange, (place.rank, place.ranks), site.label, outer)
+        for kind in by_kind(place.parameters)
+    ]
 
 
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
@@ -227,7 +247,29 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
                 got=f"{choice.exchange}, with a staleness of {plan.staleness}",
                 do=f'write "{choice.without_codec().exchange}", or set the staleness to 0',
             )
+    if plan.local_steps:
+        _check_local(plan)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
+
+
+def _check_local(plan: Plan) -> None:
+    """Refuse what does not go with ranks that step by themselves."""
+    if plan.staleness != 0:
+        raise PlanError(
+            "local steps and a staleness do not go together",
+            got=f"{plan.local_steps} local steps, a staleness of {plan.staleness}",
+            do="leave out one of them",
+        )
+    for choice in plan.choices:
+        is_split = isinstance(exchange_named(choice.exchange or "nothing"), SplitExchange)
+        if choice.strategy != "replicate" or not is_split:
+            raise PlanError(
+                "with local steps every rank has all of every layer, and an exchange of two halves "
+                "carries it",
+                where=f"layer {choice.layer}",
+                got=choice.way,
+                do='write "replicate:direct" or "replicate:ring", a codec behind it or none',
+            )
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:

@@ -53,6 +53,7 @@ from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, place
 from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers, check_sendable
 from shoal.session.additions import add
+from shoal.session.local import begin, set_off
 from shoal.session.running import Running
 from shoal.session.session import Session, Threads
 from shoal.session.watch import watch
@@ -103,18 +104,23 @@ def attach(
         return replace(place, comm=boundary, tables=tables, tail=stage, weighs=weighing)
 
     sites = [replace(site, place=met(site.place)) for site in sites]
-    rewritten = apply(model, sites, comm)
+    rewritten = apply(model, sites, comm, plan.outer.on(comm.size) if plan.outer else None)
     if norms is not None:
         assert boundary is not None
         norms.join(boundary, weighing)
-    weigher = _weigher(session, model, inputs_alike, weighs=weighs and plan.staleness == 0)
+    in_step = plan.staleness == 0 and not plan.local_steps
+    weigher = _weigher(session, model, inputs_alike, weighs=weighs and in_step)
     waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     main = [comm for comm in waited_for if comm is not None]
     of_state = _of_state(session, model, compute_loss or loss_fn, moving)
+    if plan.local_steps:
+        lag = plan.outer.lag or 0 if plan.outer else 0
+        set_off([*rewritten.transfers, *of_state], optimizers, plan.local_steps, lag)
+        begin([*rewritten.transfers, *of_state], weigher)
     engine, owners, at_servers = _started(
         session, model, plan, rewritten, of_state, optimizers, buckets, main
     )
-    if plan.staleness == 0:
+    if in_step:
         _compare(session, model, optimizers, engine, owners, weigher)
         if check_every:
             _compare_replicas(rewritten, engine, optimizers, check_every)
@@ -289,7 +295,7 @@ def _of_state(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
     moving: Sequence[MovingState],
-) -> list[Transfer]:
+) -> Sequence[Transfer]:
     """What brings state to agree; here all ranks take rank 0's of the loss, as of the model."""
     known = states(model, loss_fn)
     for name in (state.name for state in moving if state.name.startswith(OF_LOSS)):

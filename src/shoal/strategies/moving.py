@@ -16,7 +16,8 @@ tests/equivalence/test_moving.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -39,7 +40,7 @@ _DIRECT = Direct()
 
 def transfers_of(
     moving: Sequence[MovingState], known: Mapping[str, State], ranks: int
-) -> list[Transfer]:
+) -> list[OfState]:
     """What brings it to agree, a transfer for each kind."""
     groups: dict[tuple[str, int, torch.device], list[MovingState]] = {}
     for state in moving:
@@ -95,7 +96,26 @@ def _from_first(nbytes: int, topology: Topology) -> Traffic:
     )
 
 
-class _OfState(Transfer):
+@dataclass
+class LocalState:
+    """What a transfer of state knows where ranks step by themselves."""
+
+    rows: Callable[[], float]  # this rank's, so far
+    packed_rows: float  # as of the last time
+    common: Sequence[Tensor] = ()  # what all have, as of the last time
+
+    def share(self) -> float:
+        """This rank's rows since the last time."""
+        rows = self.rows()
+        self.packed_rows, share = rows, rows - self.packed_rows
+        return share
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Note what all have."""
+        self.common = [tensor.detach().clone() for tensor in tensors]
+
+
+class OfState(Transfer):
     """What one transfer of state has to do with modules."""
 
     def __init__(self, held: Sequence[State], at_once: bool) -> None:
@@ -106,6 +126,7 @@ class _OfState(Transfer):
         # what a module replaces it is not changed in place, since somebody may need it
         self._tensors = [self.tensor(state) for state in held]
         self._has_it = False  # on this rank it is what all are to have
+        self.local: LocalState | None = None  # where ranks step by themselves
         self._forms = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
 
     def tensor(self, state: State) -> Tensor:
@@ -134,6 +155,17 @@ class _OfState(Transfer):
                 )
         return tensors
 
+    def begin(self, rows: Callable[[], float]) -> None:
+        """Be of ranks that step by themselves, and take what this one has for what all have."""
+        self.local = LocalState(rows, rows())
+        self.local.keep(self.now())
+
+    def common(self) -> dict[str, Tensor]:
+        """What all ranks have in common, by name, where they step by themselves."""
+        assert self.local is not None
+        names = [state.name for state in self.held]
+        return dict(zip(names, self.local.common, strict=True))
+
     def put(self, values: Iterable[Tensor]) -> None:
         """Give each state its value: in its place, or where its module replaces it, anew.
 
@@ -153,7 +185,7 @@ class _OfState(Transfer):
 
 
 @final
-class FirstRanks(_OfState):
+class FirstRanks(OfState):
     """Every rank gets rank 0's, byte for byte."""
 
     def __init__(self, held: Sequence[State], ranks: int, at_once: bool) -> None:
@@ -186,13 +218,15 @@ class FirstRanks(_OfState):
             for part, (shape, dtype) in zip(self._parts, self._forms, strict=True)
         )
         self._tensors = self.now()
+        if self.local is not None:
+            self.local.keep(self._tensors)
 
     def kept(self) -> Sequence[Tensor]:
         return [self._flat]
 
 
 @final
-class MeanOfRanks(_OfState):
+class MeanOfRanks(OfState):
     """Every rank gets the mean over ranks. What nobody has changed keeps its bits."""
 
     def __init__(self, held: Sequence[State], ranks: int, at_once: bool) -> None:
@@ -215,7 +249,8 @@ class MeanOfRanks(_OfState):
         differ = (values != self._known).to(self._dtype).split(self._numels)
         torch.stack(torch._foreach_norm(differ, math.inf), out=self._flags)
         torch.mul(values, 1 / self._ranks, out=self._values)
-        weigh([self._values], self._shares, backward.share, self._ranks)
+        share = backward.share if self.local is None else self.local.share()
+        weigh([self._values], self._shares, share, self._ranks)
 
     def run(self, comm: Comm) -> None:
         self._carrier.reduce(comm)
@@ -235,6 +270,8 @@ class MeanOfRanks(_OfState):
         torch._foreach_copy_([tensor.data for tensor in tensors], shaped)
         if any(tensor.dtype is not self._dtype for tensor in tensors):
             self._known = self._together(tensors)  # as they are rounded
+        if self.local is not None:
+            self.local.keep(tensors)
 
     def kept(self) -> Sequence[Tensor]:
         return [self._flat, self._known]

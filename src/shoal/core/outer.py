@@ -1,0 +1,132 @@
+"""Outer: what ranks make of the steps that each has made by itself ("local steps").
+
+Every H steps the ranks know θ_old, with which all began, and the mean of their θ, weighted by rows.
+With Δ = θ_old − mean θ, and v = 0 at first:
+
+    average     θ_new = θ_old − lr·Δ                    lr 1: the mean
+    nesterov    v = momentum·v + Δ                      θ_new = θ_old − lr·(Δ + momentum·v)
+    slowmo      v = momentum·v·(γ / γ_before) + Δ       θ_new = θ_old − lr·v
+    bmuf        v = momentum·v + lr·Δ                   θ_new = θ_old − v
+
+γ is the optimizer's learning rate of that parameter as the round ends. SlowMo keeps v / γ.
+
+References: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+2023 (nesterov); Wang et al., "SlowMo", ICLR 2020, algorithm 1; Chen and Huo, "Scalable Training of
+Deep Learning Machines by Incremental Block Training with Intra-Block Parallel Optimization and
+Blockwise Model-Update Filtering", ICASSP 2016, classical block momentum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from shoal.core.errors import UsageError
+from shoal.core.numbers import is_count, is_positive
+
+# a rule's learning rate and momentum; None: 1 − 1/N of N ranks
+_DEFAULTS: dict[str, tuple[float, float | None]] = {
+    "average": (1.0, 0.0),
+    "bmuf": (1.0, None),
+    "nesterov": (0.7, 0.9),
+    "slowmo": (1.0, 0.7),
+}
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The rule by which ranks that step by themselves come together (`local_steps`).
+
+    Args:
+        lr: the outer learning rate. By default the rule's own: 0.7 of "nesterov", 1 of the others.
+        momentum: of the outer steps, from 0 to below 1. By default 0.9 of "nesterov", 0.7 of
+            "slowmo", 1 − 1/N of "bmuf" on N ranks. "average" has none.
+        rule: "nesterov" (DiLoCo), "average", "slowmo" or "bmuf" (block momentum).
+        lag: steps from when weights are sent until the result is taken over, while training goes
+            on; buckets then take turns. 0 waits. By default as many as hide it where `local_steps`
+            is "auto", and else 0.
+
+    Raises:
+        UsageError: there is no such rule, or a number is out of its bounds.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.Outer(rule="average").lr
+        1.0
+    """
+
+    lr: float | None = None
+    momentum: float | None = None
+    rule: str = "nesterov"
+    lag: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, str) or self.rule not in _DEFAULTS:
+            raise UsageError(
+                "there is no such outer rule",
+                got=repr(self.rule)[:80],
+                expected="one of " + ", ".join(_DEFAULTS),
+                do='give for instance shoal.Outer(rule="nesterov")',
+            )
+        lr, momentum = _DEFAULTS[self.rule]
+        object.__setattr__(self, "lr", lr if self.lr is None else self.lr)
+        object.__setattr__(self, "momentum", momentum if self.momentum is None else self.momentum)
+        if not is_positive(self.lr):
+            raise UsageError(
+                "the outer learning rate is a number above 0", got=repr(self.lr)[:80], do="give 0.7"
+            )
+        self._check_momentum()
+        if self.lag is not None and (not is_count(self.lag) or self.lag < 0):
+            raise UsageError(
+                "the lag is a number of steps", got=repr(self.lag)[:80], do="give 0 to wait"
+            )
+
+    def _check_momentum(self) -> None:
+        momentum: Any = self.momentum
+        if momentum is None:
+            return
+        is_number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
+        if not (is_number and 0 <= momentum < 1):
+            raise UsageError(
+                "the outer momentum is a number from 0 to below 1",
+                got=repr(momentum)[:80],
+                do="give 0.9",
+            )
+        if momentum and self.rule == "average":
+            raise UsageError(
+                'the outer rule "average" has no momentum',
+                got=repr(momentum)[:80],
+                do='leave momentum out, or give rule="nesterov"',
+            )
+
+    def on(self, ranks: int) -> Outer:
+        """The same with all that depends on the number of ranks."""
+        momentum = 1 - 1 / ranks if self.momentum is None else self.momentum
+        return replace(self, momentum=momentum, lag=self.lag or 0)
+
+    def __str__(self) -> str:
+        momentum = "" if self.momentum is None else f", momentum={self.momentum:g}"
+        lag = f", lag={self.lag}" if self.lag else ""
+        return f"{self.rule}(lr={self.lr:g}{momentum}{lag})"
+
+    def step(self, old: Tensor, difference: Tensor, momentum: Tensor) -> Tensor:
+        """New values, of old ones and of how far the mean of the ranks is below them.
+
+        Args:
+            old: flat; not changed.
+            difference: old values minus the mean; may be changed.
+            momentum: v of these values, changed in place.
+        """
+        assert self.lr is not None and self.momentum is not None, "Outer.on was not called"
+        if self.rule == "average":
+            return old - self.lr * difference
+        if self.rule == "nesterov":
+            momentum.mul_(self.momentum).add_(difference)
+            return old - self.lr * (difference + self.momentum * momentum)
+        if self.rule == "slowmo":
+            momentum.mul_(self.momentum).add_(difference)
+            return old - self.lr * momentum
+        momentum.mul_(self.momentum).add_(difference, alpha=self.lr)
+        return old - momentum

@@ -1,0 +1,221 @@
+"""Models whose ranks step by themselves: when they come together, and what they have in common.
+
+    set_off, begin   transfers are told when they go, and what by
+    global_weights   the model has what all ranks have in common, for a while: to evaluate, to save
+    outer_state      the outer rule's, for checkpoints: by parameter, of any number of ranks
+    begin_anew       a round begins with what was loaded
+    mean_state       an optimizer's state is each rank's own: a checkpoint has the mean
+
+Guarded by tests/equivalence/test_local_steps.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.cadence import Cadence, Event
+from shoal.contracts.exchange import StateDict
+from shoal.contracts.state import states
+from shoal.contracts.transfer import Transfer
+from shoal.core.errors import UsageError
+from shoal.engine.weights import Weigher
+from shoal.session.additions import uncompiled
+from shoal.session.session import Attached, current, found
+from shoal.strategies.local import LocalTransfer
+from shoal.strategies.moving import OfState
+
+
+def set_off(
+    transfers: Sequence[Transfer], optimizers: Sequence[Optimizer], steps: int, lag: int
+) -> None:
+    """Have transfers go every so many steps; of several optimizers, a step is one of each.
+
+    With a lag they take turns. To be called before an engine takes them.
+    """
+    rates, each = _rates(optimizers), len(optimizers)
+    for number, transfer in enumerate(transfers):
+        phase = steps * number // len(transfers) if lag else 0
+        transfer.cadence = Cadence(
+            Event.STEP_ENDED, every=steps * each, phase=phase * each, lag=lag * each
+        )
+        if isinstance(transfer, LocalTransfer):
+            transfer.rate = rates
+
+
+def begin(transfers: Iterable[Transfer], weigher: Weigher) -> None:
+    """Begin the first round, in which this rank's rows are counted so."""
+    for transfer in transfers:
+        if isinstance(transfer, LocalTransfer):
+            transfer.rows = weigher.own
+        elif isinstance(transfer, OfState):
+            transfer.begin(weigher.own)
+
+
+def _rates(optimizers: Sequence[Optimizer]) -> Callable[[nn.Parameter], float]:
+    """What tells a parameter's learning rate, as it is then."""
+
+    def rate(parameter: nn.Parameter) -> float:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if any(parameter is member for member in group["params"]):
+                    return float(group["lr"])
+        return 0.0
+
+    return rate
+
+
+def _attached(model: nn.Module) -> Attached | None:
+    """What runs a model, if its ranks step by themselves."""
+    session = found()
+    attached = None if session is None else session.attached.get(uncompiled(model))
+    return attached if attached is not None and attached.plan.local_steps else None
+
+
+def _transfers(attached: Attached) -> list[LocalTransfer]:
+    return [t for t in attached.engine.transfers if isinstance(t, LocalTransfer)]
+
+
+def check_in_step(models: Iterable[nn.Module]) -> None:
+    """Refuse models whose ranks step by themselves."""
+    if any(_attached(model) for model in models):
+        raise UsageError(
+            "torch.distributed.checkpoint does not have what local steps need to go on: the "
+            "outer rule's state",
+            do="save with shoal.save or shoal.Checkpoints",
+        )
+
+
+def settle(model: nn.Module) -> None:
+    """Wait for what is under way, and take it over (a collective)."""
+    if (attached := _attached(model)) is not None:
+        attached.engine.settle()
+
+
+@contextmanager
+def global_weights(model: nn.Module) -> Iterator[None]:
+    """Within it a model has the weights that all ranks have in common: to evaluate, or to look.
+
+    With `local_steps` a rank's own weights differ from them until a round ends. Here they are those
+    with which the running round began, and buffers too. Nothing is sent, so one rank may do it
+    alone. Behind it this rank has its own weights again. With any other plan nothing happens.
+
+    Args:
+        model: a parallelised one, between a step and the next forward. Not to be trained inside.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with shoal.global_weights(model):
+        ...     output = model(torch.ones(3, 4))
+    """
+    attached = _attached(model)
+    if attached is None:
+        yield
+        return
+    common = _common(attached)
+    held = _tensors(model)
+    own = {name: held[name].detach().clone() for name in common}
+    with torch.no_grad():
+        for name, value in common.items():
+            held[name].copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in own.items():
+                held[name].copy_(value)
+
+
+def take_global(model: nn.Module) -> None:
+    """Have the model keep the weights that all ranks have in common (a collective)."""
+    if (attached := _attached(model)) is not None:
+        attached.engine.settle()
+        held = _tensors(model)
+        with torch.no_grad():
+            for name, value in _common(attached).items():
+                held[name].copy_(value)
+
+
+def _common(attached: Attached) -> dict[str, Tensor]:
+    """What all ranks have in common, by name in the model."""
+    common: dict[str, Tensor] = {}
+    for transfer in attached.engine.transfers:
+        if isinstance(transfer, LocalTransfer | OfState):
+            common |= transfer.common()
+    return common
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as they are now."""
+    model = uncompiled(model)
+    of_state = {name: s.tensor for name, s in states(model, None).items()}
+    return {
+        **dict(model.named_parameters()),
+        **{name: tensor for name, tensor in of_state.items() if tensor is not None},
+    }
+
+
+def outer_state(model: nn.Module) -> StateDict:
+    """The outer rule's state by parameter name; {} where there is none (a collective)."""
+    attached = _attached(model)
+    found_state: StateDict = {}
+    for transfer in _transfers(attached) if attached is not None else ():
+        found_state |= transfer.state(current().comm)
+    return found_state
+
+
+def begin_anew(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Begin a round with the weights that were loaded, and the outer rule's state.
+
+    Raises:
+        UsageError: it is another model's.
+    """
+    if (attached := _attached(model)) is None:
+        return
+    for transfer in attached.engine.transfers:
+        if isinstance(transfer, LocalTransfer):
+            transfer.begin(state)
+        elif isinstance(transfer, OfState):
+            transfer.begin(attached.running.weigher.own)
+
+
+def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer as a checkpoint has it: where ranks step by themselves, the mean.
+
+    Args:
+        optimizer: any.
+        state: its state_dict.
+    """
+    session = found()
+    trained = [] if session is None else session.optimizers.items()
+    if not any(optimizer in of_model and _attached(m) for m, of_model in trained):
+        return state
+    comm = current().comm
+    own = state["state"]
+    listed = {number: list(values) for number, values in own.items()}
+    everywhere = comm.gather_objects(listed, "optimizer.state_dict()")
+    mean: dict[Any, dict[str, Any]] = {}
+    for number, names in everywhere[0].items():
+        alike = all(other.get(number) == names for other in everywhere)
+        values = own.get(number, {})
+        mean[number] = {
+            name: _mean(values[name], comm.size, comm.all_reduce) if alike else values[name]
+            for name in names
+        }
+    return {**state, "state": mean}
+
+
+def _mean(value: Any, ranks: int, all_reduce: Callable[[Tensor], None]) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    total = value.detach().clone(memory_format=torch.preserve_format).div_(ranks)
+    flat = total.reshape(-1).contiguous()
+    all_reduce(flat)
+    return total.copy_(flat.view(total.shape))

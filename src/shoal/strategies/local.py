@@ -1,0 +1,244 @@
+"""Local steps: each rank trains by itself, and now and then all of them come together.
+
+    1  H steps      each rank by its own gradients; nothing is sent
+    2  pack         as a step ends: the bucket, which holds θ_old, becomes θ_old − θ
+    3  on a lane    ranks tell their rows; each difference is multiplied by its rank's share of
+                    them; the exchange's first half brings the sums to the owners of slices
+    4  the owner    makes new values of its slice by the outer rule (core/outer.py); it alone has
+                    that slice's momentum
+    5  on the lane  the exchange's second half brings new values to everyone
+    6  publish      parameters become those; with a lag they keep what came since 2
+
+The bytes are those of `replicate` by the same exchange, every H steps, and a message of 16 bytes a
+rank. The bucket holds θ_old between two times; that is the memory of one copy of the parameters.
+While it is under way there is a second one, and with a lag a third. Momentum is divided by P.
+
+With a codec, codes are of differences and of changes. What these lose is kept and goes with the
+next, as of gradients (codecs/coded.py).
+
+Guarded by tests/equivalence/test_local_steps.py. References: core/outer.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import (
+    UNSENT,
+    Carrier,
+    LiveBucket,
+    Span,
+    SplitExchange,
+    StateDict,
+)
+from shoal.contracts.transfer import Round, Transfer
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.outer import Outer
+from shoal.core.pieces import cut, line, unlined
+from shoal.strategies.carried import coded_first
+
+_ROWS, _TIMES = range(2)  # of what a rank tells
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """What is under way."""
+
+    before: Tensor  # θ_old, flat
+    left: Sequence[Tensor]  # parameters as they were packed, if steps go on meanwhile
+    told: tuple[float, float]  # this rank's rows since the last time, and how many times there were
+    rates: Mapping[str, float]  # learning rates, of slowmo
+    momentum: Tensor  # of the own slice, to be changed
+
+
+@final
+class LocalTransfer(Transfer):
+    """Parameters of one dtype and device, flat: what all ranks have in common of them.
+
+    Args:
+        parameters: by dotted name.
+        exchange: what carries them.
+        place: this rank, and how many there are.
+        label: what messages call it.
+        outer: the rule, for that many ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        exchange: SplitExchange,
+        place: tuple[int, int],
+        label: str,
+        outer: Outer,
+    ) -> None:
+        (self._rank, ranks), self.label, self._outer = place, label, outer
+        self.native = exchange.native
+        self.parameters, coded = coded_first(parameters, exchange)
+        listed = list(self.parameters.values())
+        self._flat = torch.cat([line(p, p) for p in listed])
+        numels = {name: p.numel() for name, p in self.parameters.items()}
+        parts = self._flat.split(list(numels.values()))
+        self._views = [unlined(part, p) for part, p in zip(parts, listed, strict=True)]
+        of_codec = {name: numels[name] for name in coded}
+        self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, of_codec, ranks))
+        self._own = cut(self._flat, ranks)[self._rank]
+        self._spans = LiveBucket.even(self._flat, numels, ranks).spans  # of each rank
+        wide = torch.float32 if self._flat.itemsize < 4 else self._flat.dtype
+        self._momentum = torch.zeros_like(self._own, dtype=wide)
+        self._rates: dict[str, float] = {}  # learning rates as of the last time
+        self._packed: _Packed | None = None  # while it is under way
+        self._packed_rows, self._times = 0.0, 0  # this rank's, as of the last time
+        self.rows: Callable[[], float] = lambda: 0.0  # this rank's, so far
+        self.rate: Callable[[nn.Parameter], float] = lambda parameter: 1.0  # of learning, now
+
+    @property
+    def _listed(self) -> list[Tensor]:
+        return list(self.parameters.values())
+
+    @torch.no_grad()
+    def pack(self, backward: Round) -> None:
+        listed, rows = self._listed, self.rows()
+        before = self._flat.clone()
+        torch._foreach_sub_(self._views, listed)
+        slowed = self._outer.rule == "slowmo"
+        self._packed = _Packed(
+            before,
+            [p.detach().clone() for p in listed] if self.cadence.lag else [],
+            (rows - self._packed_rows, float(self._times)),
+            {name: self.rate(p) for name, p in self.parameters.items()} if slowed else {},
+            self._momentum.clone(),
+        )
+        self._packed_rows, self._times = rows, self._times + 1
+
+    def run(self, comm: Comm) -> None:
+        packed = self._packed
+        assert packed is not None
+        self._flat.mul_(self._share(packed.told, comm))
+        self.carrier.reduce(comm)
+        before = cut(packed.before, comm.size)[comm.rank]
+        momentum = packed.momentum
+        self._rescale(momentum, packed.rates)
+        new = self._outer.step(before.to(momentum.dtype), self._own.to(momentum.dtype), momentum)
+        if self.carrier.exact:
+            self._own.copy_(new)
+            self.carrier.gather(comm)
+            return
+        self._flat.copy_(packed.before)
+        unsent = self.carrier.kept(UNSENT, comm.rank)
+        num = len(unsent)
+        changes = new[:num].to(unsent.dtype) - before[:num] + unsent
+        self._own[num:].copy_(new[num:])
+        self.carrier.gather_changes(changes, comm)
+        torch.sub(changes, self._own[:num] - before[:num], out=unsent)
+
+    def _share(self, own: tuple[float, float], comm: Comm) -> float:
+        """This rank's share of the rows of all."""
+        told = torch.zeros(comm.size, 2, dtype=torch.float64, device=self._flat.device)
+        told[comm.rank] = torch.tensor(own, dtype=torch.float64)
+        comm.all_reduce(told)
+        rows, times = told[:, _ROWS].tolist(), told[:, _TIMES].tolist()
+        for rank, number in enumerate(times):
+            if number != times[0]:
+                raise RanksDiffer(
+                    f"rank {rank} and rank 0 are at different rounds of local steps",
+                    where=self.label,
+                    got=f"rank {rank}: round {number:g}",
+                    expected=f"as on rank 0: round {times[0]:g}",
+                    do="make as many steps on every rank",
+                    rank=rank,
+                )
+        total = sum(rows)
+        return rows[comm.rank] / total if total else 1 / comm.size
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        packed, listed = self._packed, self._listed
+        assert packed is not None
+        if packed.left:
+            torch._foreach_add_(listed, self._views)
+            torch._foreach_sub_(listed, list(packed.left))
+        else:
+            torch._foreach_copy_(listed, self._views)
+        self._momentum, self._rates, self._packed = packed.momentum, dict(packed.rates), None
+
+    def common(self) -> Mapping[str, Tensor]:
+        """What all ranks have in common of each parameter, by name; views, to be read at once."""
+        flat = self._flat if self._packed is None else self._packed.before
+        listed = self.parameters.items()
+        parts = flat.split([p.numel() for _, p in listed])
+        return {name: unlined(part, p) for (name, p), part in zip(listed, parts, strict=True)}
+
+    def begin(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Begin a round with the parameters as they are, and the outer rule's state.
+
+        Args:
+            state: as `state` gives it; {} for none. Parameters of other buckets are skipped.
+
+        Raises:
+            UsageError: it is of parameters of other sizes.
+        """
+        for name, p in self.parameters.items():
+            numel = state[name]["momentum"].numel() if name in state else p.numel()
+            if numel != p.numel():
+                raise UsageError(
+                    "the outer rule's state is that of another model",
+                    where=f"parameter {name}",
+                    got=f"{numel} elements",
+                    expected=str(p.numel()),
+                    do="load it into a model that is made with the same sizes",
+                )
+        with torch.no_grad():
+            torch._foreach_copy_(self._views, self._listed)
+            for span, part in self._parts(self._momentum, self._rank):
+                known = state.get(span.name)
+                if known is None:
+                    part.zero_()
+                else:
+                    part.copy_(known["momentum"][span.start : span.stop])
+        self._packed, self._packed_rows = None, self.rows()
+        self._rates = {
+            name: float(known["rate"])
+            for name, known in state.items()
+            if name in self.parameters and "rate" in known
+        }
+
+    def state(self, comm: Comm) -> StateDict:
+        """The outer rule's state on every rank, by parameter name (a collective).
+
+        "momentum": flat, in the order of the parameter's memory. "rate": of SlowMo.
+        """
+        whole = torch.zeros_like(self._flat, dtype=self._momentum.dtype)
+        cut(whole, comm.size)[comm.rank].copy_(self._momentum)
+        comm.all_reduce(whole)
+        parts = whole.split([p.numel() for p in self.parameters.values()])
+        found = {n: {"momentum": part} for n, part in zip(self.parameters, parts, strict=True)}
+        for name, rate in self._rates.items():
+            found[name]["rate"] = torch.tensor(rate, dtype=torch.float64)
+        return found
+
+    def kept(self) -> Sequence[Tensor]:
+        packed = self._packed
+        under_way = [] if packed is None else [packed.before, *packed.left, packed.momentum]
+        return [self._flat, self._momentum, *under_way, *self.carrier.tensors()]
+
+    def release(self) -> None:
+        return
+
+    def _rescale(self, momentum: Tensor, rates: Mapping[str, float]) -> None:
+        """Have momentum be of these learning rates."""
+        for span, part in self._parts(momentum, self._rank):
+            before, now = self._rates.get(span.name, 0.0), rates.get(span.name, 0.0)
+            if before > 0 and now > 0 and before != now:
+                part.mul_(now / before)
+
+    def _parts(self, own: Tensor, rank: int) -> list[tuple[Span, Tensor]]:
+        """The parts of a slice, each with the part of a parameter that it is."""
+        spans = self._spans[rank]
+        parts = own.split([span.stop - span.start for span in spans])
+        return list(zip(spans, parts, strict=True))

@@ -1,0 +1,61 @@
+"""How many steps ranks make by themselves: the fewest that hide the exchange."""
+
+from __future__ import annotations
+
+import pytest
+from made_up import cluster, layer, model
+
+from shoal.core.outer import Outer
+from shoal.core.plan import Plan
+from shoal.planner.local import with_local_steps
+from shoal.planner.search_options import SearchOptions
+from shoal.planner.sharing import plan_for
+
+# 8 MB in all; computing takes 3.5 s
+NET = model(layer("late", 0.5, 1_000_000), layer("early", 2.0, 1_000_000))
+ONE_BUCKET = SearchOptions(bucket_bytes=(1 << 30,))
+TWO_BUCKETS = SearchOptions(bucket_bytes=(1,))
+
+
+def planned(
+    bytes_per_s: float,
+    steps: int | str = "auto",
+    outer: Outer | None = None,
+    options: SearchOptions = ONE_BUCKET,
+) -> Plan:
+    where = cluster(2, bytes_per_s)
+    exact = plan_for(NET, where, strategies=["replicate"], options=options)
+    return with_local_steps(exact, NET, where, steps, outer)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "steps"), [(1e9, 1), (2e6, 2), (1e6, 3), (1e5, 23)])
+def test_auto_is_the_fewest_steps_that_hide(bytes_per_s: float, steps: int) -> None:
+    """Of 2 ranks each sends half of 8 MB there and half back: 8 s at 1 MB/s, 3 steps of 3.5 s."""
+    plan = planned(bytes_per_s)
+    assert plan.local_steps == steps
+    assert plan.predicted_s == pytest.approx(3.5)
+
+
+def test_a_bucket_alone_has_the_whole_round_and_two_have_half_and_a_step() -> None:
+    alone, two = planned(1e5), planned(1e5, options=TWO_BUCKETS)
+    assert (alone.outer or Outer()).lag == 23
+    assert (two.outer or Outer()).lag == 12 + 1
+
+
+def test_what_is_given_is_kept_and_waits() -> None:
+    plan = planned(1e6, 16)
+    assert plan.local_steps == 16 and plan.outer == Outer(0.7, 0.9, "nesterov", lag=0)
+    assert plan.predicted_s == pytest.approx(3.5 + 8 / 16, rel=1e-3)
+
+
+def test_a_lag_that_is_given_is_kept() -> None:
+    assert (planned(1e5, "auto", Outer(lag=0)).outer or Outer()).lag == 0
+
+
+def test_momentum_of_block_momentum_goes_by_ranks() -> None:
+    outer = planned(1e6, 16, Outer(rule="bmuf")).outer
+    assert outer is not None and outer.momentum == 0.5
+
+
+def test_exchanges_are_of_two_halves() -> None:
+    assert {choice.exchange for choice in planned(1e6).choices} <= {"direct", "ring"}
