@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from with_servers import steps, trained
 
 import shoal
-from shoal.codecs.carrier import CodedCarrier, coded_carriers
+from shoal.codecs.carrier import CodedCarrier
 from shoal.codecs.coded import exchange_named
+from shoal.codecs.remembering import coded_carriers
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import LiveBucket, Span, StateDict
