@@ -28,6 +28,7 @@ pytestmark = [
 
 NEEDS_OTHER_HOSTS = "--peer"  # tests/commands/test_doctor.py runs these
 TAKES_HOURS = "--cases 2000"
+NEEDS_A_CLUSTER = "spark://"  # tests/integrations runs these
 # of these pages say that they end at about 98 % or more
 PROMISED = {
     "shoal train examples/digits.py --ranks 2",
@@ -55,7 +56,9 @@ def shown() -> set[str]:
         command
         for page in PAGES
         for command in commands(page)
-        if NEEDS_OTHER_HOSTS not in command and TAKES_HOURS not in command
+        if NEEDS_OTHER_HOSTS not in command
+        and TAKES_HOURS not in command
+        and NEEDS_A_CLUSTER not in command
     }
     plain = {command for command in found if not command.startswith("make ")}
     made = {in_makefile(command.removeprefix("make ")) for command in found - plain}

@@ -32,9 +32,10 @@ exit 4
 """
 
 
-@pytest.fixture(
-    params=[pytest.param(n, marks=pytest.mark.lab if n == "lab" else ()) for n in of(Launcher)]
-)
+MARKS = {"lab": pytest.mark.lab, "spark": [pytest.mark.spark, pytest.mark.slow]}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in of(Launcher)])
 def launcher(request: pytest.FixtureRequest) -> Launcher:
     launcher: Launcher = named(Launcher, request.param)
     if reason := launcher.missing():

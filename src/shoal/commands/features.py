@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from shoal.commands import evaluation
-from shoal.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, distributed, in_a_folder
+from shoal.commands.launching import distributed
+from shoal.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, in_a_folder
 from shoal.front.recipe import load
 
 

@@ -101,7 +101,12 @@ def lab(
     )
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")
-    others = {"SHOAL_SERVERS": servers, "SHOAL_TAIL": tail}
-    serving = {name: str(number * ranks_per_host) for name, number in others.items() if number}
-    job = Job(command, (hosts + servers + tail) * ranks_per_host, serving, grace_s)
+    job = Job(
+        command,
+        ranks,
+        grace_s=grace_s,
+        servers=servers * ranks_per_host,
+        tail=tail * ranks_per_host,
+        ranks_per_host=ranks_per_host,
+    )
     sys.exit(built.launch(job).exit_code)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from shoal.commands.launching import Launching, distributed
 from shoal.commands.worker import PlanOptions
-from shoal.contracts.launcher import Job
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS_HERE, decimal
@@ -20,7 +20,6 @@ from shoal.core.placement import BALANCED, POLICIES
 from shoal.core.plan import MICRO_BATCHES
 from shoal.front.recipe import load
 from shoal.launch import rendezvous
-from shoal.launch.local import Local
 
 
 class Finite(click.FloatRange):
@@ -151,6 +150,7 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
         codec: tuple[str, ...],
         sync_batchnorm: bool,
         plan: str = "auto",
+        by: Launching | None = None,
         **own: Any,
     ) -> None:
         loaded = load(recipe)
@@ -166,23 +166,14 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
             codecs="all" if codec == ("all",) else codec,
             sync_batchnorm=sync_batchnorm or loaded.sync_batchnorm,
         )
-        distributed(workers)
+        by = by or Launching()
+        sent = (recipe, *by.files, *(() if plan == "auto" else (Path(plan),)))
+        distributed(workers, replace(by, files=sent))
         function(loaded, options, **own)
 
     for option in reversed([RECIPE, *_OF_PLAN]):
         command = option(command)
     return command
-
-
-def distributed(workers: int | None) -> None:
-    """Become a launcher of this very command where ranks are to be started; return where this
-    process is a rank.
-    """
-    if rendezvous.is_rank():
-        return
-    if workers is not None and workers > 1:
-        command = (sys.executable, "-m", "shoal", *sys.argv[1:])
-        sys.exit(Local().launch(Job(command, workers)).exit_code)
 
 
 def _pins(texts: tuple[str, ...]) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from shoal.commands import worker
-from shoal.commands.options import RANKS, distributed
+from shoal.commands.launching import distributed
+from shoal.commands.options import RANKS
 
 
 @click.command()

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from shoal.commands import evaluation
-from shoal.commands.options import RANKS, RECIPE, WEIGHTS, distributed
+from shoal.commands.launching import distributed
+from shoal.commands.options import RANKS, RECIPE, WEIGHTS
 from shoal.front.recipe import load
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from shoal.commands import worker
+from shoal.commands.launching import launching
 from shoal.commands.options import (
     EXPLAIN,
     NEW_FILE,
@@ -33,6 +34,7 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
 
 
 @click.command()
+@launching
 @recipe_command
 @RANKS
 @EXPLAIN

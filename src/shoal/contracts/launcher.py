@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from shoal.core.registry import Contract
@@ -13,6 +14,8 @@ from shoal.core.registry import Contract
 MARK = "SHOAL_JOB"
 # the secret that ranks and launcher have in common, which signs what they read of each other
 TOKEN = "SHOAL_TOKEN"
+# how many of the ranks, the last ones, own parameters, or run the end of the model
+SERVERS, TAIL = "SHOAL_SERVERS", "SHOAL_TAIL"
 # in the ranks' store, what befell the job: `what`, and the `rank` that failed or null
 VERDICT = "verdict"
 # and the id of the start whose ranks have all come
@@ -58,9 +61,25 @@ class Job:
     """
 
     command: tuple[str, ...]
-    ranks: int
+    ranks: int  # all of them: workers, and behind them servers or tail hosts
     environment: Mapping[str, str] = field(default_factory=dict)
     grace_s: float = 15.0
+    servers: int = 0  # of the ranks, the last ones
+    tail: int = 0  # of the ranks, the last ones
+    ranks_per_host: int | None = None  # None: as the launcher places them
+    master: str = ""  # the cluster, as its scheduler is called; "" for the launcher's own choice
+    files: tuple[Path, ...] = ()  # of the command's words: sent along to hosts with other disks
+
+    @property
+    def hosts(self) -> int | None:
+        """How many hosts the ranks fill, where it is said how many share one."""
+        return None if self.ranks_per_host is None else -(-self.ranks // self.ranks_per_host)
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The variables that tell every rank how many do not train."""
+        numbers = {SERVERS: self.servers, TAIL: self.tail}
+        return {name: str(number) for name, number in numbers.items() if number}
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,14 @@ class Launcher(Contract, ABC):
     @abstractmethod
     def missing(self) -> str | None:
         """What this machine lacks for it, or None."""
+
+    def room(self, master: str) -> int:
+        """How many ranks it starts where nobody says a number.
+
+        Args:
+            master: as a job's.
+        """
+        return 1
 
     @abstractmethod
     def launch(self, job: Job) -> Result:

@@ -143,12 +143,17 @@ class Lab(Launcher):
         up.
         """
         check(job)
-        if job.ranks != self.hosts * self.ranks_per_host:
+        if job.master:
+            raise LabError("a lab is on this machine, and takes no master", got=job.master)
+        if job.ranks != self.hosts * self.ranks_per_host or (
+            job.ranks_per_host not in (None, self.ranks_per_host)
+        ):
             raise LabError(
                 "a lab runs as many ranks on every host",
                 got=f"{job.ranks} ranks",
                 expected=f"{self.hosts} hosts × {self.ranks_per_host} = "
                 f"{self.hosts * self.ranks_per_host} ranks",
+                do="start it as: shoal lab --hosts N -- COMMAND",
             )
         with Interrupts() as interrupts, nullcontext() if self.namespaces else self:
             store = inside(self.namespaces[-1], partial(new_store, SWITCH_ADDRESS))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import ClassVar, final
 
 from shoal.contracts.launcher import TOKEN, Job, Launcher, Result
-from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
+from shoal.launch.processes import Command, Interrupts, check_here, environment, missing_tools, run
 from shoal.launch.rendezvous import agreed, new_store, token_of, variables
 
 
@@ -39,7 +39,7 @@ class Local(Launcher):
             after Ctrl-C, when
         nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
         """
-        check(job)
+        check_here(job)
         with Interrupts() as interrupts:
             store, token = new_store("127.0.0.1"), token_of(job)
             commands = []

@@ -65,6 +65,14 @@ def check(job: Job) -> None:
         raise UsageError(
             "a job needs at least one rank", got=f"ranks={job.ranks}", do="ask for 1 or more"
         )
+    if min(job.servers, job.tail) < 0 or job.servers + job.tail >= job.ranks:
+        raise UsageError(
+            "a job has at least one rank that trains",
+            got=f"ranks={job.ranks}, servers={job.servers}, tail={job.tail}",
+            do="ask for more ranks, or fewer of the others",
+        )
+    if job.ranks_per_host is not None and job.ranks_per_host < 1:
+        raise UsageError("a host has at least one rank", got=f"ranks_per_host={job.ranks_per_host}")
     if not job.command:
         raise UsageError("there is no command to run", do="give one, e.g. python script.py")
     if shutil.which(job.command[0], path=job.environment.get("PATH")) is None:
@@ -73,6 +81,23 @@ def check(job: Job) -> None:
             got=" ".join(job.command),
             do="check the spelling; a script without execute permission starts as: python "
             "script.py",
+        )
+
+
+def check_here(job: Job) -> None:
+    """The same, for a launcher whose ranks are all on this machine."""
+    check(job)
+    if job.master:
+        raise UsageError(
+            "this launcher starts ranks on this machine, and takes no master",
+            got=job.master,
+            do="leave --master out, or name the launcher that it is for: --launcher spark",
+        )
+    if job.hosts not in (None, 1):
+        raise UsageError(
+            "this launcher starts all ranks on one host, this machine",
+            got=f"{job.ranks} ranks, {job.ranks_per_host} a host",
+            do="leave the number of ranks a host out",
         )
 
 
@@ -89,6 +114,7 @@ def environment(job: Job, **launcher: str) -> dict[str, str]:
         **os.environ,
         "SHOAL_HOST": socket.gethostname(),
         **launcher,
+        **job.roles,
         **job.environment,
     }
 
@@ -150,7 +176,7 @@ def run(
                 found = found or agreed(mark)  # at the end a stranger may have written over it
     finally:
         ranks.kill()
-        kill_all(lambda: _marked(mark))
+        kill_all(lambda: marked(f"{MARK}={mark}"))
         ranks.close()
     first, found = ranks.first_failure, found or agreed(mark)
     if first is not None and found is not None and not interrupts.received:
@@ -358,9 +384,9 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-def _marked(mark: str) -> list[int]:
-    wanted = f"{MARK}={mark}".encode()
-    found = []
+def marked(setting: str) -> list[int]:
+    """Processes of this machine that have this in their environment, as NAME=value."""
+    wanted, found = setting.encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # it ended, or it is another user's
             if wanted in path.read_bytes().split(b"\0"):

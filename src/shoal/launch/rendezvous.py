@@ -15,7 +15,18 @@ from dataclasses import dataclass
 
 from torch.distributed import TCPStore
 
-from shoal.contracts.launcher import GO, MARK, TOKEN, VERDICT, Job, Meeting, Seat, scope
+from shoal.contracts.launcher import (
+    GO,
+    MARK,
+    SERVERS,
+    TAIL,
+    TOKEN,
+    VERDICT,
+    Job,
+    Meeting,
+    Seat,
+    scope,
+)
 from shoal.contracts.store import open_store
 from shoal.contracts.store_values import Values
 from shoal.core.errors import UsageError
@@ -113,8 +124,8 @@ def seat(*, has_joined: bool = False) -> Seat:
     """
     return Seat(
         host_name(),
-        servers=_number("SHOAL_SERVERS", "0"),
-        tail=_number("SHOAL_TAIL", "0"),
+        servers=_number(SERVERS, "0"),
+        tail=_number(TAIL, "0"),
         holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
         restarts=bool(os.environ.get("TORCHELASTIC_RUN_ID")),
         job=_job(),

@@ -19,7 +19,7 @@ from shoal.launch.processes import (
     DIE_WITH_PARENT,
     Command,
     Interrupts,
-    check,
+    check_here,
     environment,
     missing_tools,
     run,
@@ -57,7 +57,7 @@ class Torchrun(Launcher):
             after Ctrl-C, when
         nothing is left; a SIGTERM ends this process in the same way, after cleaning up.
         """
-        check(job)
+        check_here(job)
         with Interrupts() as interrupts, tempfile.TemporaryDirectory(prefix="shoal-") as exits:
             torchrun = (sys.executable, "-m", PROGRAM)
             ranks = ("--nproc-per-node", str(job.ranks), "--no-python")

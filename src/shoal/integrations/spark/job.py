@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# variables of a rank's process: the descriptor that rows come by, and its place in words
-ROWS, EXECUTOR = "SHOAL_SPARK_ROWS", "SHOAL_SPARK_EXECUTOR"
+# a variable of a rank's process: the descriptor that rows come by
+ROWS = "SHOAL_SPARK_ROWS"
 # files in its folder: what it is to do, and how it ended
 WORK, OUTCOME = "work", "outcome"
 
@@ -23,6 +23,7 @@ class Work:
     shuffle: bool
     seed: int
     timeout_s: float
+    sample: bytes = b""  # rows for tail hosts to look at, as an Arrow stream
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Start:
 
     work: bytes  # a pickled Work
     token: str = field(repr=False)
+    roles: Mapping[str, str] = field(default_factory=dict)  # variables
 
 
 @dataclass(frozen=True)

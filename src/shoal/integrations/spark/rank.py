@@ -18,13 +18,14 @@ import pyarrow as pa
 
 from shoal.core.errors import ShoalError
 from shoal.data.sharded import ShardedBatches
-from shoal.front.joining import init
+from shoal.front.joining import Served, init, is_tail_host
 from shoal.front.sharding import shard
 from shoal.integrations.spark.batches import columns_of
-from shoal.integrations.spark.job import EXECUTOR, OUTCOME, ROWS, WORK, Outcome, Work
+from shoal.integrations.spark.job import OUTCOME, ROWS, WORK, Outcome, Work
 from shoal.integrations.spark.pickles import dumps, loads
 from shoal.integrations.spark.rows import Rows
 from shoal.integrations.spark.together import Together
+from shoal.launch.barrier import EXECUTOR
 from shoal.session.session import current
 
 _KEPT = "rows.arrow"
@@ -61,10 +62,29 @@ def _failed(rank: int, executor: str, error: BaseException) -> Outcome:
 
 
 def done(work: Work, folder: Path) -> Any:
-    """Join the others, and call the function."""
-    init(start_timeout_s=work.timeout_s)
-    file = folder / _KEPT if work.epochs > 1 else None
-    return work.fn(loader_of(work, Rows(_stream(int(os.environ[ROWS])), file)))
+    """Join the others, and call the function; None on servers and tail hosts, which serve."""
+    try:
+        init(start_timeout_s=work.timeout_s)
+        if is_tail_host(current()):
+            return work.fn(_Sample(work))
+        file = folder / _KEPT if work.epochs > 1 else None
+        return work.fn(loader_of(work, Rows(_stream(int(os.environ[ROWS])), file)))
+    except Served:
+        return None
+
+
+class _Sample:
+    """The loader of a tail host, which has no rows: one batch, as what the model is called with."""
+
+    def __init__(self, work: Work) -> None:
+        self._table = pa.ipc.open_stream(work.sample).read_all()
+        self._convert = _Convert(work.to_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._convert(self._table)
+
+    def set_epoch(self, epoch: int) -> None:
+        """It is the same in every epoch."""
 
 
 def loader_of(work: Work, rows: Rows) -> ShardedBatches[Any]:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import importlib
-import re
 import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import pyarrow as pa
+
+from shoal.contracts.launcher import Job
 from shoal.core import errors
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.numbers import is_count, is_positive
 from shoal.integrations.spark.job import Outcome, Start, Work
 from shoal.integrations.spark.pickles import dumps, loads
 from shoal.integrations.spark.task import SCHEMA, task_of
+from shoal.launch.cluster import Stage, check_slots
 
 T = TypeVar("T")
 # errors that tell of another rank, which says more
 _OF_OTHERS = [kind.__name__ for kind in (errors.PeerLost, errors.MissingRank)]
-_SLOTS_WAIT_S = 10.0  # for executors that are still starting
+_RANK = "shoal rank"  # a column, while rows are dealt
 
 
 def run(
@@ -27,6 +30,8 @@ def run(
     df: Any,
     *,
     num_ranks: int,
+    num_servers: int = 0,
+    num_tail: int = 0,
     batch_size: int = 32,
     epochs: int = 1,
     columns: Sequence[str] | None = None,
@@ -46,7 +51,10 @@ def run(
     Args:
         fn: a function of the loader, which is sent to the executors. What it returns comes back.
         df: a Spark DataFrame.
-        num_ranks: as many tasks run at once, so as many free cores are needed.
+        num_ranks: how many train. As many tasks run at once, so as many free cores are needed.
+        num_servers: tasks beside those, for servers (strategy "server"). They do not call `fn`.
+        num_tail: tasks beside those, for the end of the model (strategy "stage"). They call `fn`
+            with one batch, and serve as soon as it comes to `parallelize`.
         batch_size: rows of each rank in a step.
         epochs: how many passes `fn` makes. With 1 nothing is written to disk.
         columns: those to send, by default all.
@@ -60,25 +68,32 @@ def run(
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
-        What `fn` returned, by rank.
+        What `fn` returned, by rank, on those that train.
 
     Raises:
         UsageError: more ranks than free cores, a missing column, or an error of a rank.
         WorldError: a rank was lost, or `fn` raised an error that is not Shoal's.
     """
     work = Work(fn, batch_size, epochs, to_batch, shuffle, seed, start_timeout_s)
-    _check(work, num_ranks)
-    frame = arrays(selected(df, columns))
+    _check(work, num_ranks, num_servers, num_tail)
+    frame, spark = arrays(selected(df, columns)), df.sparkSession
     pickled = dumps(work, "fn")
-    _check_slots(df.sparkSession, num_ranks)
-    frame = _parted(frame, num_ranks, repartition, seed)
-    start = Start(pickled, secrets.token_hex(16))
+    num_others = num_servers + num_tail
+    num_tasks = num_ranks + num_others
+    beside = f", num_servers={num_servers}, num_tail={num_tail}" if num_others else ""
+    check_slots(spark, num_tasks, f"num_ranks={num_ranks}{beside}")
+    if num_tail:
+        pickled = dumps(replace(work, sample=_sample(frame, batch_size)), "fn")
+    frame = _parted(frame, num_ranks, num_others, repartition, seed)
+    roles = Job((), num_tasks, servers=num_servers, tail=num_tail).roles
+    start = Start(pickled, secrets.token_hex(16), roles)
     stage = frame.mapInArrow(task_of(start), SCHEMA, barrier=True)
     stage = stage.repartition(1)  # Spark restarts a barrier stage only if it is not the last one
-    outcomes = [Outcome(**row.asDict()) for row in _collected(stage)]
-    outcomes.sort(key=lambda outcome: outcome.rank)
+    rows = Stage(spark, num_tasks).run(stage.collect)
+    outcomes = sorted((Outcome(**row.asDict()) for row in rows), key=lambda each: each.rank)
     raise_first(outcomes)
-    return [loads(bytes(outcome.result), "a rank's result") for outcome in outcomes]
+    results = (loads(bytes(each.result), "a rank's result") for each in outcomes[:num_ranks])
+    return list(results)
 
 
 def raise_first(outcomes: Iterable[Outcome]) -> None:
@@ -105,7 +120,10 @@ def raise_first(outcomes: Iterable[Outcome]) -> None:
     raise error
 
 
-def _check(work: Work, num_ranks: int) -> None:
+def _check(work: Work, num_ranks: int, num_servers: int, num_tail: int) -> None:
+    for name, value in {"num_servers": num_servers, "num_tail": num_tail}.items():
+        if not is_count(value) or value < 0:
+            raise UsageError(f"{name} is a whole number, 0 or more", got=repr(value)[:80])
     counts = {"num_ranks": num_ranks, "batch_size": work.batch_size, "epochs": work.epochs}
     for name, value in counts.items():
         if not is_count(value) or value < 1:
@@ -154,58 +172,36 @@ def _is_vector(field: Any) -> bool:
     return type(field.dataType).__name__ == "VectorUDT"
 
 
-def _check_slots(session: Any, num_ranks: int) -> None:
-    """Spark itself would look again and again, for ten minutes."""
-    context = session.sparkContext
-    java = context._jsc.sc()
-    profile = java.resourceProfileManager().defaultResourceProfile()
-    deadline = time.monotonic() + _SLOTS_WAIT_S
-    while (slots := java.maxNumConcurrentTasks(profile)) < num_ranks:
-        if time.monotonic() > deadline or context.master.startswith("local"):
-            raise UsageError(
-                "there are more ranks than tasks that the cluster can run at once",
-                where=f"Spark at {context.master}",
-                got=f"num_ranks={num_ranks}, {slots} free for tasks of "
-                f"{context.getConf().get('spark.task.cpus', '1')} cores",
-                do=f"num_ranks={max(slots, 1)}; or more executors, or more cores for each",
-            )
-        time.sleep(0.5)
+def _parted(df: Any, num_ranks: int, num_others: int, repartition: bool, seed: int) -> Any:
+    """A partition for each rank, and an empty one for each that does not train.
 
-
-def _parted(df: Any, num_ranks: int, repartition: bool, seed: int) -> Any:
-    """A partition for each rank. Behind a shuffle rows come in any order: by a hash it is one, the
-    same when the stage starts again.
+    Behind a shuffle rows come in any order: by a hash it is one, the same when the stage starts
+    again.
     """
-    if repartition:
-        functions = importlib.import_module("pyspark.sql.functions")
-        names = [
-            each.name for each in df.schema.fields if "map<" not in each.dataType.simpleString()
-        ]
-        order = functions.xxhash64(functions.lit(seed), *(df[name] for name in names))
-        return df.repartition(num_ranks).sortWithinPartitions(order)
-    there = df.rdd.getNumPartitions()
+    there = num_ranks if repartition else df.rdd.getNumPartitions()
     if there != num_ranks:
         raise UsageError(
             "without repartition there are as many partitions as ranks",
             got=f"{there} partitions, num_ranks={num_ranks}",
             do=f"num_ranks={there}, or repartition=True",
         )
-    return df
+    functions = importlib.import_module("pyspark.sql.functions")
+    named = [each.name for each in df.schema.fields if "map<" not in each.dataType.simpleString()]
+    order = functions.xxhash64(functions.lit(seed), *(df[name] for name in named))
+    if repartition:
+        df = df.repartition(num_ranks)
+    if num_others:  # a shuffle more: a stage has as many partitions as tasks
+        df = df.withColumn(_RANK, functions.spark_partition_id())
+        df = df.repartitionById(num_ranks + num_others, _RANK).drop(_RANK)
+    return df.sortWithinPartitions(order) if repartition else df
 
 
-def _collected(stage: Any) -> list[Any]:
-    try:
-        return list(stage.collect())
-    except Exception as error:
-        if "pyspark" not in type(error).__module__ and "py4j" not in type(error).__module__:
-            raise
-        raised = [
-            line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Lost): ", line)
-        ]
-        raise WorldError(
-            "Spark gave the stage up",
-            got=(raised or str(error).splitlines() or [type(error).__name__])[0].strip()[:300],
-            do="look at the executors' stderr; Spark's own words are above. Where a module is "
-            "missing there: install shoal[spark] on every executor, and let PYSPARK_PYTHON name "
-            "that Python before the session starts",
-        ) from error
+def _sample(df: Any, num_rows: int) -> bytes:
+    """The first rows, as an Arrow stream."""
+    table = df.limit(num_rows).toArrow()
+    if not len(table):
+        raise UsageError("there are no rows to train on", do="give a DataFrame that has some")
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())

@@ -12,11 +12,9 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,11 +23,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from shoal.contracts.launcher import MARK, TOKEN
+from shoal.contracts.launcher import TOKEN
 from shoal.core.errors import PeerLost
-from shoal.integrations.spark.job import EXECUTOR, OUTCOME, ROWS, WORK, Outcome, Start
+from shoal.integrations.spark.job import OUTCOME, ROWS, WORK, Outcome, Start
+from shoal.launch.barrier import local_folder, seat_of
 from shoal.launch.processes import DIE_WITH_PARENT
-from shoal.launch.rendezvous import variables
 
 _TEXTS = ("executor", "kind", "what", "where", "got", "expected", "do", "trace")
 _TYPES = {"rank": pa.int32(), **dict.fromkeys(_TEXTS, pa.string()), "result": pa.binary()}
@@ -55,10 +53,9 @@ def hold(start: Start, batches: Iterable[Any]) -> Outcome:
         PeerLost: its process was killed.
     """
     context = importlib.import_module("pyspark").BarrierTaskContext.get()
-    settings, executor = _seat(context)
-    settings |= {TOKEN: start.token}
-    local = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or None
-    with tempfile.TemporaryDirectory(prefix="shoal-", dir=local) as name:
+    place = seat_of(context)
+    settings = {**place.settings, **start.roles, TOKEN: start.token}
+    with tempfile.TemporaryDirectory(prefix="shoal-", dir=local_folder()) as name:
         folder = Path(name)
         (folder / WORK).write_bytes(start.work)
         code = _run(folder, settings, batches)
@@ -68,28 +65,11 @@ def hold(start: Start, batches: Iterable[Any]) -> Outcome:
     ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     raise PeerLost(
         "the process of a rank ended without a word",
-        where=executor,
+        where=place.executor,
         got=ended,
         do="look at the executor's stderr; SIGKILL is mostly the system's, for want of memory: "
         "raise spark.executor.memoryOverhead, or lower batch_size",
     )
-
-
-def _seat(context: Any) -> tuple[dict[str, str], str]:
-    """The rank's variables, and its place in words; all tasks call this at once."""
-    rank = int(context.partitionId())
-    hosts = [info.address.rpartition(":")[0] or info.address for info in context.getTaskInfos()]
-    with socket.socket() as free:  # where rank 0's store will listen
-        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        free.bind(("", 0))
-        told = context.allGather(f"{free.getsockname()[1]} {uuid.uuid4().hex}")
-    port, job = told[0].split()  # of this start of the stage
-    local = hosts[:rank].count(hosts[rank])
-    executor = f"rank {rank}, executor on host {hosts[rank]}, in {Path.cwd()}"
-    seat = variables(hosts[0], int(port), rank, len(hosts), local, hosts.count(hosts[rank]))
-    del seat["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 holds the store
-    seat |= {MARK: job, "SHOAL_HOST": hosts[rank], EXECUTOR: executor}
-    return seat, executor
 
 
 def _run(folder: Path, settings: Mapping[str, str], batches: Iterable[Any]) -> int:
