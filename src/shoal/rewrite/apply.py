@@ -2,7 +2,7 @@
 
     check     the plan fits this model and this many ranks, and has every layer once
     placed    the plan's sites, and where in the model each is
-    align     every rank gets rank 0's parameters and buffers; only those that differ are sent
+    align     every rank gets rank 0's parameters and buffers                        (align.py)
     apply     site by site, in the plan's order, each strategy changes its layers and names its
               transfers
     release   the other way round: the layers are what they were
@@ -13,13 +13,11 @@ Objects, names and parameters stay the same, both ways, and that is checked.
 from __future__ import annotations
 
 import difflib
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import ref
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.comm import Comm
@@ -28,13 +26,14 @@ from shoal.contracts.probe import Layer
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
-from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.outer import Outer
 from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
-from shoal.profiling.identity import content, model_digest, trainable_layers
+from shoal.profiling.identity import model_digest, trainable_layers
+from shoal.rewrite.align import align
 from shoal.strategies.carried import check_carried, row_codec
 from shoal.strategies.landing import by_kind
 from shoal.strategies.local import LocalTransfer
@@ -317,26 +316,6 @@ def cuts(plan: Plan) -> bool:
     return any(named(Strategy, choice.strategy).role.is_cut for choice in plan.choices)
 
 
-def align(model: nn.Module, comm: Comm) -> None:
-    """Give every rank rank 0's parameters and buffers; what is the same everywhere is not sent."""
-    tensors = dict(_tensors(model))
-    digests = comm.gather_objects(
-        {name: _digest(tensor) for name, tensor in tensors.items()}, "parallelize: comparing values"
-    )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if any(other[name] != digests[0][name] for other in digests):
-                if tensor.layout is not torch.strided:
-                    raise RanksDiffer(
-                        f"{name} is sparse and differs between ranks, and is not sent",
-                        where=name,
-                        do="build it alike on every rank",
-                    )
-                received = tensor.detach().contiguous()
-                comm.broadcast(received, root=0)
-                tensor.copy_(received)
-
-
 _REPLAN = 'make a new one: plan="auto", or `shoal plan RECIPE --save FILE`'
 
 
@@ -347,15 +326,6 @@ def label(number: int, site: Site) -> str:
     )
     names += f", part {site.part + 1} of {site.parts}" if site.parts > 1 else ""
     return f"site {number} ({site.strategy}{' ' + site.exchange if site.exchange else ''}: {names})"
-
-
-def _tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.blake2b(content(tensor), digest_size=16).hexdigest()
 
 
 def _identity(model: nn.Module) -> list[tuple[str, int]]:

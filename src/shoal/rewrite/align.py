@@ -1,0 +1,91 @@
+"""Gives every rank rank 0's parameters and buffers; what is the same everywhere is not sent.
+
+What is alike is known by digests. The rest goes from host to host in pieces, each of which is
+passed on while the next one comes:
+
+    rank 0 ──▶ rank 1 ──▶ rank 2 ──▶ rank 3
+
+So it takes the bytes once over a link, however many ranks there are; a tree, which the network
+library's own broadcast is, sends them over rank 0's link as often as it has branches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shoal.contracts.comm import Comm, Pending
+from shoal.core.errors import RanksDiffer
+from shoal.profiling.identity import content
+
+_PIECE = 1 << 20  # bytes that go at once
+_AHEAD = 4  # pieces that a rank is ready to receive
+
+
+def align(model: nn.Module, comm: Comm) -> None:
+    """Give every rank rank 0's parameters and buffers (a collective).
+
+    Raises:
+        RanksDiffer: a sparse tensor is not the same on every rank.
+    """
+    differing = _differing(dict([*model.named_parameters(), *model.named_buffers()]), comm)
+    with torch.no_grad():
+        received = {name: tensor.detach().contiguous() for name, tensor in differing.items()}
+        at_host = [tensor for tensor in received.values() if tensor.device.type == "cpu"]
+        if at_host:
+            comm.beside(partial(_passed_on, list(_pieces(at_host)), comm))
+        for name, tensor in differing.items():
+            if tensor.device.type != "cpu":
+                comm.broadcast(received[name], root=0)
+            if comm.rank:
+                tensor.copy_(received[name])
+
+
+def _differing(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:
+    """The tensors that are not the same on every rank, by name."""
+    own = {
+        name: hashlib.sha256(content(tensor)).digest()[:16].hex()
+        for name, tensor in tensors.items()
+    }
+    digests = comm.gather_objects(own, "parallelize: comparing values")
+    differing = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if any(other[name] != digests[0][name] for other in digests)
+    }
+    for name, tensor in differing.items():
+        if tensor.layout is not torch.strided:
+            raise RanksDiffer(
+                f"{name} is sparse and differs between ranks, and is not sent",
+                where=name,
+                do="build it alike on every rank",
+            )
+    return differing
+
+
+def _pieces(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    for tensor in tensors:
+        yield from tensor.view(-1).view(torch.uint8).split(_PIECE)
+
+
+def _passed_on(pieces: Sequence[Tensor], comm: Comm) -> None:
+    """Receive from the rank before, and send to the one behind, hosts one after the other."""
+    line = [rank for ranks in comm.topology.ranks_on.values() for rank in ranks]
+    place = line.index(comm.rank)
+    coming: deque[Pending] = deque()
+    going: list[Pending] = []
+    for index, piece in enumerate(pieces):
+        if place:
+            ready = index + len(coming)
+            coming.extend(
+                comm.receive(other, line[place - 1]) for other in pieces[ready : index + _AHEAD]
+            )
+            coming.popleft().wait()
+        if place + 1 < len(line):
+            going.append(comm.send(piece, line[place + 1]))
+    comm.finish(going)
