@@ -34,7 +34,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """One measured step instead of up to 200: few tests depend on how exactly times are known."""
     if not request.node.get_closest_marker("exact_times"):
-        monkeypatch.setattr("shoal.profiling.layers._FEWEST", 1)
         monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
 
 

@@ -8,8 +8,8 @@ come, and what strategies ask for.
     5  state     what forward changes beside the gradients, and has to agree          (moving.py)
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training
-will find them. Costs some training steps (of a slow model two, of a quick one half a second's), and
-what the probes do. It leaves no trace: see untraced.py.
+will find them. Costs some training steps (of a slow model four where they agree, of a quick one
+half a second's) and what the probes do. It leaves no trace: see untraced.py.
 """
 
 from __future__ import annotations
@@ -47,9 +47,13 @@ from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
 
 _CHECKING = "parallelize: trying the sample"
-_FEWEST, _MOST = 5, 200  # measured steps, after one to warm up
+# the fewest measured steps, after one to warm up, and seconds that are enough for more: where they
+# agree, and otherwise
+_AT_FIRST, _AT_MOST = (3, 0.5), (5, 2.0)
+_AGREE = 0.1  # what steps that agree differ by
+_MOST = 200  # measured steps
 _TURN_S = 0.03  # in which ranks that share cores have all had their turns
-_ENOUGH_S, _BUDGET_S = 2.0, 20.0  # for more than the fewest; for more than one
+_BUDGET_S = 20.0  # for more than one
 
 
 def profile_model(
@@ -186,9 +190,10 @@ def _measured_step(
     Where ranks share cores, one step is long in forward and short in backward, and the next the
     other way round: so each rank's times are medians. In training all wait in every step for
     whoever is slowest in it, which is more than any rank takes in the median: the medians are
-    stretched to that. Steps that are over before the kernel has given every rank its turn are taken
-    by the dozen: one that was interrupted is ten times as long, and who waits lets others have the
-    core.
+    stretched to that. Three steps that agree are enough; where they do not, more follow.
+
+    Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
+    that was interrupted is ten times as long, and who waits lets others have the core.
     """
     parameters = list(sample.model.parameters())
     start = time.perf_counter()
@@ -215,22 +220,39 @@ def _measured_step(
     left_s = _BUDGET_S - (time.perf_counter() - start) - warm.forward_s
     steps = [measure()]
     each_s = min(step.total_s for step in (warm, *steps))
-    affordable = min(max(_FEWEST, int(_ENOUGH_S / each_s)), int(left_s / each_s), _MOST)
-    count = max(1, min(comm.gather_objects(affordable, "measuring the model: number of steps")))
-    steps += [measure() for _ in range(1, count)]
+    for fewest, enough_s in _AT_FIRST, _AT_MOST:
+        affordable = min(max(fewest, int(enough_s / each_s)), int(left_s / each_s), _MOST)
+        told = comm.gather_objects(affordable, "measuring the model: number of steps")
+        steps += [measure() for _ in range(len(steps), max(1, min(told)))]
+        typical = usual(steps)
+        ranks: list[list[float]] = comm.gather_objects(
+            [typical.total_s, *(step.total_s for step in steps)],
+            "measuring the model: seconds of steps",
+        )
+        usual_s = max(total_s for total_s, *_ in ranks)
+        slowest = _slowest([own for _, *own in ranks], usual_s)
+        if _agree(slowest) or len(steps) == _MOST:
+            break
     drop_gradients(parameters)
-    typical = usual(steps)
-    ranks: list[list[float]] = comm.gather_objects(
-        [typical.total_s, *(step.total_s for step in steps)],
-        "measuring the model: seconds of steps",
-    )
-    usual_s = max(total_s for total_s, *_ in ranks)
+    slowest_s = median(slowest)
+    return readers, typical.times(max(1.0, slowest_s / usual_s))
+
+
+def _slowest(ranks: Sequence[Sequence[float]], usual_s: float) -> list[float]:
+    """Seconds of a step on the rank that was slowest in it, of steps that make a turn together."""
+    count = len(ranks[0])
     size = min(count, math.ceil(_TURN_S / usual_s))
     groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
-    slowest_s = median(
-        max(sum(rank_s[1 + i] for i in group) for rank_s in ranks) / size for group in groups
-    )
-    return readers, typical.times(max(1.0, slowest_s / usual_s))
+    return [max(sum(own[i] for i in group) for own in ranks) / size for group in groups]
+
+
+def _agree(seconds: Sequence[float]) -> bool:
+    """Whether each third of the steps says the same as the others."""
+    third = len(seconds) // 3
+    if not third:
+        return False
+    thirds = [median(seconds[i * third : (i + 1) * third]) for i in range(3)]
+    return max(thirds) <= (1 + _AGREE) * min(thirds)
 
 
 def _layer_profile(layer: Layer, step: Step, outside: str) -> LayerProfile:
