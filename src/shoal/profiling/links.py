@@ -30,6 +30,7 @@ _CAR, _TRAIN, _TRAINS = 1 << 16, 8, 3  # bytes of a message; so many after each 
 _PAUSE_S, _LONGEST_S = 0.05, 0.5  # of a pause; of all trains
 # of messages timed together, so that clumps even out; the median group counts
 _GROUPS, _MOST_IN_GROUP = 9, 16
+_FEWEST, _AGREE = 3, 0.05  # groups that are enough where they differ by no more than so much
 
 
 def probe_link(
@@ -41,7 +42,8 @@ def probe_link(
         comm: the ranks, all of which call this at once.
         sharing: how many of them run on this rank's machine.
         sizes: bytes of a message, at least two of them; on a slow link the largest are left out.
-        budget_s: about how long it may take; at most twice that.
+        budget_s: about how long it may take, at most twice that; a third where messages of each
+            size take as long as one another.
 
     Returns:
         The same link on every rank, with a burst up to half a megabyte. `cpu_s_per_byte` is the
@@ -96,8 +98,12 @@ def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tup
     groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
     cpu_start = ProcessorTime.now()
     # the first one may profit from the pause
-    message_s = median(shift(in_group) for _ in range(groups))
-    cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (groups * in_group * size)
+    timed = [shift(in_group) for _ in range(min(_FEWEST, groups))]
+    apart = max(comm.gather_objects(max(timed) / min(timed) - 1, "measuring the links"))
+    if apart > _AGREE:
+        timed += [shift(in_group) for _ in range(groups - len(timed))]
+    message_s = median(timed)
+    cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (len(timed) * in_group * size)
     ranks = comm.gather_objects((message_s, cpu_s_per_byte), "measuring the links")
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 
