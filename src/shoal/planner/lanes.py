@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from shoal.core.cost import Direction, Phase
 from shoal.core.facts import Cluster
@@ -51,18 +51,81 @@ class Job:
 
 
 @final
+class Speeds:
+    """How fast parts go beside one another on one cluster; what is worked out is kept."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
+        self._duplex = cluster.duplex
+        self._known: dict[Any, tuple[list[float], float, float]] = {}
+
+    def of(
+        self, taken: tuple[tuple[float, int], ...], computes: bool, bursts: bool
+    ) -> tuple[list[float], float, float]:
+        """The speed of each part, what is used of the link (1 is all), the main thread's speed.
+
+        Args:
+            taken: by part how much of a processor it takes, and which directions of the link.
+            computes: whether the main thread does.
+            bursts: whether there is something left of a burst.
+        """
+        key = taken, computes, bursts
+        if key not in self._known:
+            self._known[key] = self._worked_out(taken, computes, bursts)
+        return self._known[key]
+
+    def _worked_out(
+        self, taken: tuple[tuple[float, int], ...], computes: bool, bursts: bool
+    ) -> tuple[list[float], float, float]:
+        links = [link for _, link in taken]
+        shares = self._shares(links, _QUICK if bursts else 1.0)
+        wanted = [processor * shares[link] for processor, link in taken]
+        level = self._level([*wanted, 1.0] if computes else wanted)
+        speeds = [
+            shares[link] * (level / want if want > level else 1.0)
+            for link, want in zip(links, wanted, strict=True)
+        ]
+        used = max(
+            sum(speed for link, speed in zip(links, speeds, strict=True) if link & way)
+            for way in (Direction.OUT, Direction.IN)
+        )
+        return speeds, used, min(1.0, level)
+
+    def _shares(self, links: Sequence[int], quick: float) -> tuple[float, ...]:
+        """What a job gets of the link, by the directions that it takes, where jobs take these."""
+        there, back = (
+            sum(bool(link & way) for link in links) for way in (Direction.OUT, Direction.IN)
+        )
+        kept = quick * (self._duplex if Direction.OUT in links and Direction.IN in links else 1.0)
+        return 1.0, kept / max(there, 1), kept / max(back, 1), quick / max(there, back, 1)
+
+    def _level(self, wanted: Sequence[float]) -> float:
+        """What of a processor nobody gets more than, so that all get even shares of what others
+        leave of theirs.
+        """
+        left, level = self.processors, inf
+        if sum(wanted) <= left:
+            return level
+        for index, want in enumerate(sorted(wanted)):
+            level = left / (len(wanted) - index)
+            if want > level:
+                break
+            left -= want
+        return level
+
+
+@final
 class Lanes:
     """Runs jobs on lanes that share a link and a processor, event by event."""
 
-    def __init__(self, cluster: Cluster, number: int, burst_s: float = 0.0) -> None:
+    def __init__(self, cluster: Cluster, number: int, speeds: Speeds, burst_s: float = 0.0) -> None:
         """So many lanes each way, on a link whose burst lasts so many seconds."""
-        self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
+        self._speeds = speeds
         self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
         directions = tuple(Direction) if cluster.servers else (Direction.BOTH,)
         self._lanes: dict[Direction, list[deque[Job]]] = {
             direction: [deque() for _ in range(number)] for direction in directions
         }
-        self._duplex = cluster.duplex
         self.burst_s, self._most_burst_s = burst_s, cluster.link.burst_s
         self._main: deque[Job] = deque()  # what the main thread itself sends and waits for
         self._every = (*(lane for lanes in self._lanes.values() for lane in lanes), self._main)
@@ -143,32 +206,22 @@ class Lanes:
         """Run until the next part ends, or the main thread has computed for so long; how long it
         has, were it alone.
         """
-        busy = [(lane[0], lane) for lane in self._every if lane]
-        if not busy:
+        lanes = [lane for lane in self._every if lane]
+        if not lanes:
             self._pass(main_s, 0.0)
             return main_s
-        links = [job.part.link for job, _ in busy]
-        shares = self._shares(links)
-        wanted = [job.part.processor * shares[job.part.link] for job, _ in busy]
-        level = self._level([*wanted, 1.0] if main_s else wanted)
-        speeds = [
-            shares[job.part.link] * (level / want if want > level else 1.0)
-            for (job, _), want in zip(busy, wanted, strict=True)
-        ]
-        used = max(
-            sum(speed for link, speed in zip(links, speeds, strict=True) if link & way)
-            for way in (Direction.OUT, Direction.IN)
-        )
-        main_speed = min(1.0, level)
-        passed_s = min([job.left_s / speed for (job, _), speed in zip(busy, speeds, strict=True)])
+        busy = [lane[0] for lane in lanes]
+        taken = tuple([job.part[1:] for job in busy])
+        speeds, used, main_speed = self._speeds.of(taken, main_s > 0, self.burst_s > 0)
+        passed_s = min([job.left_s / speed for job, speed in zip(busy, speeds, strict=True)])
         if main_s:
             passed_s = min(passed_s, main_s / main_speed)
         if self.burst_s and used > 1:
             passed_s = min(passed_s, self.burst_s / (used - 1))
         self._pass(passed_s, used)
-        for (job, _), speed in zip(busy, speeds, strict=True):
+        for job, speed in zip(busy, speeds, strict=True):
             job.left_s -= passed_s * speed
-        for job, lane in busy:
+        for job, lane in zip(busy, lanes, strict=True):
             if job.left_s <= _OVER_S:
                 self._end_part(lane)
         return passed_s * main_speed
@@ -180,29 +233,6 @@ class Lanes:
         self.now_s += seconds
         left_s = self.burst_s + (1 - used) * seconds
         self.burst_s = min(left_s, self._most_burst_s) if left_s > _OVER_S else 0.0
-
-    def _shares(self, links: Sequence[int]) -> tuple[float, ...]:
-        """What a job gets of the link, by the directions that it takes, where jobs take these."""
-        there, back = (
-            sum(bool(link & way) for link in links) for way in (Direction.OUT, Direction.IN)
-        )
-        quick = _QUICK if self.burst_s else 1.0
-        kept = quick * (self._duplex if Direction.OUT in links and Direction.IN in links else 1.0)
-        return 1.0, kept / max(there, 1), kept / max(back, 1), quick / max(there, back, 1)
-
-    def _level(self, wanted: Sequence[float]) -> float:
-        """What of a processor nobody gets more than, so that all get even shares of what others
-        leave of theirs.
-        """
-        left, level = self.processors, inf
-        if sum(wanted) <= left:
-            return level
-        for index, want in enumerate(sorted(wanted)):
-            level = left / (len(wanted) - index)
-            if want > level:
-                break
-            left -= want
-        return level
 
     def _end_part(self, lane: deque[Job]) -> None:
         job = lane[0]

@@ -20,7 +20,7 @@ from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
 from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site
 from shoal.core.registry import of
 from shoal.core.role import Role
-from shoal.planner.lanes import Lanes
+from shoal.planner.lanes import Lanes, Speeds
 from shoal.planner.step import Compute, Priced, Step, Timeline
 from shoal.strategies.moving import phase_of
 from shoal.strategies.sync_batchnorm import phases_of
@@ -51,6 +51,7 @@ class Predictor:
         )
         self._of_state = phase_of(profile.moving, cluster)
         self._state_is_late = any(state.in_backward for state in profile.moving)
+        self._speeds = Speeds(cluster)
         self._exchanges: dict[str, Exchange] = {}
         self._costs: dict[Site, Cost] = {}
 
@@ -199,10 +200,12 @@ class Predictor:
     def _run(self, plan: Plan, late: int | None) -> Timeline:
         sites = [self._priced(site) for site in self._sites(plan)]
         moved = self._of_state, self._state_is_late
-        timeline = Step(self._compute, sites, Lanes(self.cluster, plan.lanes), *moved).run(late)
+        timeline = Step(
+            self._compute, sites, Lanes(self.cluster, plan.lanes, self._speeds), *moved
+        ).run(late)
         # what a step leaves of a burst the next one has
         if self.cluster.link.burst_s > _BURST * timeline.step_s:
-            anew = Lanes(self.cluster, plan.lanes, timeline.burst_s)
+            anew = Lanes(self.cluster, plan.lanes, self._speeds, timeline.burst_s)
             timeline = Step(self._compute, sites, anew, *moved).run(late)
         if self._norms is not None:
             sent = (phase.traffic for phase in self._norms)
@@ -225,7 +228,7 @@ class Predictor:
         if self._of_state is not None:
             costs.append(Cost(in_backward=self._of_state))
         costs += [Cost(in_backward=phase) for phase in self._norms or ()]
-        lanes = Lanes(self.cluster, plan.lanes)
+        lanes = Lanes(self.cluster, plan.lanes, self._speeds)
         lanes_s = sum(cost.processor_s / lanes.turn + cost.lane_s for cost in costs)
         spared = owned = 0.0  # parts of the main thread's own updates
         for choice in plan.choices:
@@ -237,7 +240,7 @@ class Predictor:
         main_s = self._compute.forward_s + self._compute.backward_s + changes_s
         main_s += self.profile.optimizer_s * (1 - spared)
         lanes_s += self.profile.optimizer_s * owned / self.cluster.size
-        compute_s = max(main_s, (main_s + lanes_s) / lanes.processors)
+        compute_s = max(main_s, (main_s + lanes_s) / self._speeds.processors)
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
 
