@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,30 @@ def spark(cluster: str) -> Iterator[Any]:
     gateway.shutdown()
     gateway.proc.stdin.close()  # it ends with its input
     gateway.proc.wait()
+
+
+@pytest.fixture
+def no_rank_left(
+    spark: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[], None]]:
+    """Looks, also at the end of the test, whether a rank of this cluster still runs."""
+    folders = str(tmp_path_factory.getbasetemp()).encode()
+
+    def look() -> None:
+        deadline = time.monotonic() + 20.0
+        while left := [line for line in commands() if b"spark.rank" in line and folders in line]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+    yield look
+    look()
+
+
+def commands() -> Iterator[bytes]:
+    """Of all processes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            yield path.read_bytes()
 
 
 def free_port() -> int:

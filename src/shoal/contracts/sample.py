@@ -335,8 +335,10 @@ def _is_one_argument(model: nn.Module, x: tuple[Any, ...]) -> bool:
 def own_loss(output: Any) -> Any:
     """The loss that a model returns: its output, that output's "loss", or the scalar in a tuple.
 
-    None where there is none, or where a tuple has several scalars.
+    None where there is none, or where a tuple has several scalars. Without gradients any scalar of
+    a tuple counts.
     """
+    graded = torch.is_grad_enabled()
     if isinstance(output, Tensor):
         return output
     if isinstance(output, Mapping) and "loss" in output:
@@ -346,6 +348,6 @@ def own_loss(output: Any) -> Any:
     scalars = [
         part
         for part in output
-        if isinstance(part, Tensor) and part.dim() == 0 and part.requires_grad
+        if isinstance(part, Tensor) and part.dim() == 0 and (part.requires_grad or not graded)
     ]
     return scalars[0] if len(scalars) == 1 else None

@@ -5,7 +5,9 @@
     rank            in that process: the session, the loader, the function
     rows, together  a rank's rows; how those of all ranks make steps
 
+    parts           a user's functions, and what they make of a batch
     training        what an estimator's ranks run
+    trained         what a fitted model does with rows
     estimator       stages of Spark ML's pipelines
 
 It needs `pip install 'shoal[spark]'`, and Java 17 or newer.
@@ -15,8 +17,8 @@ import importlib
 from typing import Any
 
 try:
+    from shoal.integrations.spark.parts import Parts
     from shoal.integrations.spark.run import run
-    from shoal.integrations.spark.training import Parts
 except ImportError as missing:
     from shoal.core.errors import UsageError
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, Self, final
 
 import pyarrow as pa
 import torch
 from pyspark.ml import Estimator, Model
 from pyspark.ml.param import Param, Params, TypeConverters
-from pyspark.ml.param.shared import HasFeaturesCol, HasLabelCol, HasSeed
+from pyspark.ml.param.shared import (
+    HasFeaturesCol,
+    HasInputCols,
+    HasLabelCol,
+    HasSeed,
+    HasValidationIndicatorCol,
+)
 from pyspark.ml.util import (
     DefaultParamsReader,
     DefaultParamsWriter,
@@ -18,16 +25,20 @@ from pyspark.ml.util import (
     MLWritable,
     MLWriter,
 )
-from pyspark.sql.functions import arrow_udf
+from pyspark.sql.functions import arrow_udf, lit
 
 from shoal.core.errors import UsageError
 from shoal.integrations.spark.batches import columns_of
+from shoal.integrations.spark.parts import Parts, Sums
 from shoal.integrations.spark.pickles import dumps, loads
 from shoal.integrations.spark.run import arrays, as_array, run, selected
-from shoal.integrations.spark.training import OUTPUT, Parts, Trained, Training
+from shoal.integrations.spark.summary import Summary
+from shoal.integrations.spark.trained import OUTPUT, Trained
+from shoal.integrations.spark.training import Training
 
 _OUTPUTS = "shoal outputs"  # a column while transform computes
-_SUMS = "losses double, right double, of_all double, num long"
+_MARK = "shoal validation"  # a column that says which of two DataFrames a row is of
+_SUMS = "losses double, weight double, right double, of_all double, rows long"
 
 
 class _Writer(MLWriter):
@@ -62,7 +73,7 @@ class _Reader(MLReader):
         return stage
 
 
-class _Settings(HasFeaturesCol, HasLabelCol, HasSeed, MLReadable, MLWritable):
+class _Settings(HasFeaturesCol, HasLabelCol, HasInputCols, HasSeed, MLReadable, MLWritable):
     """Parameters that estimator and model have in common, and how both are saved."""
 
     batchSize = Param(
@@ -78,13 +89,35 @@ class _Settings(HasFeaturesCol, HasLabelCol, HasSeed, MLReadable, MLWritable):
     def __init__(self, payload: Any, **params: Any) -> None:
         super().__init__()
         self.payload = payload  # what is not Spark's own kind of parameter
-        self._setDefault(batchSize=32, seed=0, outputCols={OUTPUT: "output"})
+        self._setDefault(batchSize=32, seed=0, inputCols=[], outputCols={OUTPUT: "output"})
+        self.setParams(**params)
+
+    def setParams(self, **params: Any) -> Self:
+        """Set parameters by name.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        unknown = [name for name in params if not self.hasParam(name)]
+        if unknown:
+            raise UsageError(
+                f"{type(self).__name__} has no such parameter",
+                got=", ".join(unknown),
+                expected="of " + ", ".join(each.name for each in self.params),
+                do="correct the name",
+            )
         self._set(**params)
+        return self
 
     def setOutputCols(self, columns: dict[str, str]) -> Self:
         """Choose what `transform` adds, by layer; "" is the model's own output."""
         self._set(outputCols=dict(columns))
         return self
+
+    def columns(self, parts: Parts) -> list[str]:
+        """Those that the loss is computed of."""
+        of = self.getOrDefault
+        return parts.columns(of("featuresCol"), of("labelCol"), of("inputCols"))
 
     def write(self) -> Any:
         """Spark ML's writer."""
@@ -103,13 +136,32 @@ class ShoalModel(Model, _Settings):
     Its parameters are `featuresCol`, `labelCol`, `batchSize` and `outputCols`.
     """
 
-    losses: list[float]  # of each epoch, where it was trained in this session
+    _summary: Summary | None = None
 
     @property
     def trained(self) -> Trained:
         """The model's functions and weights: `trained.model()` is the module."""
         found: Trained = self.payload
         return found
+
+    @property
+    def hasSummary(self) -> bool:
+        """Whether it was trained in this session: a summary is not saved."""
+        return self._summary is not None
+
+    @property
+    def summary(self) -> Summary:
+        """How training went.
+
+        Raises:
+            UsageError: the model was loaded.
+        """
+        if self._summary is None:
+            raise UsageError(
+                "a model that was loaded has no summary",
+                do="look at model.hasSummary; write summary.validation to a table before",
+            )
+        return self._summary
 
     def evaluate(self, df: Any) -> dict[str, float]:
         """The mean loss over rows, and what of them is right if there is a metric.
@@ -119,17 +171,18 @@ class ShoalModel(Model, _Settings):
 
         Returns:
             `{"loss": …, "rows": …}`, and `"right"` as a part of 1.
+
+        Raises:
+            UsageError: no rows, or a missing column.
         """
-        names = [self.getOrDefault("featuresCol"), self.getOrDefault("labelCol")]
+        names, of = self.columns(self.trained.parts), self.getOrDefault
         frame = arrays(selected(df, names))
-        summing = _summing(self.trained, names, self.getOrDefault("batchSize"))
-        sums = frame.mapInArrow(summing, _SUMS).collect()
-        rows = sum(each.num for each in sums)
-        if not rows:
+        summing = _summing(self.trained, of("featuresCol"), of("labelCol"), of("batchSize"))
+        sums = sum((Sums(*row) for row in frame.mapInArrow(summing, _SUMS).collect()), Sums())
+        if not sums.rows:
             raise UsageError("there are no rows to evaluate", do="give a DataFrame that has some")
-        found = {"loss": sum(each.losses for each in sums) / rows, "rows": float(rows)}
-        of_all = sum(each.of_all for each in sums)
-        return found | ({"right": sum(each.right for each in sums) / of_all} if of_all else {})
+        found = {"loss": sums.losses / sums.weight, "rows": float(sums.rows)}
+        return found | ({"right": sums.right / sums.of_all} if sums.of_all else {})
 
     def _transform(self, df: Any) -> Any:
         features, outputs = self.getOrDefault("featuresCol"), self.getOrDefault("outputCols")
@@ -153,14 +206,18 @@ class ShoalModel(Model, _Settings):
 
 
 @final
-class ShoalEstimator(Estimator, _Settings):
+class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
     """Trains a model on the ranks of a barrier stage.
 
     Args:
         parts: the functions that make model, loss and optimizer.
-        params: Spark ML's own parameters: `featuresCol`, `labelCol`, `batchSize` (rows of each rank
-            in a step), `epochs`, `numRanks`, `seed`, `outputCols`. And `checkpointFolder`, which
-            all executors see: a run is saved there after each epoch, and gone on with.
+        params: Spark ML's own parameters: `featuresCol`, `labelCol`, `inputCols` (further columns
+            for `Parts.to_batch`), `batchSize` (rows of each rank in a step), `epochs`, `numRanks`,
+            `seed`, `outputCols`.
+            `validationIndicatorCol`: rows where this column is true are not trained on, but
+            validated at the end of each epoch, and every `validationInterval` steps.
+            `checkpointFolder`, which all executors see: a run is saved there after each epoch, and
+            gone on with.
     """
 
     epochs = Param(Params._dummy(), "epochs", "passes over the rows", TypeConverters.toInt)
@@ -168,49 +225,93 @@ class ShoalEstimator(Estimator, _Settings):
     checkpointFolder = Param(
         Params._dummy(), "checkpointFolder", "where a run is saved", TypeConverters.toString
     )
+    validationInterval = Param(
+        Params._dummy(),
+        "validationInterval",
+        "steps from one validation to the next; 0: at the end of each epoch",
+        TypeConverters.toInt,
+    )
 
     def __init__(self, parts: Parts, **params: Any) -> None:
         super().__init__(parts)
-        self._setDefault(epochs=1, numRanks=2, checkpointFolder="")
-        self._set(**params)
+        self._setDefault(epochs=1, numRanks=2, checkpointFolder="", validationInterval=0)
+        self.setParams(**params)
+
+    def fit(self, dataset: Any, params: Any = None, *, validation: Any = None) -> Any:
+        """Train on a DataFrame, as Spark ML's `fit`.
+
+        Args:
+            dataset: rows to train on.
+            params: as for Spark ML's `fit`.
+            validation: a second DataFrame, of rows to validate with, in place of
+                `validationIndicatorCol`.
+
+        Returns:
+            A `ShoalModel`, or a list of them for a list of params.
+
+        Raises:
+            UsageError: as for `run`; both a second DataFrame and a column of marks.
+        """
+        if validation is None:
+            return super().fit(dataset, params)
+        if self.isSet("validationIndicatorCol"):
+            raise UsageError(
+                "rows to validate with are given twice",
+                got=f"validation=… and validationIndicatorCol="
+                f"{self.getOrDefault('validationIndicatorCol')!r}",
+                do="leave one of them out",
+            )
+        names = self.columns(self.payload)
+        rows, others = (selected(df, names) for df in (dataset, validation))
+        both = rows.withColumn(_MARK, lit(False)).unionByName(others.withColumn(_MARK, lit(True)))
+        return self.copy({self.validationIndicatorCol: _MARK}).fit(both, params)
 
     def _fit(self, df: Any) -> ShoalModel:
         of = self.getOrDefault
-        features, label = of("featuresCol"), of("labelCol")
+        mark = of("validationIndicatorCol") if self.isSet("validationIndicatorCol") else ""
+        interval = of("validationInterval")
+        if interval < 0 or (interval and not mark):
+            raise UsageError(
+                "validationInterval is a number of steps between validations",
+                got=f"{interval}" + ("" if mark else ", and no validationIndicatorCol"),
+                do="name the column that marks rows to validate with, or give fit(…, validation=…)",
+            )
         training = Training(
-            self.payload, features, label, of("epochs"), of("seed"), of("checkpointFolder")
+            self.payload,
+            of("featuresCol"),
+            of("labelCol"),
+            of("epochs"),
+            of("seed"),
+            of("checkpointFolder"),
+            interval,
         )
-        (state, losses), *_ = run(
+        result, *_ = run(
             training,
             df,
             num_ranks=of("numRanks"),
             batch_size=of("batchSize"),
             epochs=of("epochs"),
-            columns=[features, label],
+            columns=self.columns(self.payload),
             to_batch=training.batch,
             seed=of("seed"),
+            validation=mark,
         )
-        model = ShoalModel(Trained(self.payload, state or {}))
-        model.losses = losses
+        model = ShoalModel(Trained(self.payload, result.state))
+        model._summary = Summary(result.losses, result.validations)
         self._copyValues(model)  # the parameters that both have
         return model
 
 
-def _summing(trained: Trained, names: list[str], batch_size: int) -> Any:
+def _summing(trained: Trained, features: str, label: str, batch_size: int) -> Any:
     """For mapInArrow: one row of sums for each partition that has rows."""
 
     def summing(batches: Iterator[Any]) -> Iterator[Any]:
-        found = []
+        sums = Sums()
         for batch in batches:
             if batch.num_rows:
                 columns = columns_of(pa.Table.from_batches([batch]))
-                found.append(trained.sums(columns[names[0]], columns[names[1]], batch_size))
-        losses, right, of_all, num = (
-            map(sum, zip(*found, strict=True)) if found else (0.0, 0.0, 0.0, 0)
-        )
-        yield pa.RecordBatch.from_pydict(
-            {"losses": [losses], "right": [right], "of_all": [of_all], "num": [num]}
-        )
+                sums += trained.sums(columns, features, label, batch_size)
+        yield pa.RecordBatch.from_pydict({k: [value] for k, value in asdict(sums).items()})
 
     return summing
 

@@ -16,7 +16,7 @@ WORK, OUTCOME = "work", "outcome"
 class Work:
     """What every rank does."""
 
-    fn: Callable[..., Any]  # of one loader
+    fn: Callable[..., Any]  # of one loader, or of two where rows are marked
     batch_size: int  # rows of each rank in a step
     epochs: int  # 1: rows are read once, and not kept
     to_batch: Callable[[dict[str, Any]], Any] | None
@@ -24,6 +24,7 @@ class Work:
     seed: int
     timeout_s: float
     sample: bytes = b""  # rows for tail hosts to look at, as an Arrow stream
+    validation: str = ""  # the column of rows that are not trained on
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from shoal.front.sharding import shard
 from shoal.integrations.spark.batches import columns_of
 from shoal.integrations.spark.job import OUTCOME, ROWS, WORK, Outcome, Work
 from shoal.integrations.spark.pickles import dumps, loads
-from shoal.integrations.spark.rows import Rows
+from shoal.integrations.spark.rows import Rows, Split
 from shoal.integrations.spark.together import Together
 from shoal.launch.barrier import EXECUTOR
 from shoal.session.session import current
 
-_KEPT = "rows.arrow"
+_KEPT, _MARKED = "rows.arrow", "marked.arrow"
 
 
 def main(folder: Path) -> None:
@@ -66,9 +66,8 @@ def done(work: Work, folder: Path) -> Any:
     try:
         init(start_timeout_s=work.timeout_s)
         if is_tail_host(current()):
-            return work.fn(_Sample(work))
-        file = folder / _KEPT if work.epochs > 1 else None
-        return work.fn(loader_of(work, Rows(_stream(int(os.environ[ROWS])), file)))
+            return work.fn(_Sample(work), *([None] if work.validation else []))
+        return work.fn(*loaders_of(work, _stream(int(os.environ[ROWS])), folder))
     except Served:
         return None
 
@@ -87,8 +86,22 @@ class _Sample:
         """It is the same in every epoch."""
 
 
+def loaders_of(work: Work, stream: Iterator[Any], folder: Path) -> list[Any]:
+    """The loader of this rank, and that of its marked rows (a collective)."""
+    file = folder / _KEPT if work.epochs > 1 else None
+    if not work.validation:
+        return [loader_of(work, Rows(stream, file))]
+    split = Split(stream, work.validation)
+    marked = Rows(split.marked(), folder / _MARKED)
+    marked.keep()
+    channel = current().comm.channel("marked rows from Spark")
+    convert = _Convert(work.to_batch)
+    aside = Together(channel, marked, work.batch_size, None, convert, "rows to validate with")
+    return [loader_of(work, Rows(split.others(), file)), aside]
+
+
 def loader_of(work: Work, rows: Rows) -> ShardedBatches[Any]:
-    """The loader of this rank, in a session (a collective)."""
+    """The loader of this rank's rows, in a session (a collective)."""
     convert = _Convert(work.to_batch)
     channel = current().comm.channel("rows from Spark")
     seed = work.seed if work.shuffle else None

@@ -36,6 +36,10 @@ class Rows:
         self._kept: list[Any] | None = None  # the file's, once the stream is over
         self._is_begun = False
 
+    def keep(self) -> None:
+        """Read the stream to its end, into the file."""
+        self._all()
+
     def in_order(self, epoch: int, seed: list[int] | None) -> Iterator[Any]:
         """The epoch's rows as Arrow tables.
 
@@ -88,6 +92,39 @@ class Rows:
                 batches = map(reader.get_batch, range(reader.num_record_batches))
                 self._kept = [batch for batch in batches if batch.num_rows]
         return self._kept
+
+
+@final
+class Split:
+    """A stream of which a column marks the first rows: those, and then the others.
+
+    Args:
+        stream: record batches.
+        column: the name of that column, of truth values. It is taken out.
+    """
+
+    def __init__(self, stream: Iterator[Any], column: str) -> None:
+        self._stream, self._column = stream, column
+        self._begun: list[Any] = []  # in which the others begin
+
+    def marked(self) -> Iterator[Any]:
+        """Record batches of marked rows; to be read first, to their end."""
+        for batch in self._stream:
+            num = batch.column(self._column).true_count
+            if num:
+                yield self._without(batch.slice(0, num))
+            if num < batch.num_rows:
+                self._begun.append(self._without(batch.slice(num)))
+                return
+
+    def others(self) -> Iterator[Any]:
+        """Those of the other rows."""
+        yield from self._begun
+        self._begun.clear()
+        yield from map(self._without, self._stream)
+
+    def _without(self, batch: Any) -> Any:
+        return batch.select([name for name in batch.schema.names if name != self._column])
 
 
 def _later(batches: list[Any], epoch: int, seed: list[int] | None) -> Iterator[Any]:

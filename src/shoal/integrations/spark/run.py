@@ -26,7 +26,7 @@ _RANK = "shoal rank"  # a column, while rows are dealt
 
 
 def run(
-    fn: Callable[[Any], T],
+    fn: Callable[..., T],
     df: Any,
     *,
     num_ranks: int,
@@ -39,6 +39,7 @@ def run(
     shuffle: bool = True,
     seed: int = 0,
     repartition: bool = True,
+    validation: str = "",
     start_timeout_s: float = 60.0,
 ) -> list[T]:
     """Call a function on every rank, each in a task of one barrier stage, with a loader of `df`.
@@ -65,6 +66,8 @@ def run(
         repartition: whether rows are spread evenly over the ranks first, and put in an order that
             follows from them and the seed. Without, each rank has one partition, whatever its size,
             as it is, and there must be as many of those as ranks.
+        validation: the name of a column of truth values. Rows where it is true are not trained on:
+            `fn` takes a second loader, which gives those in each pass. They are kept on disk.
         start_timeout_s: seconds to wait for every rank to start.
 
     Returns:
@@ -74,9 +77,11 @@ def run(
         UsageError: more ranks than free cores, a missing column, or an error of a rank.
         WorldError: a rank was lost, or `fn` raised an error that is not Shoal's.
     """
-    work = Work(fn, batch_size, epochs, to_batch, shuffle, seed, start_timeout_s)
+    work = Work(
+        fn, batch_size, epochs, to_batch, shuffle, seed, start_timeout_s, validation=validation
+    )
     _check(work, num_ranks, num_servers, num_tail)
-    frame, spark = arrays(selected(df, columns)), df.sparkSession
+    frame, spark = arrays(_marked(df, columns, validation)), df.sparkSession
     pickled = dumps(work, "fn")
     num_others = num_servers + num_tail
     num_tasks = num_ranks + num_others
@@ -84,7 +89,7 @@ def run(
     check_slots(spark, num_tasks, f"num_ranks={num_ranks}{beside}")
     if num_tail:
         pickled = dumps(replace(work, sample=_sample(frame, batch_size)), "fn")
-    frame = _parted(frame, num_ranks, num_others, repartition, seed)
+    frame = _parted(frame, num_ranks, num_others, repartition, work)
     roles = Job((), num_tasks, servers=num_servers, tail=num_tail).roles
     start = Start(pickled, secrets.token_hex(16), roles)
     stage = frame.mapInArrow(task_of(start), SCHEMA, barrier=True)
@@ -155,6 +160,26 @@ def selected(df: Any, columns: Sequence[str] | None) -> Any:
     return df if columns is None else df.select(*columns)
 
 
+def _marked(df: Any, columns: Sequence[str] | None, validation: str) -> Any:
+    """These columns, and the one that marks rows, where it has a null as false."""
+    if not validation:
+        return selected(df, columns)
+    sent = None if columns is None else list(dict.fromkeys([*columns, validation]))
+    frame = selected(df, [validation] if sent is None else sent)
+    kind = frame.schema[validation].dataType.simpleString()
+    if kind != "boolean":
+        raise UsageError(
+            "the column that marks rows to validate with has no truth values",
+            got=f"{validation!r}, of {kind}",
+            expected="boolean",
+            do=f'df.withColumn("{validation}", a condition)',
+        )
+    functions = importlib.import_module("pyspark.sql.functions")
+    frame = df if sent is None else frame
+    is_marked = functions.coalesce(frame[validation], functions.lit(False))
+    return frame.withColumn(validation, is_marked)
+
+
 def arrays(df: Any) -> Any:
     """A DataFrame with Spark ML's vectors as arrays, which Arrow has a type for."""
     names = [field.name for field in df.schema.fields if _is_vector(field)]
@@ -172,11 +197,11 @@ def _is_vector(field: Any) -> bool:
     return type(field.dataType).__name__ == "VectorUDT"
 
 
-def _parted(df: Any, num_ranks: int, num_others: int, repartition: bool, seed: int) -> Any:
+def _parted(df: Any, num_ranks: int, num_others: int, repartition: bool, work: Work) -> Any:
     """A partition for each rank, and an empty one for each that does not train.
 
     Behind a shuffle rows come in any order: by a hash it is one, the same when the stage starts
-    again.
+    again. Marked rows come first.
     """
     there = num_ranks if repartition else df.rdd.getNumPartitions()
     if there != num_ranks:
@@ -186,14 +211,17 @@ def _parted(df: Any, num_ranks: int, num_others: int, repartition: bool, seed: i
             do=f"num_ranks={there}, or repartition=True",
         )
     functions = importlib.import_module("pyspark.sql.functions")
-    named = [each.name for each in df.schema.fields if "map<" not in each.dataType.simpleString()]
-    order = functions.xxhash64(functions.lit(seed), *(df[name] for name in named))
+    order = [functions.desc(work.validation)] if work.validation else []
     if repartition:
+        named = [
+            each.name for each in df.schema.fields if "map<" not in each.dataType.simpleString()
+        ]
+        order.append(functions.xxhash64(functions.lit(work.seed), *(df[name] for name in named)))
         df = df.repartition(num_ranks)
     if num_others:  # a shuffle more: a stage has as many partitions as tasks
         df = df.withColumn(_RANK, functions.spark_partition_id())
         df = df.repartitionById(num_ranks + num_others, _RANK).drop(_RANK)
-    return df.sortWithinPartitions(order) if repartition else df
+    return df.sortWithinPartitions(*order) if order else df
 
 
 def _sample(df: Any, num_rows: int) -> bytes:

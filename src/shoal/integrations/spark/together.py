@@ -37,6 +37,7 @@ class Together:
         batch_size: rows of each rank in a step.
         seed: of the order; None for the order in which rows came.
         convert: makes a batch of a table.
+        what: these rows, in words.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class Together:
         batch_size: int,
         seed: int | None,
         convert: Callable[[Any], Any],
+        what: str = "rows",
     ) -> None:
-        self._comm, self._rows, self._convert = comm, rows, convert
+        self._comm, self._rows, self._convert, self._what = comm, rows, convert, what
         self._total = batch_size * comm.size
         self._seed = None if seed is None else [seed, comm.rank]
         self._epoch = 0
@@ -84,7 +86,7 @@ class Together:
             return None
         if num < comm.size:
             raise UsageError(
-                "there are fewer rows than ranks",
+                f"there are fewer {self._what} than ranks",
                 where=f"rank {comm.rank}, epoch {self._epoch}, step {step}",
                 got=f"{num} rows on {comm.size} ranks",
                 do="give a DataFrame with more rows, or num_ranks=1",

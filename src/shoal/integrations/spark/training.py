@@ -1,55 +1,37 @@
-"""What an estimator's ranks run, and what its model does with rows. Nothing here needs Spark."""
+"""What an estimator's ranks run. Nothing here needs Spark."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.contracts.sample import Objective
 from shoal.core.errors import UsageError
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.parallel import parallelize
+from shoal.front.request import listed
 from shoal.front.together import mean
+from shoal.integrations.spark.parts import Parts, summed
 from shoal.session.session import world
-
-OUTPUT = ""  # the name of the model's own output among the layers
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a user's own functions make: these, and no objects, are sent to the executors.
+class Result:
+    """What a rank tells of the training."""
 
-    Args:
-        model: makes the module.
-        loss: makes the loss, of (output, target).
-        optimizer: makes the optimizer, of the parameters.
-        to_input: makes the model's input of the features of a batch, a tensor or a list. By default
-            those themselves, as float32 where they are numbers.
-        metric: of (output, target): how many are right, of how many.
-        options: for `shoal.parallelize`, as {"strategies": ["factor"]}.
-    """
-
-    model: Callable[[], nn.Module]
-    loss: Callable[[], Any] = nn.CrossEntropyLoss
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
-    to_input: Callable[[Any], Any] | None = None
-    metric: Callable[[Tensor, Any], tuple[float, float]] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def input_of(self, features: Any) -> Any:
-        """What the model is called with."""
-        if self.to_input is not None:
-            return self.to_input(features)
-        return features.float() if isinstance(features, Tensor) else features
+    state: dict[str, Tensor]  # the weights; of rank 0 only
+    losses: list[float]  # the mean of each epoch
+    validations: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What every rank of `fit` does, as a function of its loader."""
+    """What every rank of `fit` does, as a function of its loaders."""
 
     parts: Parts
     features: str
@@ -57,128 +39,121 @@ class Training:
     epochs: int
     seed: int
     checkpoints: str  # a folder, or ""
+    interval: int  # steps from one validation to the next; 0: at the end of epochs only
 
-    def batch(self, columns: dict[str, Any]) -> tuple[Any, Any]:
-        """What the loader gives."""
-        return self.parts.input_of(columns[self.features]), columns[self.label]
+    def batch(self, columns: dict[str, Any]) -> tuple[int, Any]:
+        """What the loader gives: a batch beside its number of rows."""
+        rows = len(next(iter(columns.values())))
+        return rows, self.parts.batch_of(columns, self.features, self.label)
 
-    def __call__(self, loader: Any) -> tuple[dict[str, Tensor] | None, list[float]]:
-        """The weights, from rank 0, and the mean loss of each epoch."""
+    def __call__(self, loader: Any, validation: Any = None) -> Result:
+        """Train from the newest checkpoint, or from the start."""
         torch.manual_seed(self.seed)
-        model, loss_fn = self.parts.model(), self.parts.loss()
-        optimizer, losses, first = self.parts.optimizer(model.parameters()), list[float](), 0
+        model, objective = self.parts.model(), self.parts.objective()
+        optimizer = self.parts.optimizer(model.parameters())
         with ExitStack() as stack:
             checkpoints = self._checkpoints(stack, model, optimizer)
-            if checkpoints is not None:
-                values = checkpoints.resume()
-                first, losses = values["epoch"], list(values["losses"])
-            loader.set_epoch(first)
-            options = dict(self.parts.options)
-            if first < self.epochs:
-                sample = next(iter(loader))
-                model, loss_fn, optimizer = parallelize(
-                    model, loss_fn, optimizer, sample=sample, **options
+            at = checkpoints.resume() if checkpoints is not None else _start()
+            losses, validations = list(at["losses"]), list(at["validations"])
+            loader.set_epoch(at["epoch"])
+            options = self.parts.options_for(model)
+            if at["epoch"] < self.epochs:
+                sample = self.parts.sample_of(next(iter(loader))[1])
+                model, loss, optimizer = parallelize(
+                    model,
+                    objective.loss_fn,
+                    optimizer,
+                    sample=sample,
+                    compute_loss=objective.compute_loss,
+                    **options,
                 )
-            for epoch in range(first, self.epochs):
-                losses.append(_epoch(loader, model, loss_fn, optimizer))
+                objective = objective.by(loss)
+            learning = _Learning(
+                self, model, objective, listed(optimizer), validation, options.get("count")
+            )
+            learning.step = at["step"]
+            for epoch in range(at["epoch"], self.epochs):
+                loss, told = learning.epoch(epoch, loader)
+                losses.append(loss)
+                validations += told
                 if checkpoints is not None:
-                    checkpoints.step(epoch=epoch + 1, losses=losses)
+                    values = {"losses": losses, "validations": validations}
+                    checkpoints.step(epoch=epoch + 1, step=learning.step, **values)
                     checkpoints.save()
             state = {name: value.cpu() for name, value in model.state_dict().items()}
-        return (state if world().rank == 0 else None), losses
+        return Result(state if world().rank == 0 else {}, losses, validations)
 
-    def _checkpoints(self, stack: ExitStack, *trained: Any) -> Checkpoints | None:
+    def _checkpoints(self, stack: ExitStack, model: Any, optimizer: Any) -> Checkpoints | None:
         if not self.checkpoints:
             return None
-        model, optimizer = trained
-        plain: dict[str, Any] = {"epoch": 0, "losses": []}
-        return stack.enter_context(
-            Checkpoints(self.checkpoints, model=model, optimizer=optimizer, **plain)
-        )
+        objects: dict[str, Any] = {"model": model, **_start()}
+        for number, each in enumerate(listed(optimizer)):
+            objects[f"optimizer{number or ''}"] = each
+        return stack.enter_context(Checkpoints(self.checkpoints, **objects))
 
 
-def _epoch(loader: Any, model: nn.Module, loss_fn: Any, optimizer: Any) -> float:
-    """The mean loss over the rows of all ranks."""
-    total, rows = 0.0, 0
-    model.train()
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        total, rows = total + float(loss.detach()) * len(y), rows + len(y)
-    return mean(total / max(rows, 1), weight=rows)
+def _start() -> dict[str, Any]:
+    """What a checkpoint has beside weights, before the first step."""
+    return {"epoch": 0, "step": 0, "losses": [], "validations": []}
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A model with its weights, by which rows are computed."""
+class _Learning:
+    """Epochs of one model, with what is validated in them."""
 
-    parts: Parts
-    state: Mapping[str, Tensor]
+    def __init__(
+        self,
+        training: Training,
+        model: nn.Module,
+        objective: Objective,
+        optimizers: Any,
+        validation: Any,
+        count: Any,
+    ) -> None:
+        self._training, self._model, self._objective = training, model, objective
+        self._optimizers, self._validation, self._count = optimizers, validation, count
+        self.step = 0  # that were made, in all epochs
 
-    @property
-    def is_double(self) -> bool:
-        """Whether it computes in float64."""
-        return any(value.dtype == torch.float64 for value in self.state.values())
+    def epoch(self, epoch: int, loader: Any) -> tuple[float, list[dict[str, Any]]]:
+        """The mean loss over the rows of all ranks, and what was validated."""
+        interval, told = self._training.interval, []
+        total, weights = torch.zeros((), dtype=torch.float64), 0.0
+        self._model.train()
+        for loss, weight in self._steps(loader):
+            total, weights = total + loss.double().cpu() * weight, weights + weight
+            self.step += 1
+            if self._validation is not None and interval and self.step % interval == 0:
+                told.append(self._validated(epoch))
+        if self._validation is not None and not (told and told[-1]["step"] == self.step):
+            told.append(self._validated(epoch))
+        return mean(float(total) / (weights or 1.0), weight=weights), told
 
-    def model(self) -> nn.Module:
-        """The module, to evaluate."""
-        model = self.parts.model()
-        model.load_state_dict(dict(self.state))
-        return model.eval()
+    def _steps(self, loader: Any) -> Iterator[tuple[Tensor, float]]:
+        """The loss of each step, and what it counts."""
+        for rows, batch in loader:
+            for optimizer in self._optimizers:
+                optimizer.zero_grad()
+            found = self._training.parts.found(self._objective, self._model, batch)
+            found.loss.backward()
+            for optimizer in self._optimizers:
+                optimizer.step()
+            yield found.loss.detach(), self._weight(rows, found.counted)
 
-    def check_layers(self, names: Iterable[str]) -> None:
-        """Look whether the model has these layers.
+    def _weight(self, rows: int, counted: tuple[Any, ...]) -> float:
+        return float(rows if self._count is None else self._count(*counted))
 
-        Raises:
-            UsageError: it lacks one.
-        """
-        there = {name for name, _ in self.parts.model().named_modules()}
-        absent = [name for name in names if name not in there]
-        if absent:
+    def _validated(self, epoch: int) -> dict[str, Any]:
+        """Means over the validation rows of all ranks, on every rank the same (a collective)."""
+        parts = self._training.parts
+        self._model.eval()
+        own = summed(parts, self._objective, self._model, self._validation, self._count)
+        self._model.train()
+        rows = round(mean(float(own.rows)) * world().size)
+        if not rows:
             raise UsageError(
-                "the model has no such layer",
-                got=", ".join(map(repr, absent)),
-                expected='"" for the output, or of ' + ", ".join(sorted(there - {""})),
-                do="correct the name, as model.named_modules() gives it",
+                "no row is marked as one to validate with",
+                do="mark some in the column that validationIndicatorCol names, or leave it out",
             )
-
-    def computed(
-        self, model: nn.Module, features: Any, names: Sequence[str], batch_size: int
-    ) -> dict[str, Tensor]:
-        """Outputs of layers, by name: a tensor of shape (rows, values of a row) each."""
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
-
-        def keep(name: str) -> Callable[..., None]:
-            def hook(_: nn.Module, __: Any, output: Any) -> None:
-                found[name].append(
-                    output.detach().flatten(1) if output.dim() > 1 else output[:, None]
-                )
-
-            return hook
-
-        layers = dict(model.named_modules())
-        handles = [layers[name].register_forward_hook(keep(name)) for name in names]
-        try:
-            with torch.no_grad():
-                for start in range(0, len(features), batch_size):
-                    model(self.parts.input_of(features[start : start + batch_size]))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return {name: torch.cat(parts) for name, parts in found.items()}
-
-    def sums(self, features: Any, target: Any, batch_size: int) -> tuple[float, float, float, int]:
-        """Over these rows: of losses, of what is right, of how many, and rows."""
-        model, loss_fn, metric = self.model(), self.parts.loss(), self.parts.metric
-        losses, right, of_all = 0.0, 0.0, 0.0
-        with torch.no_grad():
-            for start in range(0, len(features), batch_size):
-                rows = slice(start, start + batch_size)
-                output = model(self.parts.input_of(features[rows]))
-                losses += float(loss_fn(output, target[rows])) * len(target[rows])
-                if metric is not None:
-                    hits, num = metric(output, target[rows])
-                    right, of_all = right + hits, of_all + num
-        return losses, right, of_all, len(features)
+        loss = mean(own.losses / (own.weight or 1.0), weight=own.weight)
+        right = mean(own.right / (own.of_all or 1.0), weight=own.of_all)
+        found = {"epoch": epoch, "step": self.step, "loss": loss, "rows": rows}
+        return found | {"right": right if parts.metric else None}
