@@ -27,7 +27,6 @@ from torch import nn
 from torch.nn import functional as F
 from with_tail import (
     CLASSES,
-    PINS,
     WIDTH,
     Net,
     assert_same,
@@ -51,10 +50,13 @@ from shoal.session.session import current
 COUNT_BYTES = 40  # a row count that is asked for, to every other rank
 
 
-@pytest.mark.parametrize("workers,tail", [(2, 1), (3, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(
+    "workers,tail,codec",
+    [(2, 1, ""), (3, 1, ""), (3, 2, ""), (4, 2, ""), (2, 1, "+bfloat16"), (4, 2, "+float16")],
+)
 @pytest.mark.parametrize("micro_batches", [1, 4, 8])
 def test_a_step_sends_the_bytes_that_are_stated(
-    micro_batches: int, workers: int, tail: int
+    micro_batches: int, workers: int, tail: int, codec: str
 ) -> None:
     """Those of the workers, but for the optimizer's settings, which one of each tail host's workers
     sends.
@@ -67,7 +69,7 @@ def test_a_step_sends_the_bytes_that_are_stated(
         x, y = rows_of(batch, min(comm.rank, workers - 1), workers)
         with using(traced, cluster) as session, suppress(SystemExit):
             optimizer = sgd(mine.parameters())
-            pins = PINS | {"body.*": "replicate:direct"}
+            pins = {"body.*": "replicate:direct", "tail.*": f"stage{codec}"}
             _, loss_fn, _ = shoal.parallelize(
                 mine,
                 F.cross_entropy,

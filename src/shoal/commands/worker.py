@@ -23,7 +23,7 @@ from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.placement import BALANCED
-from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.engine.replicas import EVERY
 from shoal.front.carriers import all_codecs, codecs_of
 from shoal.front.cluster import measured_cluster, with_codings
@@ -70,7 +70,10 @@ class PlanOptions:
 
     def without_codecs(self) -> PlanOptions:
         """The same, exact: also what pins and a saved plan say."""
-        pins = {layer: pin.partition("+")[0] for layer, pin in (self.pins or {}).items()}
+        pins = {
+            layer: Choice(layer, *strategy_and_exchange(pin)).without_codec().way
+            for layer, pin in (self.pins or {}).items()
+        }
         plan = self.plan
         if plan != "auto":
             plan = Plan.load(plan) if isinstance(plan, str) else plan

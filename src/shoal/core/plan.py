@@ -45,7 +45,8 @@ class Choice:
     of a layer that is cut cross as codes, it is a plus and the codec: "+bfloat16".
 
     Where the layer is on tail hosts ("stage"), it names the strategy by which these share it among
-    themselves.
+    themselves. What workers and they send one another may cross as codes: "+bfloat16", or
+    "+bfloat16:sliced:direct".
 
     Examples:
         >>> import shoal
@@ -69,22 +70,44 @@ class Choice:
         """The codec whose codes the exchange carries, or in which rows of the layer cross, as a
         plan writes it; '' where none is.
         """
-        return self.exchange.partition("+")[2]
+        codec, rest = rows_and_rest(self.exchange)
+        return codec or rest.partition("+")[2]
 
     def without_codec(self) -> Choice:
         """The same choice, exact."""
-        return replace(self, exchange=self.exchange.partition("+")[0])
+        codec, rest = rows_and_rest(self.exchange)
+        return replace(self, exchange=rest if codec else rest.partition("+")[0])
+
+    @property
+    def rows(self) -> str:
+        """That rows cross as a codec's codes, as an exchange says it, such as "+bfloat16"; or ''.
+
+        Examples:
+            >>> import shoal
+            >>> shoal.Choice("classifier.6", "stage", "+bfloat16:sliced:direct").rows
+            '+bfloat16'
+        """
+        codec, _ = rows_and_rest(self.exchange)
+        return f"+{codec}" if codec else ""
 
 
 def strategy_and_exchange(way: str) -> tuple[str, str]:
     """What a pin says, as a `Choice` has it: of "replicate:ring" its two sides; of
     "column+bfloat16" what is before the plus, and the rest.
     """
-    strategy, _, exchange = way.partition(":")
-    if not exchange:
-        strategy, plus, codec = strategy.partition("+")
-        exchange = plus + codec
-    return strategy, exchange
+    strategy, colon, exchange = way.partition(":")
+    strategy, plus, codec = strategy.partition("+")
+    return strategy, plus + codec + colon + exchange if plus else exchange
+
+
+def rows_and_rest(exchange: str) -> tuple[str, str]:
+    """The codec as which rows cross, and how tail hosts share the layer, of "+bfloat16:sliced";
+    of any other exchange '' and itself.
+    """
+    if not exchange.startswith("+"):
+        return "", exchange
+    codec, _, rest = exchange[1:].partition(":")
+    return codec, rest
 
 
 @dataclass(frozen=True)
@@ -186,7 +209,9 @@ class Plan:
             key = (choice.strategy, choice.exchange)
             if choice in at_tail:
                 if choice == at_tail[-1]:
-                    yield Site(tuple(c.layer for c in at_tail), choice.strategy, "")
+                    rows = {c.rows for c in at_tail}  # as codes only if all of them say so
+                    coded = choice.rows if len(rows) == 1 else ""
+                    yield Site(tuple(c.layer for c in at_tail), choice.strategy, coded)
                 continue
             if not roles[choice.strategy].joins_layers:
                 yield Site((choice.layer,), *key)

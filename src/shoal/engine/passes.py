@@ -17,6 +17,7 @@ class Block:
     index: int
     rows: int
     back: bool  # its gradient goes to the worker
+    coded: bool = False  # it came as a code, and its gradient goes so
 
 
 @dataclass

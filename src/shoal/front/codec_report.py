@@ -14,6 +14,7 @@ from shoal.planner.timeline import Predictor
 from shoal.session.additions import uncompiled
 from shoal.session.session import current
 from shoal.strategies.cutting import error_of_rows
+from shoal.strategies.stage import error_at_tail
 
 
 @dataclass(frozen=True)
@@ -144,11 +145,16 @@ def codec_report(model: nn.Module) -> CodecReport:
     predictor = Predictor(attached.profile, attached.cluster)
     errors = _Errors.of(coded_carriers(attached.engine.transfers))
     coded = [choice for choice in attached.plan.choices if choice.codec]
+    # what crosses to tail hosts is that of all their layers: a row for the last of them
+    of_tail = [c for c in coded if c.rows and predictor.role(c.strategy).is_at_tail]
+    coded = [choice for choice in coded if choice not in of_tail[1:]]
     rows = [_row(choice, predictor, errors) for choice in coded]
     modules = dict(uncompiled(model).named_modules())
     for at, choice in enumerate(coded):
         if choice.exchange.startswith("+"):
-            rows[at] = replace(rows[at], step_error=error_of_rows(modules[choice.layer]))
+            at_tail = choice in of_tail
+            own = error_at_tail(modules[""]) if at_tail else error_of_rows(modules[choice.layer])
+            rows[at] = replace(rows[at], step_error=own)
     return CodecReport(tuple(rows))
 
 

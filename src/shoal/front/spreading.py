@@ -5,7 +5,7 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -14,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import from_first
+from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
-from shoal.core.plan import Plan
+from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named, of
 from shoal.engine.stragglers import Stragglers
 from shoal.engine.weights import inputs_alike
@@ -46,8 +47,10 @@ from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.running import Running
 from shoal.session.session import Attached, Session
+from shoal.strategies.carried import row_codec
 from shoal.strategies.sync_batchnorm import SyncNorms
 from shoal.strategies.sync_batchnorm import alone as sync_norms_alone
+from shoal.tensors.crossing import Crossing
 
 
 @dataclass(frozen=True)
@@ -213,11 +216,26 @@ def _open_tail(
             do="give all of these to them, or none",
         )
     modules = {name: model.get_submodule(name) for name in tail.modules}
-    shared = {name: choice.exchange for name, choice in at_tail.items()}
-    hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared))
+    shared = {name: rows_and_rest(choice.exchange)[1] for name, choice in at_tail.items()}
+    codec = _codec_of_tail(at_tail.values())
+    written = "" if codec is None else str(codec)
+    hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared, written))
     at_workers = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
     alike = any(strategy.role.is_cut for strategy in at_workers)
-    return FarTail(hosts, model, modules, loss_fn, plan.micro_batches, alike=alike)
+    return FarTail(hosts, model, modules, loss_fn, plan.micro_batches, Crossing(codec), alike=alike)
+
+
+def _codec_of_tail(at_tail: Iterable[Choice]) -> Codec | None:
+    """As which activations cross: one for all layers of the tail."""
+    rows = {choice.rows: choice.layer for choice in at_tail}
+    if len(rows) > 1:
+        ways = ", ".join(f"{layer} stage{codec}" for codec, layer in rows.items())
+        raise PlanError(
+            "layers on tail hosts have one codec for all",
+            got=ways,
+            do="give all of them the same, or none",
+        )
+    return row_codec(next(iter(rows)))
 
 
 def _chosen(

@@ -156,7 +156,8 @@ def _alternative(
     if step_s is None:
         plan = plan.with_choice(choice)
         for other, needed in predictor.needs(choice.layer, choice.strategy).items():
-            plan = plan.with_choice(Choice(other, needed))
+            rows = choice.rows if needed == choice.strategy else ""
+            plan = plan.with_choice(Choice(other, needed, rows))
         for other in predictor.lone(plan.choices):
             plan = plan.with_choice(_cheapest(other, predictor))
         step_s = predictor.as_is(plan).step_s

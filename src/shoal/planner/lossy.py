@@ -147,12 +147,22 @@ class _Tried:
         before: Mapping[str, Choice] = {c.layer: c for c in self._exact.choices}
         layers = sorted(self._predictor.profile.layers, key=lambda layer: layer.nbytes)
         most_s = plan.predicted_s * (1 + _LESS)
-        for layer in layers[-_MOST:]:
-            if plan.choice(layer.name) != before[layer.name]:
-                other = self._predicted(self._mended(plan.with_choice(before[layer.name])))
+        together = [[layer.name] for layer in layers[-_MOST:]]
+        # of tail hosts all or none
+        at_tail = [name for (name,) in together if self._is_at_tail(plan.choice(name))]
+        together = [names for names in together if names[0] not in at_tail] + [at_tail]
+        for names in together:
+            if any(plan.choice(name) != before[name] for name in names):
+                other = plan
+                for name in names:
+                    other = other.with_choice(before[name])
+                other = self._predicted(self._mended(other))
                 if other.predicted_s <= most_s:
                     plan = other
         return plan
+
+    def _is_at_tail(self, choice: Choice) -> bool:
+        return self._predictor.role(choice.strategy).is_at_tail
 
     def _mended(self, plan: Plan) -> Plan:
         """The same, where layers that need one another are still served alike."""

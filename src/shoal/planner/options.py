@@ -10,7 +10,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile
 from shoal.core.names import matched
-from shoal.core.plan import Site, strategy_and_exchange
+from shoal.core.plan import Choice, Site, rows_and_rest, strategy_and_exchange
 from shoal.core.registry import named, of
 from shoal.planner.timeline import Predictor
 from shoal.strategies.carried import check_carried
@@ -133,7 +133,9 @@ def with_needed(predictor: Predictor, pinned: Mapping[str, Option]) -> dict[str,
                     do="pin both layers to those two, or neither",
                 )
             _check_pin(predictor, predictor.layer(other), needed, "")
-            complete.setdefault(other, (needed, ""))
+            # what crosses is one for all of them
+            rows = Choice(name, strategy, exchange).rows if needed == strategy else ""
+            complete.setdefault(other, (needed, rows))
     return complete
 
 
@@ -184,8 +186,9 @@ def resolve(pins: Mapping[str, str], names: Sequence[str]) -> dict[str, Option]:
     for pattern, value in pins.items():
         strategy, exchange = strategy_and_exchange(value)
         is_at_tail = named(Strategy, strategy).role.is_at_tail
-        if exchange.startswith("+"):
-            exchange = f"+{codec_named(exchange[1:])}"
+        codec, rest = rows_and_rest(exchange)
+        if codec:
+            exchange = f"+{codec_named(codec)}" + (f":{rest}" if rest else "")
         elif exchange and not is_at_tail:
             exchange = str(exchange_named(exchange))
         layers = matched(pattern, names, "pin", "layer")

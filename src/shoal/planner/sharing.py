@@ -14,7 +14,7 @@ from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Excerpt, ModelProfile, Topology
-from shoal.core.plan import MICRO_BATCHES, Plan
+from shoal.core.plan import MICRO_BATCHES, Plan, rows_and_rest
 from shoal.core.registry import named, of
 from shoal.planner.lossy import with_codecs
 from shoal.planner.options import known, resolve
@@ -88,7 +88,8 @@ def with_sharing(
     """
     kinds = of(Strategy)
     at_tail = [choice for choice in plan.choices if kinds[choice.strategy].role.is_at_tail]
-    pinned = {choice.layer: choice.exchange for choice in at_tail if choice.exchange}
+    ways = {choice.layer: rows_and_rest(choice.exchange)[1] for choice in at_tail}
+    pinned = {layer: way for layer, way in ways.items() if way}
     if len(cluster.tail) < 2:
         if pinned:
             layer, way = next(iter(pinned.items()))
@@ -116,7 +117,9 @@ def with_sharing(
             )
     inner = search(end, hosts, pins=pinned, strategies=usable, options=options)
     for choice in inner.choices:
-        plan = plan.with_choice(replace(plan.choice(choice.layer), exchange=choice.way))
+        before = plan.choice(choice.layer)
+        way = f"{before.rows}:{choice.way}" if before.rows else choice.way
+        plan = plan.with_choice(replace(before, exchange=way))
     return plan
 
 

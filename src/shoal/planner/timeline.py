@@ -17,7 +17,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.cost import Cost, Phase, total
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting
-from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site
+from shoal.core.plan import LEAST_PART_BYTES, Choice, Plan, Site, rows_and_rest
 from shoal.core.registry import of
 from shoal.core.role import Role
 from shoal.planner.lanes import Lanes, Speeds
@@ -135,8 +135,9 @@ class Predictor:
                     layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers
                 ]
             strategy = self._strategies[site.strategy]
-            if strategy.codes_rows and site.exchange:
-                setting = replace(layers[0].setting, codec=site.exchange[1:])
+            codec, _ = rows_and_rest(site.exchange)
+            if strategy.codes_rows and codec:
+                setting = replace(layers[0].setting, codec=codec)
                 layers = [replace(layer, setting=setting) for layer in layers]
             self._costs[site] = strategy.estimate(layers, carrier, self.cluster).mean
         return self._costs[site]

@@ -37,6 +37,7 @@ from shoal.remote.wire import Data, written
 
 # of every module: what with, by position and name; output
 Calls = dict[str, list[tuple[tuple[Any, ...], Any, Any]]]
+_OF_CODECS = torch.float32, torch.float64
 _WITHIN = 1e-3  # as sums of other lengths may differ in float16
 _CUT = (
     "in micro-batches what comes before it gives something else (batch normalisation, or rows that "
@@ -61,6 +62,10 @@ class Tail:
     forward_s: float = 0.0  # of itself and the loss
     backward_s: float = 0.0
     pass_s: float = 0.0  # of the last two what takes as long however few rows there are
+    # of what is sent and received, activations and their gradients that may cross as codes
+    activation_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    itemsize: int = 4  # of their numbers
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,18 @@ class Tails:
                 if reason or modules[0] in differing:
                     reasons[name] = reason or _CUT
                 elif name not in found:
-                    nbytes = _bytes(sample, inside, calls[modules[0]][0][0][0], loss, micro_batches)
-                    found[name] = Tail(modules, tuple(ended), micro_batches, *nbytes)
+                    first_input = calls[modules[0]][0][0][0]
+                    nbytes = _bytes(sample, inside, first_input, loss, micro_batches)
+                    coded = first_input.nbytes * (first_input.dtype in _OF_CODECS)
+                    found[name] = Tail(
+                        modules,
+                        tuple(ended),
+                        micro_batches,
+                        *nbytes,
+                        activation_bytes=coded,
+                        gradient_bytes=coded * first_input.requires_grad,
+                        itemsize=first_input.itemsize,
+                    )
         return cls(
             found, {name: "" if name in found else reason for name, reason in reasons.items()}
         )

@@ -44,6 +44,7 @@ from shoal.remote.tail_messages import (
     WriteValues,
 )
 from shoal.remote.wire import Data
+from shoal.tensors.crossing import EXACT, Crossing
 from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
 
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
@@ -59,6 +60,7 @@ class FarTail:
         modules: those that make the tail, in the order in which they are called, by dotted name.
         loss_fn: what goes with it.
         micro_batches: how many a batch is cut into.
+        crossing: how activations and their gradients cross.
         alike: whether every rank is to call the body as often as the others, however few rows it
             has.
     """
@@ -70,6 +72,7 @@ class FarTail:
         modules: Mapping[str, nn.Module],
         loss_fn: Any,
         micro_batches: int,
+        crossing: Crossing = EXACT,
         *,
         alike: bool,
     ) -> None:
@@ -79,7 +82,7 @@ class FarTail:
             modules,
             micro_batches,
         )
-        self.alike = alike
+        self.alike, self.crossing = alike, crossing
         self.weighs: Weighing = UNWEIGHED  # this rank's rows, once an engine says it
         self.parameters = parameters_of(modules)
         self.names = {parameter: name for name, parameter in self.parameters.items()}

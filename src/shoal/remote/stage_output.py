@@ -78,14 +78,16 @@ class Run:
         if back and activation is not None:
             self._forms[index] = torch.empty_like(activation, device="meta")
         modes = None if index else self._modes
+        code = None if activation is None else self.tail.crossing.narrowed(activation)
         message = forward_message(
-            activation,
+            activation if code is None else code,
             modes,
             run=self.number,
             index=index,
             oldest=self.tail.oldest,
             of_gradients=self._of_gradients,
             back=back,
+            wide=None if activation is None or code is None else activation.dtype,
         )
         self.tail.hosts.tell(message)  # 1  the next micro-batch begins meanwhile
         self._since_s = perf_counter()
@@ -132,7 +134,10 @@ class Run:
             )
             for number in sorted(self._forms, reverse=True):
                 form = self._forms[number]
-                gradient = torch.empty(form.shape, dtype=form.dtype)
+                if self.tail.crossing.narrows(form):
+                    gradient = self.tail.crossing.landing(form)
+                else:
+                    gradient = torch.empty(form.shape, dtype=form.dtype)
                 pending = hosts.channel.receive(gradient) if gradient.numel() else DONE
                 self._landing[number] = pending, gradient
         else:
@@ -144,6 +149,9 @@ class Run:
         pending.wait()  # 10  on through the body
         self._note(f"wait for the gradient of micro-batch {index}", begin_s)
         self._since_s = perf_counter()
+        form = self._forms[index]
+        if self.tail.crossing.narrows(form):
+            gradient = self.tail.crossing.widened(gradient, form.dtype)
         return gradient
 
     def output(self) -> Tensor:

@@ -146,9 +146,10 @@ def forward_message(
     oldest: int = 0,
     of_gradients: bool = True,
     back: bool = True,
+    wide: torch.dtype | None = None,
 ) -> Forward:
     """A micro-batch, and whether its gradient is to come back; with the first goes what is set."""
-    return Forward(run, index, oldest, modes, of_gradients, back, _autocast(), activation)
+    return Forward(run, index, oldest, modes, of_gradients, back, _autocast(), activation, wide)
 
 
 def loss_message(

@@ -96,6 +96,7 @@ class Open(TailMessage, frozen=True):
     joined: bool
     # by layer, in the order in which gradients come, how hosts share it: "sliced:direct"
     shared: dict[str, str]
+    codec: str = ""  # as which activations and their gradients cross
 
 
 class Forward(TailMessage, frozen=True):
@@ -109,6 +110,7 @@ class Forward(TailMessage, frozen=True):
     back: bool  # its gradient is to come back
     autocast: Autocast
     activation: Tensor | None
+    wide: torch.dtype | None = None  # of the activation, where it is a code, as its gradient is
 
     @property
     def key(self) -> str:

@@ -16,6 +16,7 @@ from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ParameterProfile
+from shoal.core.plan import rows_and_rest
 from shoal.core.registry import named, of
 
 
@@ -74,9 +75,10 @@ def row_codec(exchange: str) -> Codec | None:
     Raises:
         PlanError: there is none of that name, or it is too far off in one step.
     """
-    if not exchange.startswith("+"):
+    text, _ = rows_and_rest(exchange)
+    if not text:
         return None
-    codec = codec_named(exchange[1:])
+    codec = codec_named(text)
     if not codec.by_value:
         able = [name for name, kind in of(Codec).items() if kind.by_value]
         raise PlanError(

@@ -24,12 +24,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.codecs.coded import codec_named
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
@@ -58,6 +60,7 @@ class Stage(Strategy):
 
     name = "stage"
     role = Role.STAGE
+    codes_rows = True
     probes = (TailProbe, ProductProbe, UpdateProbe)
     stays = "the end of a model does not come back from tail hosts"
 
@@ -83,6 +86,7 @@ class Stage(Strategy):
     ) -> Cost:
         tail, joined = tail_of(layers), layers[0].setting.joined
         assert tail is not None
+        profiled, tail = tail, _coded(tail, layers[0].setting.codec, cluster)
         workers, hosts, count = cluster.size, len(cluster.tail), tail.micro_batches
         served = -(-workers // hosts)  # by a tail host, at most
         out, back = (
@@ -102,11 +106,14 @@ class Stage(Strategy):
         return Cost(
             in_forward=Phase(out, pace, Wait.AT_ONCE, shown=shown),
             in_backward=Phase(back, pace, Wait.AT_ONCE, shown=shown),
-            forward_s=forward_s - shown * pace.wall.of(out) - tail.body_forward_s - tail.forward_s,
+            forward_s=forward_s
+            - shown * pace.wall.of(out)
+            - profiled.body_forward_s
+            - profiled.forward_s,
             backward_s=backward_s
             - shown * pace.wall.of(back)
-            - tail.body_backward_s
-            - tail.backward_s,
+            - profiled.body_backward_s
+            - profiled.backward_s,
             held=0.0,
             update=Update(main=0.0, host=1.0),
         )
@@ -167,6 +174,11 @@ class _Body:
 
     def __init__(self, tail: FarTail) -> None:
         self._tail = tail
+
+    @property
+    def error(self) -> float | None:
+        """How far the last activations that were looked at were off."""
+        return self._tail.crossing.error
 
     def called(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tail = self._tail
@@ -259,6 +271,32 @@ def loss_at_tail(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         return _LossAtTail().called(loss_fn, *args, **kwargs)
 
     return wrapped
+
+
+def error_at_tail(model: nn.Module) -> float | None:
+    """How far the activations were off that were looked at last, relative; None where they go as
+    they are.
+    """
+    stage = model.__dict__.get(_SLOT)
+    return stage.error if isinstance(stage, _Body) else None
+
+
+def _coded(tail: Tail, codec: str, cluster: Cluster) -> Tail:
+    """The tail where activations and gradients cross as codes: bytes, and seconds to code them."""
+    part = codec_named(codec).nbytes(1, tail.itemsize) / tail.itemsize if codec else 1.0
+    if part >= 1:
+        return tail
+    pace = cluster.coding(codec)
+    out, back = tail.activation_bytes / tail.itemsize, tail.gradient_bytes / tail.itemsize
+    return replace(
+        tail,
+        sent_bytes=tail.sent_bytes - (1 - part) * tail.activation_bytes,
+        received_bytes=tail.received_bytes - (1 - part) * tail.gradient_bytes,
+        body_forward_s=tail.body_forward_s + out * pace.encode_s,
+        forward_s=tail.forward_s + out * pace.decode_s,
+        body_backward_s=tail.body_backward_s + back * pace.decode_s,
+        backward_s=tail.backward_s + back * pace.encode_s,
+    )
 
 
 def _piped(

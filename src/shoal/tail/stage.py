@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.codecs.coded import codec_named
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.plan import Choice, Plan
@@ -63,6 +64,7 @@ from shoal.remote.wire import Data
 from shoal.session.attach import attach
 from shoal.session.session import Session
 from shoal.tail.inbox import Inbox
+from shoal.tensors.crossing import Crossing
 
 About = TypeVar("About", bound=OfOptimizer)
 
@@ -84,6 +86,7 @@ class Tail(TailRole):
     ) -> None:
         self._among = among  # the hosts themselves
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
+        self._crossing = Crossing(codec_named(opening.codec) if opening.codec else None)
         self._workers, self._hosts = hosts.workers, len(hosts.hosts)
         self._all_workers = hosts.comm.workers
         self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}
@@ -119,7 +122,10 @@ class Tail(TailRole):
         for worker, message in asked.items():
             activation = message.activation
             if activation is not None:
-                block = Block(worker, first.index, len(activation), message.back)
+                coded = message.wide is not None
+                if message.wide is not None:
+                    activation = self._crossing.widened(activation, message.wide)
+                block = Block(worker, first.index, len(activation), message.back, coded)
                 run.waiting.append((block, activation))
         if self._joined and first.index + 1 < self._micro_batches:
             return
@@ -254,7 +260,10 @@ class Tail(TailRole):
             zip(tail_pass.blocks, parts, strict=True), key=lambda pair: -pair[0].index
         ):
             if block.back and block.rows:
-                self._channels[block.worker].post_rows(part.contiguous())  # 9
+                code = self._crossing.narrowed(part) if block.coded else None
+                self._channels[block.worker].post_rows(  # 9
+                    part.contiguous() if code is None else code
+                )
 
     def _clear(self, cleared: Sequence[bool]) -> None:
         for parameter, none in zip(self._parameters.values(), cleared, strict=True):

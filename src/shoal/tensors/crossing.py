@@ -4,6 +4,7 @@
 
 What a code loses of rows is never sent: there is no next round of the same values. So only codecs
 that code each value by itself take part, which are near in one step. A rank's own rows stay exact.
+So cross activations and their gradients between workers and tail hosts, too.
 Costs two passes over the rows, on the main thread.
 """
 
@@ -61,6 +62,33 @@ class Crossing:
                     codec.decode(landing[rank], incoming[rank].view(-1))
 
         return come
+
+    def narrowed(self, rows: Tensor) -> Tensor | None:
+        """The code of some rows, in their shape and one dimension more, of its bytes; None where
+        they go as they are.
+        """
+        codec = self._codec
+        if codec is None or not self.narrows(rows):
+            return None
+        return self._code(codec, rows).view(*rows.shape, codec.nbytes(1, rows.itemsize))
+
+    def narrows(self, rows: Tensor) -> bool:
+        """Whether such rows go as codes."""
+        return self._codec is not None and _is_narrower(self._codec, rows)
+
+    def landing(self, rows: Tensor) -> Tensor:
+        """Where the code of such rows may land, on the host."""
+        assert self._codec is not None
+        shape = *rows.shape, self._codec.nbytes(1, rows.itemsize)
+        return torch.empty(shape, dtype=torch.uint8)
+
+    def widened(self, code: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows, of that type, that a code from `narrowed` stands for."""
+        assert self._codec is not None
+        rows = torch.empty(code.shape[:-1], dtype=dtype, device=code.device)
+        if rows.numel():
+            self._codec.decode(code.reshape(-1), rows.view(-1))
+        return rows
 
     def _code(self, codec: Codec, rows: Tensor) -> Tensor:
         values = rows.detach().reshape(-1)
