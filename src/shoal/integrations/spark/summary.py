@@ -1,10 +1,9 @@
-"""How training went, as Spark ML's own summaries tell it. Imported with pyspark only."""
+"""How training went, as Spark ML's own summaries tell it."""
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, final
-
-from pyspark.sql import SparkSession
 
 _SCHEMA = "epoch long, step long, loss double, right double, rows long"
 
@@ -38,4 +37,5 @@ class Summary:
         """
         names = [part.split()[0] for part in _SCHEMA.split(", ")]
         rows = [tuple(each[name] for name in names) for each in self.validations]
-        return SparkSession.active().createDataFrame(rows, _SCHEMA)
+        session = importlib.import_module("pyspark.sql").SparkSession.active()
+        return session.createDataFrame(rows, _SCHEMA)
