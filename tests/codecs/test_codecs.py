@@ -9,6 +9,7 @@ from torch import Tensor
 from shoal.codecs.carrier import CodedCarrier
 from shoal.codecs.coded import Coded, codec_named, exchange_named
 from shoal.codecs.runs import RUN, Runs
+from shoal.codecs.top_k import threshold
 from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import TracedComm
 from shoal.contracts.codec import Codec
@@ -99,6 +100,16 @@ def test_an_overflow_is_seen_and_not_kept(name: str, bad: float) -> None:
     runs.encode(numbers(5000), code, lost, {})
     runs.decode(code, back)
     assert back.isfinite().all()
+
+
+@pytest.mark.parametrize("columns", [64, 384, 512, 2048])
+def test_a_sample_of_top_k_sees_all_columns_of_a_matrix(columns: int) -> None:
+    """Else there are too few candidates, or too many, and all values are sorted."""
+    scales = torch.exp(2 * numbers(columns, 1))
+    sizes = (numbers(RUN // columns * columns).view(-1, columns) * scales).view(-1).abs()
+    number = len(sizes) // 100
+    candidates = int((sizes >= threshold(sizes, number, 1.5)).sum())
+    assert number <= candidates < 3 * number
 
 
 def test_float16_sends_what_is_too_large_later() -> None:

@@ -188,6 +188,18 @@ def test_what_codes_take_at_a_worker_and_its_tail_host() -> None:
     assert coded.backward_s - exact.backward_s > 5.0
 
 
+def test_of_codecs_that_may_be_off_alike_the_shortest_step_is_taken() -> None:
+    pace = CodingPace(3e-8, 3e-8, terms_s=1e-8, sums_s=1e-8)
+    net = replace(SLOW_LINK, codings={"top_k": pace, "low_rank": pace})
+    steps = {
+        codecs: plan_for(NET, net, codecs=list(codecs), **BUCKETS)
+        for codecs in (("top_k",), ("low_rank",), ("top_k", "low_rank"))
+    }
+    top_k, low_rank, both = steps.values()
+    assert 0.9 * top_k.predicted_s < low_rank.predicted_s < top_k.predicted_s
+    assert codecs_in(both) == {"low_rank"}
+
+
 def test_layers_of_vectors_stay_exact() -> None:
     net = model(matrix("late", 0.5, 10_000), layer("norm", 2.0, 10_000_000, "LayerNorm"))
     plan = plan_for(net, SLOW_LINK, codecs=["int8"], **BUCKETS)

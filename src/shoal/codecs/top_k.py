@@ -20,7 +20,7 @@ from shoal.contracts.codec import Codec, State
 from shoal.core.errors import UsageError
 
 _SAMPLE = 4096
-_MORE = 1.5  # candidates for each that is wanted
+_MORE = 1.5, 4.0  # candidates for each that is wanted; where there are too few, more
 
 
 @final
@@ -72,13 +72,21 @@ class TopK(Codec):
 
 
 def _largest(sizes: Tensor, number: int) -> Tensor:
-    """Where the largest are."""
-    every = len(sizes) // _SAMPLE
-    if every > 1 and sizes.device.type == "cpu" and isfinite(sizes.sum()):
-        sample = sizes[::every]
-        rank = max(1, round(len(sample) * _MORE * number / len(sizes)))
-        threshold = sample.topk(min(rank, len(sample)), sorted=False).values.min()
-        candidates = (sizes >= threshold).nonzero().view(-1)
-        if number <= len(candidates) < len(sizes) // 2:
-            return candidates[sizes[candidates].topk(number, sorted=False).indices]
+    """Where the largest are. To sort all takes twelve times as long as to sort candidates."""
+    if len(sizes) >= 2 * _SAMPLE and sizes.device.type == "cpu" and isfinite(sizes.sum()):
+        for more in _MORE:
+            candidates = (sizes >= threshold(sizes, number, more)).nonzero().view(-1)
+            if number <= len(candidates) < len(sizes) // 2:
+                return candidates[sizes[candidates].topk(number, sorted=False).indices]
     return sizes.topk(number, sorted=False).indices
+
+
+def threshold(sizes: Tensor, number: int, more: float) -> Tensor:
+    """What about so many times that number reach, by a sample.
+
+    It goes by odd steps: by even ones it would see a few columns of a matrix alone, and columns of
+    a gradient are of very unlike size.
+    """
+    sample = sizes[:: len(sizes) // _SAMPLE | 1]
+    rank = max(1, round(len(sample) * more * number / len(sizes)))
+    return sample.topk(min(rank, len(sample)), sorted=False).values.min()

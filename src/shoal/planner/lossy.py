@@ -1,8 +1,9 @@
 """Lets allowed codecs into a plan that was found without them, where the step gets shorter by it.
 
-    exact plan ─▶ with codec 1 ─▶ with codec 2 …     from the one with most bytes to that with least
+    exact plan ─▶ with codec 1 ─▶ with codec 2 …     from the one that is off least to that most
 
-Each must make the step 10 % shorter than what there is before it; else nothing of it is taken. Then
+One that is off by more must make the step 10 % shorter than what there is before it; else nothing
+of it is taken. Of those that may be off by as much, the one with the shortest step is taken. Then
 layer after layer goes back to what it was, the small ones first, where the step gets hardly longer:
 what hides anyway stays exact. Embeddings stay exact, and layers without a parameter of two
 dimensions. Costs a prediction for each bucket size and layer (of many layers the 96 largest), and
@@ -58,13 +59,19 @@ def with_codecs(
     if plan.staleness != 0:
         return plan
     predictor = Predictor(as_planned(profile, plan), cluster)
-    best = replace(plan, predicted_s=predictor.as_is(plan).step_s)
-    for codec in sorted(map(codec_named, codecs), key=lambda codec: -codec.nbytes(_VALUES, 4)):
+    best, off_by = replace(plan, predicted_s=predictor.as_is(plan).step_s), -1.0
+    for codec in sorted(map(codec_named, codecs), key=_off_by_and_bytes):
         tried = _Tried(predictor, plan, codec, strategies, pinned, options, memory_limit)
         coded = tried.best()
-        if coded.predicted_s < best.predicted_s * (1 - WORTH):
-            best = coded
+        worth = WORTH if codec.most_error > off_by else 0.0
+        if coded.predicted_s < best.predicted_s * (1 - worth):
+            best, off_by = coded, codec.most_error
     return best
+
+
+def _off_by_and_bytes(codec: Codec) -> tuple[float, int]:
+    """By how much a codec may be off, and what it saves: in this order they are tried."""
+    return codec.most_error, -codec.nbytes(_VALUES, 4)
 
 
 def ways(predictor: Predictor, layer: LayerProfile, codec: Codec) -> list[Choice]:
