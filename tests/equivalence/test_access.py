@@ -36,7 +36,9 @@ class Seeing(nn.Module):
             self.seen[place + offset] += (
                 1e3
                 if value is None
-                else (value * torch.arange(1, value.numel() + 1).view_as(value)).sum()
+                else (
+                    value * torch.arange(1, value.numel() + 1, device=value.device).view_as(value)
+                ).sum()
             )
 
 

@@ -54,7 +54,7 @@ class Adding:
 def brought(worker: int, step: int) -> Slice:
     """A gradient of several magnitudes, so that a sum in another order has other bits."""
     return slice_of(
-        numbers(5, seed=100 * worker + step, dtype=torch.float32) * 10.0 ** (worker - 1)
+        numbers(5, seed=100 * worker + step, dtype=torch.float32).cpu() * 10.0 ** (worker - 1)
     )
 
 

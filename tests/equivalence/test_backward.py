@@ -11,6 +11,7 @@ import pytest
 import torch
 from one_process import (
     CUTS,
+    DEVICE,
     EVERY_RANK,
     UNEVEN,
     Training,
@@ -115,6 +116,7 @@ def test_complex_numbers(way):
         model = Phases()
     for layer in (model.first, model.last):
         layer.double()
+    model.to(DEVICE)
     assert_same(Training(model=model, batches=features(7, 3)), 3, way)
 
 

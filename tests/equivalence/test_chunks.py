@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from one_process import Training, adamw, assert_same, built, cluster_of, features, numbers
+from one_process import DEVICE, Training, adamw, assert_same, built, cluster_of, features, numbers
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -122,7 +122,9 @@ def test_checkpointed_behind_a_pair(way: str) -> None:
 def test_another_bias_is_used() -> None:
     model, (x, y) = built(pair), features(7, 4)[0]
     with torch.no_grad():
-        expected = functional_call(model, {"0.bias": torch.ones(9, dtype=x.dtype)}, x)
+        expected = functional_call(
+            model, {"0.bias": torch.ones(9, dtype=x.dtype, device=DEVICE)}, x
+        )
     copies = [copy.deepcopy(model) for _ in range(2)]
 
     def work(comm: ThreadComm) -> None:
@@ -133,7 +135,9 @@ def test_another_bias_is_used() -> None:
                 model, F.cross_entropy, optimizer, sample=(x, y), pins={"*": "column"}
             )
             with torch.no_grad():
-                got = functional_call(model, {"0.bias": torch.ones(9, dtype=x.dtype)}, x)
+                got = functional_call(
+                    model, {"0.bias": torch.ones(9, dtype=x.dtype, device=DEVICE)}, x
+                )
         torch.testing.assert_close(got, expected)
 
     run(2, work, timeout_s=10)
@@ -149,7 +153,7 @@ def test_what_takes_no_gradient_gets_none(
     def work(comm: ThreadComm) -> None:
         dtype = torch.complex128 if imaginary else torch.float64
         turn = (
-            torch.polar(torch.ones(1), torch.tensor([imaginary])).to(torch.complex128)
+            torch.polar(torch.ones(1), torch.tensor([imaginary])).to(DEVICE, torch.complex128)
             if imaginary
             else 1.0
         )
@@ -220,7 +224,9 @@ def test_each_product_is_made_while_others_are_on_their_way(
         "gradient 1 is there",
     ]
     assert events == order
-    torch.testing.assert_close(weight.grad, torch.ones(4, 5, dtype=x.dtype) @ x.detach())
+    torch.testing.assert_close(
+        weight.grad, torch.ones(4, 5, dtype=x.dtype, device=DEVICE) @ x.detach()
+    )
 
 
 def test_no_more_chunks_than_the_fewest_rows() -> None:

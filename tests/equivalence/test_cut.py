@@ -10,6 +10,7 @@ import pytest
 import torch
 from one_process import (
     CUTS,
+    DEVICE,
     Training,
     adamw,
     assert_same,
@@ -69,9 +70,11 @@ CHANGES = {
     "mul_": lambda p: p.mul_(0.9),
     "*=": lambda p: p.__imul__(0.9),
     "a tensor of its shape": lambda p: p.add_(
-        torch.linspace(0, 1, p.numel(), dtype=p.dtype).view(p.shape)
+        torch.linspace(0, 1, p.numel(), dtype=p.dtype, device=p.device).view(p.shape)
     ),
-    "a row of it": lambda p: p.sub_(torch.linspace(0, 1, p.shape[-1], dtype=p.dtype)),
+    "a row of it": lambda p: p.sub_(
+        torch.linspace(0, 1, p.shape[-1], dtype=p.dtype, device=p.device)
+    ),
     "itself": lambda p: p.copy_(p / 2),
     "lerp_": lambda p: p.lerp_(torch.ones_like(p), 0.1),
 }
@@ -240,7 +243,7 @@ def test_more_leading_dimensions_and_parts_of_several_sizes(way):
 @CUT
 def test_a_layer_with_fewer_columns_than_ranks_is_refused(way):
     with pytest.raises(PlanError, match=r"[23] (outputs|inputs) cannot be cut over 4 ranks"):
-        model, (x, y) = nn.Linear(3, 2), features(3, 2)[0]
+        model, (x, y) = nn.Linear(3, 2, device=DEVICE), features(3, 2)[0]
         profile = profile_model(
             model.double(), F.cross_entropy, [sgd(model.parameters())], (x, y), ThreadComm()
         )
@@ -251,7 +254,7 @@ def test_a_layer_with_fewer_columns_than_ranks_is_refused(way):
 def test_a_rank_that_does_not_call_a_cut_layer_is_named(way):
     def work(comm: ThreadComm) -> None:
         x, y = rows_of(features(7, 3)[0], comm.rank, 2)
-        model = mlp().double()
+        model = mlp().to(DEVICE, torch.float64)
         with using(comm, cluster_of(2)):
             shoal.parallelize(
                 model, F.cross_entropy, sgd(model.parameters()), sample=(x, y), pins={"*": way}
@@ -376,7 +379,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize(("classes", "cut"), [(3, False), (40_000, True)])
 def test_the_planner_cuts_what_is_worth_it(classes, cut):
-    model = Wide(classes)
+    model = Wide(classes).to(DEVICE)
     sample = numbers(4, 32, dtype=torch.float32), integers(classes, 4)
     profile = profile_model(model, F.cross_entropy, [sgd(model.parameters())], sample, ThreadComm())
     cluster = Cluster(Topology(("a", "b", "c", "d")), Link(1e-4, 2e7))
@@ -432,7 +435,7 @@ def test_a_limit_of_memory_is_kept(share):
 
 
 def test_a_limit_that_no_plan_keeps_is_refused():
-    model, (x, y) = nn.Sequential(nn.Linear(64, 64)), features(64, 64)[0]
+    model, (x, y) = nn.Sequential(nn.Linear(64, 64, device=DEVICE)), features(64, 64)[0]
     profile = profile_model(
         model.double(), F.cross_entropy, [adamw(model.parameters())], (x, y), ThreadComm()
     )

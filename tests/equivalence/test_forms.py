@@ -275,6 +275,7 @@ class OfPacked(nn.Module):
         return self.head(self.rnn(packed)[1][-1])
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights")  # of a copy on a GPU
 @pytest.mark.parametrize("way", ["replicate", "sliced"])
 def test_a_packed_sequence_is_one_input(way):
     def work(comm: ThreadComm) -> dict[str, Tensor]:

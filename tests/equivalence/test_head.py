@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    DEVICE,
     UNEVEN,
     Training,
     adamw,
@@ -69,7 +70,7 @@ def with_margin(out: Tensor, y: Tensor) -> Tensor:
     return (torch.logaddexp(others, target - 0.35) - (target - 0.35)).mean()
 
 
-WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64)
+WEIGHTS = torch.linspace(0.5, 2.0, CLASSES, dtype=torch.float64, device=DEVICE)
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": F.cross_entropy,
     "module": nn.CrossEntropyLoss(),
@@ -171,7 +172,7 @@ def test_a_sample_that_needs_the_logits_is_refused(loss):
     losses = {**GATHERED, "mse": lambda out, y: F.mse_loss(out, torch.zeros_like(out))}
 
     def work(comm: ThreadComm) -> None:
-        model = mlp().double()
+        model = mlp().to(DEVICE, torch.float64)
         sample = rows_of(features(7, CLASSES)[0], comm.rank, 2)
         with using(comm, cluster_of(2)):
             shoal.parallelize(
@@ -262,27 +263,27 @@ def logits_on(ranks: int, work: Callable[[CutOutput, Tensor], Any]) -> list[Any]
             parts[comm.rank].reshape(-1, widths[comm.rank]),
             rows,
             widths,
-            torch.arange(6).view(2, 3),
+            torch.arange(6, device=DEVICE).view(2, 3),
         )
         return work(cut, mine)
 
     return run(ranks, on_rank, timeout_s=10)
 
 
+def ids(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, device=DEVICE)
+
+
 PICKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "all": lambda out: F.cross_entropy(out.flatten(0, 1), torch.arange(6)),
-    "some": lambda out: F.cross_entropy(out[:, 1], torch.arange(2)),
+    "all": lambda out: F.cross_entropy(out.flatten(0, 1), torch.arange(6, device=DEVICE)),
+    "some": lambda out: F.cross_entropy(out[:, 1], torch.arange(2, device=DEVICE)),
     "out of order": lambda out: F.cross_entropy(
-        out.permute(1, 0, 2).reshape(6, -1), torch.arange(6)
+        out.permute(1, 0, 2).reshape(6, -1), torch.arange(6, device=DEVICE)
     ),
-    "twice": lambda out: F.cross_entropy(out[0][torch.tensor([0, 2, 2])], torch.tensor([1, 2, 3])),
-    "ignored": lambda out: F.cross_entropy(
-        out[1], torch.tensor([1, -7, 3]), WEIGHTS, ignore_index=-7
-    ),
-    "one": lambda out: F.cross_entropy(out[1, 2], torch.tensor(4)),
-    "smoothed": lambda out: F.cross_entropy(
-        out[1], torch.tensor([1, -100, 3]), WEIGHTS, label_smoothing=0.3
-    ),
+    "twice": lambda out: F.cross_entropy(out[0][ids(0, 2, 2)], ids(1, 2, 3)),
+    "ignored": lambda out: F.cross_entropy(out[1], ids(1, -7, 3), WEIGHTS, ignore_index=-7),
+    "one": lambda out: F.cross_entropy(out[1, 2], ids(4)[0]),
+    "smoothed": lambda out: F.cross_entropy(out[1], ids(1, -100, 3), WEIGHTS, label_smoothing=0.3),
 }
 
 
@@ -333,7 +334,7 @@ def test_softmax_and_sums_of_exponentials_stay_cut():
             assert torch.allclose(
                 torch.logsumexp(cut, -1, keepdim), torch.logsumexp(whole, -1, keepdim), rtol=1e-12
             )
-        index = torch.full((*whole.shape[:-1], 1), 3)
+        index = torch.full((*whole.shape[:-1], 1), 3, device=DEVICE)
         assert torch.equal(torch.gather(cut, 2, index), torch.gather(whole, 2, index))
         assert torch.equal(
             cut.gather(2, index.expand(whole.shape)), whole.gather(2, index.expand(whole.shape))

@@ -37,7 +37,7 @@ def summed_by_hand(head: nn.Module, comm: ThreadComm) -> None:
     """What a program does for a parameter of its own."""
     for parameter in head.parameters():
         everywhere = comm.gather_objects(parameter.grad, "test: gradients of the head")
-        parameter.grad = torch.stack(everywhere).mean(0)
+        parameter.grad = torch.stack(everywhere).mean(0).to(parameter.device)
 
 
 @pytest.mark.parametrize("way", AMONG_WORKERS)

@@ -22,6 +22,7 @@ from moving import (
     on_ranks,
 )
 from one_process import (
+    DEVICE,
     assert_same_bits,
     built,
     cluster_of,
@@ -81,7 +82,7 @@ def test_it_agrees_beside_servers_and_is_refused_where_workers_run_ahead() -> No
 
 
 def test_the_losss_own_state_agrees() -> None:
-    model, loss = built(mlp), CentredLoss().double()
+    model, loss = built(mlp), CentredLoss().to(DEVICE, torch.float64)
     batches = features(7, 3, steps=6)
     expected, loss_by_hand = by_hand(model, loss, batches, 2)
     ended = on_ranks(model, loss, batches, 2)
@@ -127,7 +128,7 @@ def test_a_norm_of_somebodys_own_is_averaged_too(dtype: torch.dtype, within: flo
     assert_same_bits([own for own, *_ in ended])
     assert ended[0][0]["seen"].dtype is dtype
     assert [(moves.name, moves.how) for moves in ended[0][2]] == [("seen", "mean")]
-    expected = torch.zeros(6, dtype=torch.float64)
+    expected = torch.zeros(6, dtype=torch.float64, device=DEVICE)
     for x, _ in BATCHES:
         expected = expected * 0.5 + x.mean(0) * 0.5
     assert float((ended[0][0]["seen"].double() - expected).abs().max()) <= within
@@ -289,7 +290,9 @@ def test_weights_that_forward_changes_unlike_are_refused() -> None:
         table = nn.Embedding(9, 6, max_norm=0.5)
         return nn.Sequential(table, nn.Flatten(), nn.Linear(12, 3))
 
-    batches = [(torch.arange(8).view(4, 2), torch.tensor([0, 1, 2, 0]))]
+    batches = [
+        (torch.arange(8, device=DEVICE).view(4, 2), torch.tensor([0, 1, 2, 0], device=DEVICE))
+    ]
     with pytest.raises(SampleError, match=r"forward changes the trained weight 0\.weight"):
         on_ranks(built(embeds), F.cross_entropy, batches, 2)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    DEVICE,
     State,
     Training,
     built,
@@ -180,7 +181,9 @@ def test_the_channels_of_a_convolution_cross_so() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
 
-    pictures = [(torch.randn(6, 2, 4, 4, generator=generator), y[:6]) for _, y in BATCHES]
+    pictures = [
+        (torch.randn(6, 2, 4, 4, generator=generator).to(DEVICE), y[:6]) for _, y in BATCHES
+    ]
     network = built(make, torch.float32)
     exact, coded = (
         Training(model=copy.deepcopy(network), batches=pictures, optimizer=sgd).on_ranks(2, pin)[0]

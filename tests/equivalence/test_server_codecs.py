@@ -168,7 +168,9 @@ def test_what_a_server_is_given_is_sent() -> None:
     for moved in trained(2, 2, loop, optimizer=once, pins=pins)[1]:
         assert isinstance(moved, dict)
         for name, owed_numbers in numbers.items():
-            torch.testing.assert_close(moved[name].view(-1), owed_numbers, rtol=0.01, atol=1e-5)
+            torch.testing.assert_close(
+                moved[name].view(-1).cpu(), owed_numbers, rtol=0.01, atol=1e-5
+            )
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from one_process import (
     BUCKETED,
     CUTS,
+    DEVICE,
     EVERY_RANK,
     Training,
     adamw,
@@ -156,7 +157,7 @@ def test_a_copy_is_an_ordinary_model(way, copied):
                 nn.Linear,
                 nn.Linear,
             ]
-            ordinary = Looking().double()
+            ordinary = Looking().to(DEVICE, torch.float64)
             ordinary.load_state_dict(trained)
             for each in (twin, ordinary):
                 each(x).square().sum().backward()

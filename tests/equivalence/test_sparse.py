@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    DEVICE,
     UNEVEN,
     Batch,
     Training,
@@ -257,7 +258,7 @@ class Sometimes(nn.Module):
 
 def test_a_table_that_a_rank_or_every_rank_leaves_out():
     def x(step: int) -> tuple[Tensor, Tensor]:
-        ids = torch.tensor([3, 4, 5, 6] * 3)
+        ids = torch.tensor([3, 4, 5, 6] * 3, device=DEVICE)
         ids[4 * (step % 4) : 4 * (step % 4) + 4] = step % 3  # one rank's; in the last nobody's
         return (ids if step < 4 else ids * 0), numbers(12, WIDTH, seed=step)
 

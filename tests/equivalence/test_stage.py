@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from one_process import (
+    DEVICE,
     Batch,
     adamw,
     built,
@@ -206,7 +207,10 @@ def test_micro_batches_of_several_lengths_keep_their_order(joined: bool) -> None
         lengths = [2, 2, 6, 6, 2, 2, 6, 6, 6, 2, 6, 2] if seed else [6] * 12
         batches.append(
             (
-                ids.masked_fill(torch.arange(6) >= torch.tensor(lengths)[:, None], 0),
+                ids.masked_fill(
+                    torch.arange(6, device=DEVICE) >= torch.tensor(lengths, device=DEVICE)[:, None],
+                    0,
+                ),
                 integers(5, 12, seed=seed),
             )
         )

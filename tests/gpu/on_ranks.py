@@ -81,6 +81,12 @@ PINS = {
     "pair": {"*": "sliced", "widen": "column_pair", "narrow": "row_pair"},
     "embedding, head": {"*": "replicate", "embed": "embedding", "head": "head"},
 }
+CODED = [
+    f"{way}+{codec}"
+    for way in ("replicate:direct", "sliced:direct", "replicate:ring")
+    for codec in ("bfloat16", "int8", "one_bit", "top_k", "low_rank")
+]
+ROWS_CODED = {"*": "replicate", "widen": "column+bfloat16", "narrow": "row+bfloat16"}
 HALF = {"dtype": torch.float32, "within": 2e-2}
 CASES = [
     *(Case(name, pins) for name, pins in PINS.items()),
@@ -94,6 +100,8 @@ CASES = [
         for name in ("replicate:direct", "sliced:direct", "factor", "column, row")
     ),
     Case("compiled", PINS["replicate:direct"], dtype=torch.float32, within=1e-4, compiled=True),
+    *(Case(f"coded, {pin}", {"*": pin}, dtype=torch.float32, within=0.5) for pin in CODED),
+    Case("rows in bfloat16", ROWS_CODED, dtype=torch.float32, within=2e-2),
 ]
 
 
@@ -136,7 +144,7 @@ def train(case: Case, model: nn.Module, loss_fn: Any, optimizer: Any, rows: Any)
 
 
 def of(case: Case, world: shoal.World, device: torch.device) -> float:
-    """How far from one process a case is."""
+    """How far from one process a case is; infinite where ranks differ."""
     torch.manual_seed(3)
     model = case.model().to(device, case.dtype)
     if case.model is images:
@@ -157,6 +165,10 @@ def of(case: Case, world: shoal.World, device: torch.device) -> float:
         model.widen.compile()
     got = train(case, model, loss_fn, optimizer, rows)
     shoal.unparallelize(model)
+    mine = torch.cat([value.double().flatten() for value in got])
+    first, second = shoal.gather(mine[None])
+    if not torch.equal(first, second):
+        return float("inf")
     return max(
         float((a - b).abs().max() / a.abs().max().clamp(min=0.01))
         for a, b in zip(expected, got, strict=True)

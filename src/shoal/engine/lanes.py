@@ -127,6 +127,7 @@ class Errand:
         while self._computed is not None and not self._computed.query():
             self._comm.check(where)
             time.sleep(_LOOK_S)
+        self._comm.reached(where)
 
 
 def streaming(devices: Iterable[torch.device]) -> torch.device | None:

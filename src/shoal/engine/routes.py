@@ -60,9 +60,11 @@ class Routes:
         self.step = 0  # backwards that have sent: where messages say that something happened
         among_workers = [Lane(comm, f"lane {number}", device) for number, comm in enumerate(lanes)]
         from_servers = [
-            Lane(comm, f"lane {number} from servers") for number, comm in enumerate(back)
+            Lane(comm, f"lane {number} from servers", device) for number, comm in enumerate(back)
         ]
-        self.served = [Lane(comm, f"server lane {number}") for number, comm in enumerate(served)]
+        self.served = [
+            Lane(comm, f"server lane {number}", device) for number, comm in enumerate(served)
+        ]
         self.going = among_workers + self.served
         self.lanes = self.going + from_servers
         by_nccl = {t for t in transfers if t.native} if device is not None else set()

@@ -183,27 +183,41 @@ class Update:
             return
         for pieces, states in zip(self._transfer.owned, of_ranks, strict=True):
             for piece, state in zip(pieces, states, strict=True):
-                for name, value in state.items():
-                    _put_together(whole.setdefault(piece.parameter, {}), piece, name, value)
+                for name, (value, at_host) in state.items():
+                    of_parameter = whole.setdefault(piece.parameter, {})
+                    _put_together(of_parameter, piece, name, value, at_host)
 
 
-def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
+    """The values, and whether each is at the host anyway."""
     return {
-        name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()
+        name: (value.cpu(), value.device.type == "cpu")
+        if isinstance(value, Tensor)
+        else (value, True)
+        for name, value in state.items()
     }
 
 
-def _put_together(state: dict[str, Any], piece: Piece, name: str, value: Any) -> None:
+def _put_together(
+    state: dict[str, Any], piece: Piece, name: str, value: Any, at_host: bool
+) -> None:
     """Put a piece's value into its parameter's state.
 
-    What has the piece's form goes into a whole tensor, all else as it is.
+    What has the piece's form goes into a whole tensor at the parameter's device, all else as it is.
+    A count of steps stays at the host, too, as torch's optimizers want it.
     """
     parameter, is_all = piece.parameter, piece.numel == piece.parameter.numel()
+    if not isinstance(value, Tensor):
+        state[name] = value
+        return
     form = parameter.shape if is_all else (piece.numel,)
-    if not (isinstance(value, Tensor) and value.shape == form):
+    has_form = value.shape == form
+    stays = at_host and (not has_form or name == "step")
+    value = value.to("cpu" if stays else parameter.device)
+    if not has_form:
         state[name] = value
         return
     if name not in state:
-        state[name] = torch.zeros_like(parameter, dtype=value.dtype)
+        state[name] = torch.zeros_like(parameter, dtype=value.dtype, device=value.device)
     flat = line(value, parameter) if is_all else value
-    line(state[name], parameter)[piece.start : piece.stop] = flat.to(parameter.device)
+    line(state[name], parameter)[piece.start : piece.stop] = flat

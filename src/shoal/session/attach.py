@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -319,7 +319,7 @@ def _open_servers(
     servers = session.other(Servers)
     if servers is None or not served:
         return None, (), ()
-    _check_for_servers(session, [p for transfer in served for p in transfer.parameters], optimizers)
+    _check_for_servers(session, optimizers)
     sites = [
         _served_site(site) for site, _ in rewritten.sites if site.strategy.role.owns_at_servers
     ]
@@ -358,20 +358,18 @@ def _open_tables(
     servers = session.other(Servers)
     if servers is None or not tables:
         return None
-    _check_for_servers(session, tables.values(), optimizers)
+    if any(table.device.type != "cpu" for table in tables.values()):
+        do = 'leave "server_rows" out of strategies, or servers out'
+        raise PlanError("servers have tables of models on CPUs only", do=do)
+    _check_for_servers(session, optimizers)
     forms = [
         TableForm(name, len(table), table.shape[1], table.dtype) for name, table in tables.items()
     ]
     return servers.open_tables(forms, optimizers, plan.staleness)
 
 
-def _check_for_servers(
-    session: Session, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer]
-) -> None:
+def _check_for_servers(session: Session, optimizers: Sequence[Optimizer]) -> None:
     """Refuse what servers cannot own (a collective)."""
-    if any(parameter.device.type != "cpu" for parameter in parameters):
-        do = 'leave servers out, or "server" and "server_rows" out of strategies'
-        raise PlanError("servers own parameters on CPUs only", do=do)
     agreed(
         session.comm,
         lambda: check_sendable(optimizers),

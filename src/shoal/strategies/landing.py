@@ -36,7 +36,7 @@ class Landing:
 
     On a CPU each is scaled into its place as it lands. On a GPU they wait for the last, and one
     kernel brings them all; they are scaled behind the sum. Of 16 bits none waits, since their sum
-    might overflow.
+    might overflow. Of what servers sum none waits: they are CPUs, which expect it scaled.
 
     Args:
         transfer: whose they are.
@@ -46,6 +46,7 @@ class Landing:
         flat: the bucket.
         ranks: how many add to its sums.
         sparse: whether gradients may be sparse tensors.
+        served: whether servers sum them.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class Landing:
         flat: Tensor,
         ranks: int,
         sparse: bool = False,
+        served: bool = False,
     ) -> None:
         self._transfer, self._take, self._sparse = transfer, take, sparse
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._ranks = ranks
-        self._waits = flat.device.type != "cpu" and flat.itemsize > 2
+        self._waits = flat.device.type != "cpu" and flat.itemsize > 2 and not served
         self._waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is brought there
         self._landed: set[nn.Parameter] = set()
         self._closed = False

@@ -196,7 +196,14 @@ class SlicedTransfer(OwnedTransfer):
             not self.served and all(self.owned) and can_tell(self._own.whole, bucket.workers)
         )
         self._mark: Mark | None = None  # of the round that it goes with
-        self._landing = Landing(self, parameters, self._take, self._own.whole, bucket.workers)
+        self._landing = Landing(
+            self,
+            parameters,
+            self._take,
+            self._own.whole,
+            bucket.workers,
+            served=self.served,
+        )
 
     @property
     def exact(self) -> bool:

@@ -52,7 +52,9 @@ class Crossing:
             for part in incoming
         ]
         sent = [codes.get(id(part), part) for part in outgoing]
-        landing[comm.rank], sent[comm.rank] = incoming[comm.rank], outgoing[comm.rank]
+        # as bytes, too: NCCL takes messages of one type
+        own = incoming[comm.rank], outgoing[comm.rank]
+        landing[comm.rank], sent[comm.rank] = (part.view(-1).view(torch.uint8) for part in own)
         finish = comm.start_all_to_all(landing, sent)
 
         def come() -> None:

@@ -154,8 +154,14 @@ class _Normalise(torch.autograd.Function):
         x, weight, mean, var = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         if x.numel():
+            saved: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+            factor = weight
+            if x.device.type != "cpu":  # its kernel looks at what forward would have saved
+                kind = sums_kind(x.dtype)
+                saved = mean.to(kind), (var.to(kind) + ctx.eps).rsqrt()
+                factor = torch.ones_like(mean) if weight is None else weight
             dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-                dy, x, weight, mean, var, None, None, False, ctx.eps, [True, True, True]
+                dy, x, factor, mean, var, *saved, False, ctx.eps, [True, True, True]
             )
         else:
             dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(mean), torch.zeros_like(mean)
