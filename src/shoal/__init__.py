@@ -22,6 +22,7 @@ from shoal.front.joining import Served, init, serve
 from shoal.front.parallel import parallelize, plan, plan_of
 from shoal.front.release import unparallelize
 from shoal.front.saving import load, save
+from shoal.front.scaled_lr import scaled_lr
 from shoal.front.sharding import shard
 from shoal.front.together import gather, mean
 from shoal.planner.search_options import SearchOptions
@@ -62,6 +63,7 @@ __all__ = [
     "plan_of",
     "register",
     "save",
+    "scaled_lr",
     "serve",
     "shard",
     "unparallelize",

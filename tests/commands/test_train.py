@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +15,8 @@ from shoal.commands.train import train as train_command
 from shoal.commands.worker import CRITERION, PlanOptions, check, plan, train
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.outer import Outer
+from shoal.core.plan import Plan
 from shoal.front.joining import using
 from shoal.front.recipe import load
 
@@ -143,6 +146,38 @@ def test_what_is_asked_of_batch_norms_and_replicas_reaches_training(
     done = CliRunner().invoke(train_command, [str(recipe(tmp_path, text)), *words])
     assert done.exit_code == 0, done.output
     assert [(options.sync_batchnorm, options.check_every) for options in asked] == [expected]
+
+
+def test_ranks_step_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe(tmp_path, COUNTED)
+
+    def work(comm: ThreadComm) -> None:
+        with using(comm, HOSTS):
+            options = PlanOptions(local_steps=2, outer=Outer(rule="average"))
+            train(load(path), options, max_steps=2, save=tmp_path / "plan.json")
+
+    run(2, work, timeout_s=30)
+    said = capsys.readouterr().out
+    assert "2 local steps, average(lr=1, momentum=0): this changes the mathematics" in said
+    assert Plan.load(tmp_path / "plan.json").local_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], (None, None)),
+        (["--local-steps", "16"], (16, None)),
+        (["--local-steps", "auto", "--outer", "bmuf"], ("auto", Outer(rule="bmuf"))),
+    ],
+)
+def test_local_steps_reach_training(
+    words: list[str], expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PlanOptions] = []
+    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    done = CliRunner().invoke(train_command, [str(recipe(tmp_path, COUNTED)), *words])
+    assert done.exit_code == 0, done.output
+    assert [(options.local_steps, options.outer) for options in asked] == [expected]
 
 
 def test_they_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

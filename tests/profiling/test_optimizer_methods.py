@@ -103,7 +103,44 @@ class SetsRate(Averaged):
         return max(group["lr"] for group in self.param_groups)
 
 
+class InParts(Optimizer):
+    """Its step calls methods of its own, as pytorch_optimizer's do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def init_group(self, group: dict[str, Any], **kwargs: Any) -> None:
+        for p in group["params"]:
+            if p.grad is not None:
+                self.state[p].setdefault("mean", torch.zeros_like(p))
+
+    def update(self, p: Tensor, lr: float) -> None:
+        p.sub_(self.state[p]["mean"].lerp_(p.grad, 0.5), alpha=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.init_group(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group["lr"])
+
+
+class ByHandToo(Averaged):
+    """Its step calls a method that a program may call by itself."""
+
+    def show(self) -> None:
+        self._swap()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.show()
+        self.show()
+
+
 NEED = {
+    ByHandToo: "ByHandToo.show()",
     ScheduleFree: "ScheduleFree.eval(), ScheduleFree.train()",
     SwapsByArgument: "SwapsByArgument.swap()",
     Restarts: "Restarts.restart()",
@@ -127,7 +164,7 @@ def test_a_method_that_uses_the_state_keeps_it_whole(kind: type[Optimizer]) -> N
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "kind", [Averaged, SetsRate, torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam]
+    "kind", [Averaged, SetsRate, InParts, torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam]
 )
 def test_others_may_be_served_in_pieces(kind: type[Optimizer]) -> None:
     assert reasons(kind) == ""

@@ -20,6 +20,7 @@ from shoal.commands.options import (
 )
 from shoal.commands.worker import PlanOptions
 from shoal.core.numbers import whole
+from shoal.core.outer import RULES, Outer
 from shoal.engine.replicas import EVERY
 from shoal.front.recipe import Recipe
 
@@ -30,6 +31,17 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
     steps = whole(text)
     if steps is None:
         raise click.BadParameter(f'{text!r} is not a number of steps, nor "none"')
+    return steps
+
+
+def _local_steps(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    steps = whole(text)
+    if not steps:
+        raise click.BadParameter(f'{text!r} is not a number of steps above 0, nor "auto"')
     return steps
 
 
@@ -54,6 +66,19 @@ def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> 
     show_default=True,
     metavar="STEPS",
     help="From one comparison of the ranks' copies to the next; 0 for none.",
+)
+@click.option(
+    "--local-steps",
+    metavar="STEPS",
+    callback=_local_steps,
+    help='Steps that each rank makes by itself before all come together; "auto" for as many as '
+    "hide the exchange. This changes the mathematics.",
+)
+@click.option(
+    "--outer",
+    "rule",
+    type=click.Choice(sorted(RULES)),
+    help="The rule by which ranks come together, with --local-steps.",
 )
 @click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
 @click.option(
@@ -87,6 +112,8 @@ def train(
     options: PlanOptions,
     staleness: int | None,
     check_every: int,
+    local_steps: int | str | None,
+    rule: str | None,
     save_plan: Path | None,
     epochs: int | None,
     steps: int | None,
@@ -97,7 +124,13 @@ def train(
     """Train RECIPE, after showing its plan."""
     worker.train(
         recipe,
-        replace(options, staleness=staleness, check_every=check_every),
+        replace(
+            options,
+            staleness=staleness,
+            check_every=check_every,
+            local_steps=local_steps,
+            outer=Outer(rule=rule) if rule else None,
+        ),
         save=save_plan,
         epochs=epochs,
         max_steps=steps,

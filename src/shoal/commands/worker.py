@@ -22,6 +22,7 @@ from shoal.contracts.batch import mapped
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
+from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
 from shoal.engine.replicas import EVERY
@@ -40,10 +41,11 @@ from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
 from shoal.report.stages import Stages
 from shoal.rewrite.apply import cuts
+from shoal.session.local import global_weights
 from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
 
-_NOT_PLANNED = ("plan", "sync_batchnorm", "check_every")  # of the options
+_NOT_PLANNED = ("plan", "sync_batchnorm", "check_every", "local_steps", "outer")  # of the options
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
 _CHECK_S = 3600.0
@@ -67,6 +69,8 @@ class PlanOptions:
     codecs: str | tuple[str, ...] = ()
     sync_batchnorm: bool = False
     check_every: int = EVERY
+    local_steps: int | str | None = None
+    outer: Outer | None = None
 
     def without_codecs(self) -> PlanOptions:
         """The same, exact: also what pins and a saved plan say."""
@@ -203,7 +207,8 @@ def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any])
     is_cut = attached is not None and cuts(attached.plan)
     if recipe.accuracy is None or (world().rank > 0 and not is_cut):
         return
-    accuracy = _accuracy(recipe, model, test_data)
+    with global_weights(model):
+        accuracy = _accuracy(recipe, model, test_data)
     if world().rank == 0:
         text.console().print(f"test accuracy {accuracy:.2%}")
 

@@ -78,6 +78,7 @@ class Explanation:
     norms: tuple[SyncNorm, ...] = ()  # batch norms over the rows of all ranks
     # the same plan without its codecs, where it has some: seconds of a step, and bytes sent
     without_codecs: tuple[float, float] | None = None
+    local: str = ""  # the local steps and their rule, where ranks step by themselves
 
     @property
     def step_s(self) -> float:

@@ -27,7 +27,7 @@ from shoal.core.errors import UsageError
 from shoal.core.numbers import is_count, is_positive
 
 # a rule's learning rate and momentum; None: 1 − 1/N of N ranks
-_DEFAULTS: dict[str, tuple[float, float | None]] = {
+RULES: dict[str, tuple[float, float | None]] = {
     "average": (1.0, 0.0),
     "bmuf": (1.0, None),
     "nesterov": (0.7, 0.9),
@@ -63,14 +63,14 @@ class Outer:
     lag: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rule, str) or self.rule not in _DEFAULTS:
+        if not isinstance(self.rule, str) or self.rule not in RULES:
             raise UsageError(
                 "there is no such outer rule",
                 got=repr(self.rule)[:80],
-                expected="one of " + ", ".join(_DEFAULTS),
+                expected="one of " + ", ".join(RULES),
                 do='give for instance shoal.Outer(rule="nesterov")',
             )
-        lr, momentum = _DEFAULTS[self.rule]
+        lr, momentum = RULES[self.rule]
         object.__setattr__(self, "lr", lr if self.lr is None else self.lr)
         object.__setattr__(self, "momentum", momentum if self.momentum is None else self.momentum)
         if not is_positive(self.lr):

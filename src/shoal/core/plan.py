@@ -249,6 +249,11 @@ class Plan:
             self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices)
         )
 
+    @property
+    def locally(self) -> str:
+        """Its local steps and their rule, in words; '' where gradients are exchanged."""
+        return f"{self.local_steps} local steps, {self.outer}" if self.local_steps else ""
+
     def __str__(self) -> str:
         """The choices, a layer a line, under what is true of all."""
         head = [
@@ -259,7 +264,7 @@ class Plan:
         head += [f"rows of cut layers in {self.chunks} chunks"] if self.chunks > 1 else []
         head += [f"placement {self.placement}"] if self.placement != BALANCED else []
         head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
-        head += [f"{self.local_steps} local steps, {self.outer}"] if self.local_steps else []
+        head += [self.locally] if self.local_steps else []
         width = max((len(choice.layer) for choice in self.choices), default=0)
         rows = [f"  {choice.layer:{width}}  {choice.way}" for choice in self.choices]
         return "\n".join([", ".join(head), *rows])

@@ -267,4 +267,7 @@ def _chosen(
         )
     check_served(given_plan, profile, cluster)
     cluster = replace(cluster, ahead=given_plan.staleness != 0)
-    return with_sharing(repredicted(given_plan, profile, cluster), profile, cluster)
+    plan = with_sharing(repredicted(given_plan, profile, cluster), profile, cluster)
+    if not plan.local_steps:
+        return plan
+    return with_local_steps(plan, profile, cluster, plan.local_steps, plan.outer)

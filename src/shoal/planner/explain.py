@@ -10,6 +10,7 @@ from shoal.core.explanation import Alternative, Explanation, LayerExplanation, R
 from shoal.core.facts import Cluster, LayerProfile, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
+from shoal.planner.local import explained_locally
 from shoal.planner.lossy import ways
 from shoal.planner.search import CUT_WORTH, OTHER_WORTH
 from shoal.planner.timeline import Predictor, as_planned
@@ -49,9 +50,10 @@ def explain(
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.as_is(plan)
+    alternatives = alternatives and not plan.local_steps  # which has none
     by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
     compared = {layer.name for layer in by_size[:_MOST_COMPARED]} if alternatives else set()
-    return Explanation(
+    explanation = Explanation(
         ranks=plan.ranks,
         rate_bytes_per_s=cluster.link.bytes_per_s,
         latency_s=cluster.link.latency_s,
@@ -73,6 +75,7 @@ def explain(
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
     )
+    return explained_locally(explanation, plan, profile) if plan.local_steps else explanation
 
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from shoal.contracts.exchange import SplitExchange
 from shoal.core.cost import total
+from shoal.core.explanation import Explanation
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.outer import Outer
 from shoal.core.plan import Plan
@@ -51,6 +52,21 @@ def with_local_steps(
     hidden_s = (outer.lag or 0) * compute_s * num_buckets
     waits_s = max(0.0, exchange_s - hidden_s) / steps
     return replace(plan, local_steps=steps, outer=outer, predicted_s=compute_s + waits_s)
+
+
+def explained_locally(explanation: Explanation, plan: Plan, profile: ModelProfile) -> Explanation:
+    """The explanation of a plan's exact step, as that of a step of many."""
+    compute_s = profile.forward_s + profile.backward_s + profile.optimizer_s
+    return replace(
+        explanation,
+        forward_s=profile.forward_s,
+        backward_s=profile.backward_s,
+        exposed_s=max(0.0, plan.predicted_s - compute_s),
+        optimizer_s=profile.optimizer_s,
+        sent_bytes=explanation.sent_bytes / plan.local_steps,
+        without_codecs=None,
+        local=plan.locally,
+    )
 
 
 def _exchange_s(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[float, int]:

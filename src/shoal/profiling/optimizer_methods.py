@@ -3,7 +3,8 @@
 Schedule-free ones have `eval()` and `train()`, others swap averages or slow weights. Where a rank
 has a part of the state only, such a method would find nothing there, and do nothing in silence. So
 each whose code names `state` is tried, on a copy that has made some steps. One that cannot be tried
-(it wants arguments) is taken to use it.
+(it wants arguments) is taken to use it, unless `step` calls it. Then it is a part of the step, as
+`init_group(group)` of pytorch_optimizer's is, and owners make that.
 
 Those of torch.optim.Optimizer are not among them: these are served (optim/extend.py).
 Guarded by tests/profiling/test_optimizer_methods.py.
@@ -33,13 +34,22 @@ def methods_of_state(kind: type[Optimizer]) -> list[str]:
         for name, function in vars(each).items()
         if isinstance(function, FunctionType)
     }
+    of_step = _names("step", own, set()) if "step" in own else set()
     return [
         name
-        for name in own
+        for name, function in own.items()
         if not name.startswith("_")
         and not hasattr(Optimizer, name)
+        and not (name in of_step and _wants_arguments(function))
         and "state" in _names(name, own, set())
     ]
+
+
+def _wants_arguments(method: FunctionType) -> bool:
+    """Whether it cannot be called with itself alone."""
+    _, *others = inspect.signature(method).parameters.values()
+    various = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return any(p.default is p.empty and p.kind not in various for p in others)
 
 
 def reads_state(trial: Optimizer, name: str) -> bool:

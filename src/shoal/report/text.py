@@ -175,12 +175,17 @@ def _step(explanation: Explanation) -> Text:
         + f"\nthe busiest rank sends {megabytes(explanation.sent_bytes)} a step over {_rate(rate)} "
         + f"(latency {explanation.latency_s * 1e6:.0f} µs), "
         + f"in buckets of {explanation.bucket_bytes / 2**20:.0f} MiB, {explanation.lanes} in flight"
+        + _local(explanation.local)
         + _exact(explanation.without_codecs)
         + _moving(explanation.moving)
         + _norms(explanation.norms)
         + _placed(explanation.placement)
         + _idle(explanation.idle)
     )
+
+
+def _local(steps: str) -> str:
+    return f"\n{steps}: this changes the mathematics" if steps else ""
 
 
 def _exact(without: tuple[float, float] | None) -> str:
@@ -330,7 +335,7 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
     state = f"; {moved(moving)}" if moving else ""
     if plan.local_steps:
-        state += f"; {plan.local_steps} local steps, {plan.outer}: this changes the mathematics"
+        state += f"; {plan.locally}: this changes the mathematics"
     state += f"; {synchronised(norms)}" if norms else ""
     of = f"{how_many(plan.ranks, 'rank')}, {how_many(len(plan.choices), 'layer')}"
     return f"{of}: {served}{predicted}{state}"
