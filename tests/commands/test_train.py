@@ -160,6 +160,7 @@ def test_ranks_step_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[
     said = capsys.readouterr().out
     assert "2 local steps, average(lr=1, momentum=0): this changes the mathematics" in said
     assert Plan.load(tmp_path / "plan.json").local_steps == 2
+    assert "batch: 4 rows a rank, 8 of all ranks" in said
 
 
 @pytest.mark.parametrize(

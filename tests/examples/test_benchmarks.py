@@ -21,6 +21,13 @@ def test_it_can_be_imported(name, monkeypatch):
     try:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in ("timm", "torchvision", "transformers", "matplotlib"):
+        if error.name not in (
+            "timm",
+            "torchvision",
+            "transformers",
+            "matplotlib",
+            "pytorch_optimizer",
+            "pyspark",
+        ):
             raise
         pytest.skip(f"it needs {error.name}, in an environment of its own")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from shoal.commands.run import Run, timed_step
+from shoal.commands.run import Run, num_rows, timed_step
 from shoal.contracts.batch import mapped
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
@@ -132,6 +132,7 @@ def train(
     )
     objective = objective.by(loss)
     _show_plan(model, save, reasons=reasons)
+    _show_batch(num_rows(sample))
     # 3  the ordinary loop
     run = Run(recipe, loader, model, objective, optimizer)
     median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
@@ -177,6 +178,14 @@ def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
         text.console().print(text.explained(explanation, reasons=reasons))
         if save:
             attached.plan.save(save)
+
+
+def _show_batch(own_rows: int) -> None:
+    """Have rank 0 print the batch of a rank, and that of all ranks."""
+    comm = current().comm
+    rows = comm.gather_objects(own_rows, "train: rows of a batch")
+    if comm.size > 1 and comm.rank == 0:
+        text.console().print(text.batch(rows))
 
 
 def _show_outcome(model: nn.Module, median_step_s: float) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shoal.core.errors import RanksDiffer
+
 OPAQUE = (nn.Module, type, ModuleType)  # what inputs and outputs may refer to, but are not made of
 DEPTH = 3  # objects within objects
 
@@ -76,3 +78,14 @@ def _is_made_of(value: Any) -> bool:
 def _attributes(value: Any) -> dict[str, Any]:
     names = {**getattr(value, "__dict__", {}), **getattr(value, "__dataclass_fields__", {})}
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def same_batch(ranks: int) -> RanksDiffer:
+    """The error of ranks that all have been fed the same rows."""
+    return RanksDiffer(
+        f"all {ranks} ranks were fed the same batch, so every rank would compute the same "
+        "gradients",
+        where="the first forward",
+        do="wrap the loader on every rank: loader = shoal.shard(loader), or, where inputs are the "
+        "same on purpose, give parallelize samples whose targets differ",
+    )

@@ -180,6 +180,10 @@ class Engine(Rounds):
         """An event is here. Called on the main thread or in backward, alike on every rank."""
         self._timetable.happened(event, self._round)
 
+    def wait(self) -> None:
+        """Wait for what goes by a cadence of its own, and publish nothing."""
+        self._timetable.wait()
+
     def settle(self) -> None:
         """Wait for what goes by a cadence of its own, and publish it (on every rank alike)."""
         self._timetable.settle()

@@ -61,6 +61,11 @@ class Timetable:
                 self._under_way[transfer] = self._routes.send(transfer), due
         self._publish(transfers, number)  # 4
 
+    def wait(self) -> None:
+        """Wait for all that is under way, and publish nothing."""
+        for transfer, (errand, _) in self._under_way.items():
+            self._routes.wait(errand, transfer, f"wait for {errand.purpose}")
+
     def settle(self) -> None:
         """Wait for all that is under way, and publish it (on every rank alike)."""
         for transfer, (errand, _) in list(self._under_way.items()):

@@ -27,10 +27,10 @@ from typing import Any, final
 
 from torch import Tensor
 
-from shoal.contracts.batch import tensors_of
+from shoal.contracts.batch import same_batch, tensors_of
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Mark
-from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.errors import UsageError
 from shoal.engine.common import Common
 from shoal.engine.counts import Counts
 from shoal.engine.lanes import Lane
@@ -57,6 +57,7 @@ class Weigher:
         self._common: Common | None = None
         self._usual: float | None = None  # rows of the rank that has most in the first forward
         self._own = [0.0, 0.0]  # this rank's rows and terms so far, where all weigh the same
+        self._first_batch = 0.0  # its digest, likewise
 
     def begin(self) -> Weight:
         """The weight of a call that begins, whose rows are counted later."""
@@ -76,6 +77,12 @@ class Weigher:
         """What this rank has counted so far where all weigh the same: terms, or else rows."""
         rows, terms = self._own
         return terms or rows
+
+    def first_batch(self) -> float:
+        """A digest of the first batch where all weigh the same; 0 of none, or of one that ranks
+        have alike on purpose.
+        """
+        return self._first_batch
 
     def go_on(self, usual: float) -> None:
         """Take that number from a checkpoint of as many ranks, on every rank alike."""
@@ -111,6 +118,9 @@ class Weigher:
 
     def _count(self, weight: Weight, count: float, rows: float, batch: Any) -> None:
         if self._comm is None or self._counts is None:
+            if self._first and batch is not None and not self._alike and tensors_of(batch):
+                self._first_batch = float(_digest(batch))
+            self._first = self._first and batch is None
             return
         counts, call = self._counts, self._counts.called()
         first = self._first and batch is not None
@@ -129,15 +139,7 @@ class Weigher:
             most = max(weight.counts() or ()) or 1.0
             self._usual = weight.usual = most if self._usual is None else self._usual
             if not self._alike and weight.same_batch():
-                raise RanksDiffer(
-                    f"all {self._comm.size} ranks were fed the same batch, so every rank would "
-                    "compute the same "
-                    "gradients",
-                    where="the first forward",
-                    do="wrap the loader on every rank: loader = shoal.shard(loader), or, where "
-                    "inputs are the same on "
-                    "purpose, give parallelize samples whose targets differ",
-                )
+                raise same_batch(self._comm.size)
 
     def compare(self, common: Common) -> None:
         """Have each count tell what ranks have in common: where no transfer does."""

@@ -148,7 +148,8 @@ def codec_report(model: nn.Module) -> CodecReport:
     # what crosses to tail hosts is that of all their layers: a row for the last of them
     of_tail = [c for c in coded if c.rows and predictor.role(c.strategy).is_at_tail]
     coded = [choice for choice in coded if choice not in of_tail[1:]]
-    rows = [_row(choice, predictor, errors) for choice in coded]
+    steps = attached.plan.local_steps or 1
+    rows = [_row(choice, predictor, errors, steps) for choice in coded]
     modules = dict(uncompiled(model).named_modules())
     for at, choice in enumerate(coded):
         if choice.exchange.startswith("+"):
@@ -181,7 +182,8 @@ class _Errors:
         return errors
 
 
-def _row(choice: Choice, predictor: Predictor, errors: _Errors) -> CodecRow:
+def _row(choice: Choice, predictor: Predictor, errors: _Errors, steps: int) -> CodecRow:
+    """One layer's, of which a step sends one part in so many."""
     names = [p.name for p in predictor.layer(choice.layer).parameters]
     coded = errors.exact.isdisjoint(names)
     exact_bytes, _ = predictor.alone_s(choice.without_codec())
@@ -189,8 +191,8 @@ def _row(choice: Choice, predictor: Predictor, errors: _Errors) -> CodecRow:
     return CodecRow(
         choice.layer,
         choice.way,
-        exact_bytes,
-        sent_bytes,
+        exact_bytes / steps,
+        sent_bytes / steps,
         max((errors.step[name] for name in names if name in errors.step), default=None),
         max((errors.mean[name] for name in names if name in errors.mean), default=None),
         coded,

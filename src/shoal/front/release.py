@@ -20,7 +20,7 @@ from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove, uncompiled
-from shoal.session.local import take_global
+from shoal.session.local import settle, take_global
 from shoal.session.residuals import warn_of_residuals
 from shoal.session.running import Running
 from shoal.session.session import Session, current
@@ -61,6 +61,7 @@ def unparallelize(model: nn.Module) -> None:
         session.comm, lambda: _checked(session, model), "unparallelize: checking the model"
     )
     _require_same(session, running)
+    settle(model)
     warn_of_residuals(model)
     optimizers = session.optimizers.pop(model)
     still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}

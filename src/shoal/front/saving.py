@@ -28,7 +28,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
 from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
-from shoal.session.local import begin_anew, global_weights, outer_state, settle
+from shoal.session.local import begin_anew, latest_weights, outer_state, settle
 from shoal.session.residuals import give_residuals, summed_residuals
 from shoal.session.session import current, found, ranks
 from shoal.session.standing import standing
@@ -135,7 +135,7 @@ def in_common(objects: Mapping[str, Any]) -> Iterator[None]:
     """Within it models have the weights that all ranks have in common, which are those to save."""
     with ExitStack() as stack:
         for _, model in _models(objects):
-            stack.enter_context(global_weights(model))
+            stack.enter_context(latest_weights(model))
         yield
 
 
@@ -243,6 +243,7 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
     owed = saved.decoded(_RESIDUALS, saved.state.residuals)
     outer = saved.decoded(_OUTER, saved.state.outer) if saved.state.outer else {}
     for path, model in _models(objects):
-        give_residuals(model, owed.get(path, {}))
+        plan = saved.state.models.get(path, {}).get("plan", {})
+        give_residuals(model, owed.get(path, {}), local=bool(plan.get("local_steps")))
         begin_anew(model, outer.get(path, {}))
     return plain

@@ -36,7 +36,7 @@ def with_local_steps(
     choices = tuple(
         choice
         if isinstance(predictor.exchange(choice.exchange), SplitExchange)
-        else replace(choice, exchange="direct")
+        else replace(choice, exchange="direct" + "+" * bool(choice.codec) + choice.codec)
         for choice in plan.choices
     )
     plan = replace(plan, choices=choices)

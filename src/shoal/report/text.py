@@ -341,6 +341,19 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     return f"{of}: {served}{predicted}{state}"
 
 
+def batch(rows: Sequence[int]) -> str:
+    """The batch of a rank and of all ranks, in one line.
+
+    Examples:
+        >>> from shoal.report.text import batch
+        >>> batch([64, 64]), batch([64, 32])
+        ('batch: 64 rows a rank, 128 of all ranks', 'batch: 32 to 64 rows a rank, 96 of all ranks')
+    """
+    least, most = min(rows), max(rows)
+    of_rank = how_many(most, "row") if least == most else f"{least:,} to {how_many(most, 'row')}"
+    return f"batch: {of_rank} a rank, {sum(rows):,} of all ranks"
+
+
 def _short(name: str, most: int) -> str:
     """The end of a long name, which says more than its beginning."""
     return name if len(name) <= most else "…" + name[1 - most :]

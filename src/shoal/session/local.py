@@ -1,7 +1,8 @@
 """Models whose ranks step by themselves: when they come together, and what they have in common.
 
     set_off, begin   transfers are told when they go, and what by
-    global_weights   the model has what all ranks have in common, for a while: to evaluate, to save
+    global_weights   the model has what all ranks have in common, for a while: to evaluate
+    latest_weights   the same, with what is under way: to save
     outer_state      the outer rule's, for checkpoints: by parameter, of any number of ranks
     begin_anew       a round begins with what was loaded
     mean_state       an optimizer's state is each rank's own: a checkpoint has the mean
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,36 +40,33 @@ def set_off(
 
     With a lag they take turns. To be called before an engine takes them.
     """
-    rates, each = _rates(optimizers), len(optimizers)
+    learning, each = partial(_rates, optimizers), len(optimizers)
     for number, transfer in enumerate(transfers):
         phase = steps * number // len(transfers) if lag else 0
         transfer.cadence = Cadence(
             Event.STEP_ENDED, every=steps * each, phase=phase * each, lag=lag * each
         )
         if isinstance(transfer, LocalTransfer):
-            transfer.rate = rates
+            transfer.learning = learning
 
 
 def begin(transfers: Iterable[Transfer], weigher: Weigher) -> None:
     """Begin the first round, in which this rank's rows are counted so."""
     for transfer in transfers:
         if isinstance(transfer, LocalTransfer):
-            transfer.rows = weigher.own
+            transfer.counted = weigher
         elif isinstance(transfer, OfState):
             transfer.begin(weigher.own)
 
 
-def _rates(optimizers: Sequence[Optimizer]) -> Callable[[nn.Parameter], float]:
-    """What tells a parameter's learning rate, as it is then."""
-
-    def rate(parameter: nn.Parameter) -> float:
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                if any(parameter is member for member in group["params"]):
-                    return float(group["lr"])
-        return 0.0
-
-    return rate
+def _rates(optimizers: Sequence[Optimizer]) -> dict[int, float]:
+    """Learning rates as they are now, by the id of a parameter."""
+    return {
+        id(parameter): float(group["lr"])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def _attached(model: nn.Module) -> Attached | None:
@@ -98,6 +97,21 @@ def settle(model: nn.Module) -> None:
 
 
 @contextmanager
+def latest_weights(model: nn.Module) -> Iterator[None]:
+    """As `global_weights`, with what is under way, which is waited for (a collective).
+
+    The outer rule's state, and what codecs owe, are of that moment, too.
+    """
+    attached = _attached(model)
+    if attached is None:
+        yield
+        return
+    attached.engine.wait()
+    with _having(model, _common(attached, latest=True)):
+        yield
+
+
+@contextmanager
 def global_weights(model: nn.Module) -> Iterator[None]:
     """Within it a model has the weights that all ranks have in common: to evaluate, or to look.
 
@@ -119,7 +133,13 @@ def global_weights(model: nn.Module) -> Iterator[None]:
     if attached is None:
         yield
         return
-    common = _common(attached)
+    with _having(model, _common(attached)):
+        yield
+
+
+@contextmanager
+def _having(model: nn.Module, common: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it a model has those values, and behind it its own again."""
     held = _tensors(model)
     own = {name: held[name].detach().clone() for name in common}
     with torch.no_grad():
@@ -143,11 +163,13 @@ def take_global(model: nn.Module) -> None:
                 held[name].copy_(value)
 
 
-def _common(attached: Attached) -> dict[str, Tensor]:
+def _common(attached: Attached, *, latest: bool = False) -> dict[str, Tensor]:
     """What all ranks have in common, by name in the model."""
     common: dict[str, Tensor] = {}
     for transfer in attached.engine.transfers:
-        if isinstance(transfer, LocalTransfer | OfState):
+        if isinstance(transfer, LocalTransfer):
+            common |= transfer.common(latest=latest)
+        elif isinstance(transfer, OfState):
             common |= transfer.common()
     return common
 
@@ -179,6 +201,14 @@ def begin_anew(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> N
     """
     if (attached := _attached(model)) is None:
         return
+    own = {name for transfer in _transfers(attached) for name in transfer.parameters}
+    if unknown := sorted(state.keys() - own):
+        raise UsageError(
+            "the outer rule's state is that of another model",
+            where=f"parameter {unknown[0]}",
+            got=f"{len(unknown)} parameters that this model does not train",
+            do="load a checkpoint of this model",
+        )
     for transfer in attached.engine.transfers:
         if isinstance(transfer, LocalTransfer):
             transfer.begin(state)
@@ -188,6 +218,8 @@ def begin_anew(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> N
 
 def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The state of an optimizer as a checkpoint has it: where ranks step by themselves, the mean.
+
+    Of a parameter that not every rank has a state of it is rank 0's.
 
     Args:
         optimizer: any.
@@ -201,14 +233,13 @@ def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     own = state["state"]
     listed = {number: list(values) for number, values in own.items()}
     everywhere = comm.gather_objects(listed, "optimizer.state_dict()")
-    mean: dict[Any, dict[str, Any]] = {}
+    mean = dict(own)
     for number, names in everywhere[0].items():
-        alike = all(other.get(number) == names for other in everywhere)
-        values = own.get(number, {})
-        mean[number] = {
-            name: _mean(values[name], comm.size, comm.all_reduce) if alike else values[name]
-            for name in names
-        }
+        if all(other.get(number) == names for other in everywhere):
+            mean[number] = {
+                name: _mean(value, comm.size, comm.all_reduce)
+                for name, value in own[number].items()
+            }
     return {**state, "state": mean}
 
 

@@ -76,7 +76,9 @@ def summed_residuals(model: nn.Module) -> StateDict:
     return sums
 
 
-def give_residuals(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+def give_residuals(
+    model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]], *, local: bool = False
+) -> None:
     """Have ranks owe what ranks owed together, whatever plan and number of ranks that were.
 
     Each takes what it owns. What nobody owes here, as the plan is exact there or the parameter has
@@ -85,8 +87,13 @@ def give_residuals(model: nn.Module, sums: Mapping[str, Mapping[str, Tensor]]) -
     Args:
         model: a parallelised one.
         sums: of all ranks' `residuals`, the same on every rank.
+        local: whether ranks stepped by themselves, so that it is of differences of weights.
     """
     session = current()
+    attached = session.attached.get(uncompiled(model))
+    if sums and attached is not None and bool(attached.plan.local_steps) != local:
+        _warn_of_dropped(list(sums), "local steps have begun or ended")
+        sums = {}
     coded: set[str] = set()
     sizes = {name: p.numel() for name, p in uncompiled(model).named_parameters()}
     fitting = {

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import torch
 from torch import Tensor, nn
 
+from shoal.contracts.batch import same_batch
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import (
     UNSENT,
@@ -43,7 +44,15 @@ from shoal.core.outer import Outer
 from shoal.core.pieces import cut, line, unlined
 from shoal.strategies.carried import coded_first
 
-_ROWS, _TIMES = range(2)  # of what a rank tells
+
+class Counted(Protocol):
+    """What is known of this rank's rows."""
+
+    def own(self) -> float:
+        """How many there were so far."""
+
+    def first_batch(self) -> float:
+        """A digest of the first batch; 0 where there is none, or ranks may have the same."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +61,7 @@ class _Packed:
 
     before: Tensor  # θ_old, flat
     left: Sequence[Tensor]  # parameters as they were packed, if steps go on meanwhile
-    told: tuple[float, float]  # this rank's rows since the last time, and how many times there were
+    told: tuple[float, ...]  # rows since the last time, how many times there were, first batch
     rates: Mapping[str, float]  # learning rates, of slowmo
     momentum: Tensor  # of the own slice, to be changed
 
@@ -93,9 +102,10 @@ class LocalTransfer(Transfer):
         self._momentum = torch.zeros_like(self._own, dtype=wide)
         self._rates: dict[str, float] = {}  # learning rates as of the last time
         self._packed: _Packed | None = None  # while it is under way
+        self._is_lossy = not self.carrier.exact  # so far
         self._packed_rows, self._times = 0.0, 0  # this rank's, as of the last time
-        self.rows: Callable[[], float] = lambda: 0.0  # this rank's, so far
-        self.rate: Callable[[nn.Parameter], float] = lambda parameter: 1.0  # of learning, now
+        self.counted: Counted  # given before it goes
+        self.learning: Callable[[], Mapping[int, float]] = dict  # rates now, by id of a parameter
 
     @property
     def _listed(self) -> list[Tensor]:
@@ -103,18 +113,22 @@ class LocalTransfer(Transfer):
 
     @torch.no_grad()
     def pack(self, backward: Round) -> None:
-        listed, rows = self._listed, self.rows()
+        listed, rows = self._listed, self.counted.own()
         before = self._flat.clone()
         torch._foreach_sub_(self._views, listed)
         slowed = self._outer.rule == "slowmo"
         self._packed = _Packed(
             before,
             [p.detach().clone() for p in listed] if self.cadence.lag else [],
-            (rows - self._packed_rows, float(self._times)),
-            {name: self.rate(p) for name, p in self.parameters.items()} if slowed else {},
+            (rows - self._packed_rows, float(self._times), self.counted.first_batch()),
+            self._learning_rates() if slowed else {},
             self._momentum.clone(),
         )
         self._packed_rows, self._times = rows, self._times + 1
+
+    def _learning_rates(self) -> dict[str, float]:
+        rates = self.learning()
+        return {name: rates.get(id(p), 0.0) for name, p in self.parameters.items()}
 
     def run(self, comm: Comm) -> None:
         packed = self._packed
@@ -127,22 +141,31 @@ class LocalTransfer(Transfer):
         new = self._outer.step(before.to(momentum.dtype), self._own.to(momentum.dtype), momentum)
         if self.carrier.exact:
             self._own.copy_(new)
+            if self._is_lossy:  # until now
+                unsent = self.carrier.kept(UNSENT, comm.rank)
+                self._own[: len(unsent)].add_(unsent)
+                unsent.zero_()
+                self._is_lossy = False
             self.carrier.gather(comm)
-            return
-        self._flat.copy_(packed.before)
+        else:
+            self._gather_changes(new, before, packed.before, comm)
+
+    def _gather_changes(self, new: Tensor, before: Tensor, common: Tensor, comm: Comm) -> None:
+        """Bring to all ranks what a codec makes of the changes of the own slice."""
+        self._flat.copy_(common)
         unsent = self.carrier.kept(UNSENT, comm.rank)
-        num = len(unsent)
+        num = len(unsent)  # behind them is what goes exactly
         changes = new[:num].to(unsent.dtype) - before[:num] + unsent
         self._own[num:].copy_(new[num:])
         self.carrier.gather_changes(changes, comm)
         torch.sub(changes, self._own[:num] - before[:num], out=unsent)
 
-    def _share(self, own: tuple[float, float], comm: Comm) -> float:
+    def _share(self, own: tuple[float, ...], comm: Comm) -> float:
         """This rank's share of the rows of all."""
-        told = torch.zeros(comm.size, 2, dtype=torch.float64, device=self._flat.device)
+        told = torch.zeros(comm.size, len(own), dtype=torch.float64, device=self._flat.device)
         told[comm.rank] = torch.tensor(own, dtype=torch.float64)
         comm.all_reduce(told)
-        rows, times = told[:, _ROWS].tolist(), told[:, _TIMES].tolist()
+        rows, times, batches = told.T.tolist()
         for rank, number in enumerate(times):
             if number != times[0]:
                 raise RanksDiffer(
@@ -153,6 +176,8 @@ class LocalTransfer(Transfer):
                     do="make as many steps on every rank",
                     rank=rank,
                 )
+        if not times[0] and comm.size > 1 and len(set(batches)) == 1 and batches[0]:
+            raise same_batch(comm.size)
         total = sum(rows)
         return rows[comm.rank] / total if total else 1 / comm.size
 
@@ -167,9 +192,14 @@ class LocalTransfer(Transfer):
             torch._foreach_copy_(listed, self._views)
         self._momentum, self._rates, self._packed = packed.momentum, dict(packed.rates), None
 
-    def common(self) -> Mapping[str, Tensor]:
-        """What all ranks have in common of each parameter, by name; views, to be read at once."""
-        flat = self._flat if self._packed is None else self._packed.before
+    def common(self, *, latest: bool = False) -> Mapping[str, Tensor]:
+        """What all ranks have in common of each parameter, by name; views, to be read at once.
+
+        That is what the running round began with; the `latest` is what an exchange has brought that
+        nobody has published yet. Then no lane may be at it any more.
+        """
+        packed = None if latest else self._packed
+        flat = self._flat if packed is None else packed.before
         listed = self.parameters.items()
         parts = flat.split([p.numel() for _, p in listed])
         return {name: unlined(part, p) for (name, p), part in zip(listed, parts, strict=True)}
@@ -201,7 +231,7 @@ class LocalTransfer(Transfer):
                     part.zero_()
                 else:
                     part.copy_(known["momentum"][span.start : span.stop])
-        self._packed, self._packed_rows = None, self.rows()
+        self._packed, self._packed_rows = None, self.counted.own()
         self._rates = {
             name: float(known["rate"])
             for name, known in state.items()
@@ -209,16 +239,20 @@ class LocalTransfer(Transfer):
         }
 
     def state(self, comm: Comm) -> StateDict:
-        """The outer rule's state on every rank, by parameter name (a collective).
+        """The outer rule's latest state on every rank, by parameter name (a collective).
 
         "momentum": flat, in the order of the parameter's memory. "rate": of SlowMo.
         """
-        whole = torch.zeros_like(self._flat, dtype=self._momentum.dtype)
-        cut(whole, comm.size)[comm.rank].copy_(self._momentum)
+        packed = self._packed
+        momentum, rates = self._momentum, self._rates
+        if packed is not None:
+            momentum, rates = packed.momentum, dict(packed.rates)
+        whole = torch.zeros_like(self._flat, dtype=momentum.dtype)
+        cut(whole, comm.size)[comm.rank].copy_(momentum)
         comm.all_reduce(whole)
         parts = whole.split([p.numel() for p in self.parameters.values()])
         found = {n: {"momentum": part} for n, part in zip(self.parameters, parts, strict=True)}
-        for name, rate in self._rates.items():
+        for name, rate in rates.items():
             found[name]["rate"] = torch.tensor(rate, dtype=torch.float64)
         return found
 
