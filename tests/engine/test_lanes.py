@@ -162,3 +162,26 @@ def test_on_a_cpu_a_lane_has_no_stream() -> None:
     errand.wait("a test")
     assert errand._queued is errand._computed is None
     lane.close()
+
+
+class LateMoment:
+    """A moment of a device that has come at the third look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks > 2
+
+
+def test_who_has_waited_for_the_device_waits_no_longer() -> None:
+    def work(comm: ThreadComm) -> object:
+        channel = comm.channel("lane")
+        errand = Lane(channel, "lane").run(lambda comm: None, "the end")
+        errand.wait("the end")
+        errand._computed = LateMoment()  # type: ignore[assignment]
+        errand.finish("the end")
+        return comm.hub.journals[comm.rank].wait
+
+    assert run(2, work, timeout_s=10) == [None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from one_process import (
     difference,
     features,
     mlp,
+    numbers,
     rows_of,
     sgd,
     state,
@@ -193,3 +195,27 @@ def test_the_channels_of_a_convolution_cross_so() -> None:
 
 
 generator = torch.Generator().manual_seed(1)
+
+
+class OfOneType(ThreadComm):
+    """Takes messages of one type only, as NCCL does."""
+
+    def start_all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        assert len({part.dtype for part in (*outputs, *inputs)}) == 1
+        return super().start_all_to_all(outputs, inputs)
+
+
+def test_messages_are_of_one_type() -> None:
+    def work(comm: ThreadComm) -> Tensor:
+        rows = numbers(2 * comm.rank + 1, 5, seed=comm.rank, dtype=torch.float32)
+        coming = [rows.new_empty(2 * rank + 1, 5) for rank in range(comm.size)]
+        alike = OfOneType(comm.rank, comm.hub, comm.name, comm.topology)
+        crossing = Crossing(codec_named("bfloat16"))
+        crossing.start_all_to_all(alike, coming, [rows] * comm.size)()
+        assert torch.equal(coming[comm.rank], rows)
+        return torch.cat(coming)
+
+    first, second = run(2, work, timeout_s=10)
+    torch.testing.assert_close(first, second, rtol=2**-7, atol=0)
