@@ -53,20 +53,23 @@ def test_a_launcher_by_name_is_given_roles_files_and_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--ranks", "2", "--servers", "1", "--file", "beside.py", "--checkpoint", "run"]
-    job = started(monkeypatch, *words, "--save-plan=plan.json")
+    words = ["--ranks", "2", "--servers", "1", "--file", "./beside.py", "--checkpoint", "run"]
+    (tmp_path / "saved.json").touch()
+    job = started(monkeypatch, *words, "--save-plan=plan.json", "--plan=./saved.json")
     assert (job.ranks, job.servers, job.tail, job.master) == (3, 1, 0, "")
-    assert job.files == (Path(RECIPE), Path("beside.py"))
+    assert job.files == (Path(RECIPE), Path("beside.py"), Path("saved.json"))
+    assert all(str(path) in job.command for path in job.files)
     assert job.command[:3] == (sys.executable, "-m", "shoal") and RECIPE in job.command
     assert str(tmp_path / "run") in job.command  # ranks elsewhere are in other folders
-    assert f"--save-plan={tmp_path / 'plan.json'}" in job.command
+    assert str(tmp_path / "plan.json") in job.command
 
 
 def test_without_a_number_there_are_as_many_ranks_as_there_is_room_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = started(monkeypatch, "--master", "here", "--tail", "2")
+    job = started(monkeypatch, "--master", "here", "--tail", "2", "--ranks-per-host", "4")
     assert (job.ranks, job.tail, job.roles) == (7, 2, {"SHOAL_TAIL": "2"})
+    assert (job.ranks_per_host, job.hosts) == (4, 2)
 
 
 def test_a_launcher_that_nobody_has_is_named_with_the_nearest(
@@ -111,7 +114,7 @@ def test_ranks_of_this_machine_are_told_their_roles(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
 
 
-@pytest.mark.parametrize("master", ["spark://", "spark://host", "spark://host:port"])
+@pytest.mark.parametrize("master", ["spark://", "spark://host", "spark://host:port", "h:7077"])
 def test_what_is_no_master_is_refused(master: str) -> None:
     with pytest.raises(UsageError, match="that is no master"):
         cluster.reach(master)

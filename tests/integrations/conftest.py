@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,40 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of its master."""
     if (reason := lacking()) is not None:
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("spark")
+    with started(tmp_path_factory.mktemp("spark"), CORES) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """A cluster of the test's own, of three workers with a core each: its URL, and the workers."""
+    if (reason := lacking()) is not None:
+        pytest.skip(reason)
+    with started(tmp_path, (1, 1, 1)) as cluster:
+        yield cluster
+
+
+@contextmanager
+def started(
+    folder: Path, worker_cores: Sequence[int]
+) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """A master and workers with so many cores, until the block is left."""
     port, page = free_port(), free_port()
     place = ["--host", "127.0.0.1", "--webui-port"]
     url = f"spark://127.0.0.1:{port}"
     with ExitStack() as stack:
         daemon(stack, folder, "master.Master", *place, str(page), "--port", str(port))
-        for number, cores in enumerate(CORES):
+        workers = []
+        for number, cores in enumerate(worker_cores):
             work = folder / f"worker{number}"
             size = ["--cores", str(cores), "--memory", "1g", "--work-dir", str(work)]
-            daemon(stack, folder, "worker.Worker", *place, str(free_port()), *size, url)
-        wait_for_workers(page, len(CORES), folder)
-        yield url
+            options = [*place, str(free_port()), *size, url]
+            workers.append(daemon(stack, folder, "worker.Worker", *options))
+        wait_for_workers(page, len(workers), folder)
+        yield url, workers
 
 
-def daemon(stack: ExitStack, folder: Path, name: str, *options: str) -> None:
+def daemon(stack: ExitStack, folder: Path, name: str, *options: str) -> subprocess.Popen[bytes]:
     """Start one of Spark's daemons, until the stack is left."""
     home = Path(importlib.import_module("pyspark").__file__).parent
     command = [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *options]
@@ -68,6 +87,7 @@ def daemon(stack: ExitStack, folder: Path, name: str, *options: str) -> None:
     )
     stack.callback(process.wait)
     stack.callback(process.terminate)
+    return process
 
 
 def wait_for_workers(page: int, num: int, folder: Path) -> None:

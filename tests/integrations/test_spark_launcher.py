@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from shoal.launch.spark import Spark
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 
 SOURCE = Path(__file__).parents[2] / "src"
+SUBMIT = "--driver-memory 512m pyspark-shell"
 RECIPE = Path(__file__).parents[1] / "tiny_recipe.py"
 # Each rank says where it stands, and leaves a process behind in a session of its own.
 PLACE = """
@@ -143,10 +145,7 @@ def test_an_executor_that_dies_is_named_and_nothing_is_left(
 
 def test_a_command_line_trains_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     """From start to end in a process of its own, with its session; errors end it with 1 or 2."""
-    settings = {
-        "PYTHONPATH": str(SOURCE),
-        "PYSPARK_SUBMIT_ARGS": "--driver-memory 512m pyspark-shell",
-    }
+    settings = {"PYTHONPATH": str(SOURCE), "PYSPARK_SUBMIT_ARGS": SUBMIT}
     command = [sys.executable, "-m", "shoal", "train", str(RECIPE), "--launcher", "spark"]
     command += ["--master", "local[2]"]
     environment = {**os.environ, **settings}
@@ -160,6 +159,29 @@ def test_a_command_line_trains_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     )
     assert done.returncode == 2 and "more ranks than tasks" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_sigterm_at_the_driver_has_ranks_save_and_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ["train", str(RECIPE), "--launcher", "spark", "--master", "local[2]", "--ranks", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shoal", *words, "--checkpoint", str(run), "--epochs", "100000"],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "PYSPARK_SUBMIT_ARGS": SUBMIT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if "epoch 2" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, _ = process.communicate(timeout=240)
+    told = "".join(said) + rest
+    assert process.returncode == -signal.SIGTERM, told
+    assert "saved, as a signal asked" in told and list(run.glob("*/model.safetensors"))
 
 
 def test_a_master_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.core.registry import named
 from shoal.launch import rendezvous
 
 _WRITTEN = ("--checkpoint", "--save-plan")  # options whose paths ranks write to
+_PATHS = (*_WRITTEN, "--plan", "--file")
 _OPTIONS = [
     click.option(
         "--launcher",
@@ -46,6 +47,11 @@ _OPTIONS = [
         help='Start more ranks, for the end of the model (strategy "stage").',
     ),
     click.option(
+        "--ranks-per-host",
+        type=click.IntRange(1, MOST_RANKS_HERE),
+        help="Insist that so many ranks share each host.",
+    ),
+    click.option(
         "--file",
         "files",
         multiple=True,
@@ -65,12 +71,13 @@ class Launching:
     master: str = ""
     servers: int = 0
     tail: int = 0
+    ranks_per_host: int | None = None
     files: tuple[Path, ...] = ()  # that ranks elsewhere need
 
     @property
     def is_asked(self) -> bool:
         """Whether ranks are started even if nobody says how many."""
-        return bool(self.launcher or self.master or self.servers or self.tail)
+        return replace(self, files=()) != Launching()
 
 
 def launching(function: Callable[..., None]) -> Callable[..., None]:
@@ -82,10 +89,12 @@ def launching(function: Callable[..., None]) -> Callable[..., None]:
         master: str,
         servers: int,
         tail: int,
+        ranks_per_host: int | None,
         files: tuple[Path, ...],
         **others: Any,
     ) -> None:
-        function(by=Launching(launcher, master, servers, tail, files), **others)
+        by = Launching(launcher, master, servers, tail, ranks_per_host, files)
+        function(by=by, **others)
 
     for option in reversed(_OPTIONS):
         command = option(command)
@@ -107,25 +116,28 @@ def distributed(workers: int | None, by: Launching | None = None) -> None:
     others = by.servers + by.tail
     workers = workers or max(1, launcher.room(by.master) - others)
     job = Job(
-        (sys.executable, "-m", "shoal", *_with_whole_paths(sys.argv[1:])),
+        (sys.executable, "-m", "shoal", *_as_elsewhere(sys.argv[1:], by.files)),
         workers + others,
         servers=by.servers,
         tail=by.tail,
+        ranks_per_host=by.ranks_per_host,
         master=by.master,
         files=by.files,
     )
     sys.exit(launcher.launch(job).exit_code)
 
 
-def _with_whole_paths(words: Sequence[str]) -> list[str]:
-    """The command's words, with whole paths of what is written: a rank may be in another folder."""
-    whole = []
-    for before, word in zip(("", *words), words, strict=False):
-        name, equals, value = word.partition("=")
-        if before in _WRITTEN:
-            whole.append(os.path.abspath(word))
-        elif equals and name in _WRITTEN:
-            whole.append(f"{name}={os.path.abspath(value)}")
-        else:
-            whole.append(word)
-    return whole
+def _as_elsewhere(words: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """The command's words for ranks that may be in another folder: files that are sent by the
+    path that they are sent under, and whole paths of what is written.
+    """
+    split = [
+        part
+        for word in words
+        for part in (word.split("=", 1) if word.partition("=")[0] in _PATHS else [word])
+    ]
+    sent = {path: str(path) for path in files}
+    return [
+        os.path.abspath(word) if before in _WRITTEN else sent.get(Path(word), word)
+        for before, word in zip(("", *split), split, strict=False)
+    ]

@@ -27,6 +27,12 @@ def scope(job: str) -> str:
     return f"shoal/{job}" if job else "shoal"
 
 
+def roles(servers: int, tail: int) -> dict[str, str]:
+    """The variables that tell every rank how many, of the last ones, do not train."""
+    numbers = {SERVERS: servers, TAIL: tail}
+    return {name: str(number) for name, number in numbers.items() if number}
+
+
 @dataclass(frozen=True)
 class Meeting:
     """Where a rank meets the others: the address of their store."""
@@ -78,8 +84,7 @@ class Job:
     @property
     def roles(self) -> dict[str, str]:
         """The variables that tell every rank how many do not train."""
-        numbers = {SERVERS: self.servers, TAIL: self.tail}
-        return {name: str(number) for name, number in numbers.items() if number}
+        return roles(self.servers, self.tail)
 
 
 @dataclass(frozen=True)

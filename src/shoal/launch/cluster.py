@@ -25,8 +25,10 @@ from shoal.core.errors import UsageError, WorldError
 T = TypeVar("T")
 
 _CONNECT_S = 10.0  # to a master
-_SLOTS_WAIT_S = 10.0  # for executors that are still starting
-_AGAIN_S = 30.0  # for an executor in the place of a lost one
+_OF_OTHERS = ("local", "yarn", "k8s://")  # masters that are not Spark's own
+_SLOTS_WAIT_S = 20.0  # for executors that are still starting
+_SETTLED_S = 4.0  # without a new one
+_AGAIN_S = 30.0  # for an executor in the place of one that has left
 _LOOK_S = 1.0
 
 
@@ -87,18 +89,22 @@ def _own_session() -> Any:
 
 
 def reach(master: str) -> None:
-    """Connect to a stand-alone master: Spark itself would try for a minute."""
-    if not master.startswith("spark://"):
+    """Connect to a stand-alone master: Spark itself would try for a minute.
+
+    Raises:
+        UsageError: it is written otherwise than a master is.
+        WorldError: nobody is there.
+    """
+    if master.startswith(_OF_OTHERS) or not master:
         return
-    places = master.removeprefix("spark://").split(",")
     problems = []
-    for place in places:
+    for place in master.removeprefix("spark://").split(","):
         host, _, port = place.rpartition(":")
-        if not host or not port.isdecimal():
+        if not (master.startswith("spark://") and host and port.isdecimal()):
             raise UsageError(
                 "that is no master",
                 got=master,
-                expected="as spark://host:7077",
+                expected="as spark://host:7077, yarn, k8s://… or local[2]",
                 do="write the host and the port that the master listens at",
             )
         try:
@@ -121,9 +127,9 @@ def slots(spark: Any) -> int:
 
 
 def waited_slots(spark: Any) -> int:
-    """The same, once executors have stopped to come."""
+    """The same, once no more executors come."""
     deadline, found, since = time.monotonic() + _SLOTS_WAIT_S, 0, time.monotonic()
-    while time.monotonic() < deadline and (not found or time.monotonic() - since < _LOOK_S * 2):
+    while time.monotonic() < deadline and (not found or time.monotonic() - since < _SETTLED_S):
         if (now := slots(spark)) != found:
             found, since = now, time.monotonic()
         time.sleep(0.2)
@@ -156,22 +162,22 @@ def check_slots(spark: Any, num_tasks: int, said: str) -> None:
 
 
 class Stage:
-    """One action on a barrier stage, watched: lost executors are named, and none is waited for
-    without an end.
+    """One action on a barrier stage, watched: executors that leave are named, and none is waited
+    for without an end.
     """
 
     def __init__(self, spark: Any, num_tasks: int) -> None:
         self._spark, self._num_tasks = spark, num_tasks
         self._tag = f"shoal-{uuid.uuid4().hex}"
         self._ended = threading.Event()
-        self.lost: list[str] = []  # executors, as host:port
+        self.left: list[str] = []  # executors that were there, as host:port
         self._is_given_up = False
 
     def run(self, action: Callable[[], T]) -> T:
         """What the action returns.
 
         Raises:
-            WorldError: Spark gave it up, or too few executors are left.
+            WorldError: Spark gave it up, or too few executors are there.
         """
         context = self._spark.sparkContext
         context.addJobTag(self._tag)
@@ -196,17 +202,17 @@ class Stage:
             self._spark.sparkContext.cancelJobsWithTag(self._tag)
 
     def _watch(self) -> None:
-        known, short = _executors(self._spark), 0.0
+        known, short = set[str](), 0.0
         while not self._ended.wait(_LOOK_S):
             try:
                 there, room = _executors(self._spark), slots(self._spark)
             except Exception:  # the context is being stopped
                 return
             for name in sorted(known - there):
-                self.lost.append(name)
-                _say(f"the executor at {name} is lost; Spark may start the ranks again")
+                self.left.append(name)
+                _say(f"the executor at {name} has left")
             known = there
-            short = short + _LOOK_S if self.lost and room < self._num_tasks else 0.0
+            short = short + _LOOK_S if self.left and room < self._num_tasks else 0.0
             if short > _AGAIN_S:
                 self._is_given_up = True
                 self.cancel()
@@ -215,14 +221,14 @@ class Stage:
     def _told(self, error: Exception) -> WorldError:
         if self._is_given_up:
             return WorldError(
-                "an executor is lost, and none has come in its place",
-                where=f"executor at {', '.join(self.lost)}",
+                "an executor has left, and none has come in its place",
+                where=f"executor at {', '.join(self.left)}",
                 got=f"room for {slots(self._spark)} tasks, {self._num_tasks} are needed",
                 do="start a worker there again, and then the same run; or ask for fewer ranks",
             )
         return WorldError(
             "Spark gave the stage up",
-            where=f"executor at {', '.join(self.lost)}, which is lost" if self.lost else "",
+            where=f"executor at {', '.join(self.left)}, which has left" if self.left else "",
             got=_first_line(error),
             do="look at the executors' stderr; Spark's own words are above. Where a module is "
             "missing there: install shoal[spark] on every executor, and let PYSPARK_PYTHON name "
@@ -237,9 +243,13 @@ def _executors(spark: Any) -> set[str]:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    raised = [line for line in lines if re.match(r"[\w.]*(Error|Lost|Exception): ", line.strip())]
-    return (raised or lines or [type(error).__name__])[0].strip()[:300]
+    """What Python has raised on an executor, else what Java has, else the first line."""
+    lines = [line.strip(" :") for line in str(error).splitlines()]
+    for kind in ("(Error|Lost)", "Exception"):
+        for line in lines:
+            if re.match(rf"[\w.]*{kind}: ", line):
+                return line[:300]
+    return (lines or [type(error).__name__])[0][:300]
 
 
 def _say(message: str) -> None:

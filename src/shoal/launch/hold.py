@@ -36,6 +36,7 @@ from shoal.launch.processes import DIE_WITH_PARENT, kill_all, marked
 PYTHON = "\0python"  # a word of the command: the executor's own
 _TASK = "SHOAL_SPARK_TASK"  # what all processes of one rank carry
 _READ = 1 << 16
+_NOT_FOUND, _ENDED = 127, 143  # exit codes, as of a shell
 
 
 @dataclass(frozen=True)
@@ -73,46 +74,57 @@ def hold(order: Order) -> int:
             f"{place.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
             f"where ranks' output goes ({error})",
         ) from error
-    name = tempfile.mkdtemp(prefix="shoal-", dir=local_folder())
+    folder = tempfile.mkdtemp(prefix="shoal-", dir=local_folder())
     try:
-        desk.send_bytes(f"{place.rank} {place.executor}".encode())
-        with suppress(EOFError, OSError):  # the driver is gone, or does not want it
-            desk.recv_bytes()
-            return _Rank(order, place, Path(name), desk).code
-        return -signal.SIGKILL
+        desk.send_bytes(f"{place.rank} {place.host} {place.executor}".encode())
+        try:
+            desk.recv_bytes()  # go
+        except (EOFError, OSError):  # the driver is gone, or does not want it
+            return _ENDED
+        return _Rank(desk).run(order, place, Path(folder))
     finally:
         desk.close()
-        shutil.rmtree(name, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Rank:
-    """The processes of one rank, from start to end."""
+    """The processes of one rank, from start to end, and what the driver is told of them."""
 
-    def __init__(self, order: Order, place: Place, folder: Path, desk: Any) -> None:
+    def __init__(self, desk: Any) -> None:
         self._desk, self._saying = desk, threading.Lock()
+
+    def run(self, order: Order, place: Place, folder: Path) -> int:
+        """The exit code, of a signal as the shell says it."""
         mark = f"{_TASK}={uuid.uuid4().hex}"
-        process = _started(order, place, folder, mark)
-        threads = [
-            threading.Thread(target=self._pass_on, args=(process.stdout, OUT), daemon=True),
-            threading.Thread(target=self._pass_on, args=(process.stderr, ERR), daemon=True),
-        ]
+        try:
+            process = _started(order, place, folder, mark)
+        except OSError as error:
+            self._say(ERR + f"shoal: the command cannot be started: {error}\n".encode())
+            code = _NOT_FOUND
+        else:
+            code = self._held(process, mark)
+        self._say(EXIT + str(code).encode())
+        return code if code >= 0 else 128 - code
+
+    def _held(self, process: subprocess.Popen[bytes], mark: str) -> int:
+        pipes = ((process.stdout, OUT), (process.stderr, ERR))
+        passing = [threading.Thread(target=self._pass_on, args=each, daemon=True) for each in pipes]
         obeying = threading.Thread(target=self._obey, args=(process,), daemon=True)
-        for thread in (*threads, obeying):
+        for thread in (*passing, obeying):
             thread.start()
         try:
             code = process.wait()
         finally:
             _signal(process, signal.SIGKILL)
             kill_all(lambda: marked(mark))
-        for thread in threads:
+        for thread in passing:
             thread.join()
-        # the shell's way to say "by signal N"
-        self.code = code if code >= 0 else 128 - code
-        self._say(EXIT + str(code).encode())
+        return code
 
     def _pass_on(self, pipe: IO[bytes], kind: bytes) -> None:
-        while data := os.read(pipe.fileno(), _READ):
-            self._say(kind + data)
+        with pipe:
+            while data := os.read(pipe.fileno(), _READ):
+                self._say(kind + data)
 
     def _obey(self, process: subprocess.Popen[bytes]) -> None:
         try:

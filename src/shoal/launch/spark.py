@@ -73,25 +73,27 @@ class Spark(Launcher):
                 order = Order(
                     command, environment, files, str(Path.cwd()), (host, desk.port), token
                 )
-                return _Ranks(job, desk, interrupts).run(spark, order)
+                return _Ranks(job, desk, interrupts, Stage(spark, job.ranks)).run(spark, order)
 
 
 class _Ranks:
     """All ranks of one launch, as the driver hears of them."""
 
-    def __init__(self, job: Job, desk: Desk, interrupts: Interrupts) -> None:
+    def __init__(self, job: Job, desk: Desk, interrupts: Interrupts, stage: Stage) -> None:
         self._job, self._desk, self._interrupts = job, desk, interrupts
+        self._stage = stage
         self._codes: dict[int, int] = {}
         self._first: int | None = None
-        self._executors: dict[int, str] = {}
+        self._executors: dict[int, str] = {}  # in words, of the ranks that have come
+        self._hosts: list[str] = []
         self._lines: dict[tuple[int, bytes], Lines] = {}
-        self._ending: list[tuple[float, int]] = []  # still to be sent to all: (when, signal)
+        # still to be sent to all: (when, signal); behind the last one the stage is cancelled
+        self._ending: list[tuple[float, int]] = []
         self._obeyed = 0  # how many interrupts have been acted on
 
     def run(self, spark: Any, order: Order) -> Result:
         """Start the stage, and be here until it has ended."""
-        stage, failed = Stage(spark, self._job.ranks), list[Exception]()
-        ranks = range(self._job.ranks)
+        stage, failed, ranks = self._stage, list[Exception](), range(self._job.ranks)
         seats = spark.sparkContext.parallelize(ranks, self._job.ranks).barrier()
         action = seats.mapPartitions(task_of(order)).collect
 
@@ -135,13 +137,15 @@ class _Ranks:
             self._obeyed = len(self._interrupts.received)
         while self._ending and self._ending[0][0] <= time.monotonic():
             self._send(self._ending.pop(0)[1])
+            if not self._ending:
+                self._stage.cancel()
         return said is not None
 
     def _heard(self, rank: int, kind: bytes, data: bytes) -> None:
         if kind in (OUT, ERR):
             self._lines[rank, kind].feed(data)
         elif kind == HELLO:
-            self._arrived(rank, data.decode(errors="replace"))
+            self._arrived(rank, *data.decode(errors="replace").split(" ", 1))
         elif kind == EXIT:
             code = int(data)
             how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
@@ -149,8 +153,9 @@ class _Ranks:
         elif kind == LOST and rank not in self._codes:
             self._ended(rank, _KILLED, "nothing more is heard of its executor")
 
-    def _arrived(self, rank: int, executor: str) -> None:
+    def _arrived(self, rank: int, host: str, executor: str) -> None:
         self._executors[rank] = executor
+        self._hosts.append(host)
         for kind, sink in ((OUT, sys.stdout), (ERR, sys.stderr)):
             self._lines[rank, kind] = Lines(f"[rank {rank}] ", sink)
         if len(self._executors) == self._job.ranks:
@@ -187,13 +192,14 @@ class _Ranks:
 
     def _pass_on(self, number: int, *, again: bool) -> None:
         """Tell the ranks of an interrupt, and leave them time to save and end."""
-        if again:
+        if again or len(self._executors) < self._job.ranks:  # they have not begun
             self._end_after(0.0, signal.SIGKILL)
             return
         name, grace = signal.Signals(number).name, f"{self._job.grace_s:g} s"
         _say(f"{name}: ranks may save and end within {grace}; {name} again ends them now")
         self._send(number)
-        self._ending = [(time.monotonic() + self._job.grace_s, signal.SIGKILL)]
+        at = time.monotonic() + self._job.grace_s
+        self._ending = [(at, signal.SIGKILL), (at + KILL_AFTER_S, signal.SIGKILL)]
 
     def _end_after(self, delay_s: float, number: int) -> None:
         at = time.monotonic() + delay_s

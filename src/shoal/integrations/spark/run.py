@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from shoal.contracts.launcher import Job
+from shoal.contracts.launcher import roles
 from shoal.core import errors
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.numbers import is_count, is_positive
@@ -90,8 +90,7 @@ def run(
     if num_tail:
         pickled = dumps(replace(work, sample=_sample(frame, batch_size)), "fn")
     frame = _parted(frame, num_ranks, num_others, repartition, work)
-    roles = Job((), num_tasks, servers=num_servers, tail=num_tail).roles
-    start = Start(pickled, secrets.token_hex(16), roles)
+    start = Start(pickled, secrets.token_hex(16), roles(num_servers, num_tail))
     stage = frame.mapInArrow(task_of(start), SCHEMA, barrier=True)
     stage = stage.repartition(1)  # Spark restarts a barrier stage only if it is not the last one
     rows = Stage(spark, num_tasks).run(stage.collect)
