@@ -204,20 +204,24 @@ class Plan:
     def _joined(self, nbytes: Mapping[str, int], roles: Mapping[str, Role]) -> Iterator[Site]:
         open_: dict[tuple[str, str], list[str]] = {}
         filled: dict[tuple[str, str], int] = {}
-        at_tail = [choice for choice in self.choices if roles[choice.strategy].is_at_tail]
+        used = {choice.strategy: roles[choice.strategy] for choice in self.choices}
+        joining = {name for name, role in used.items() if role.joins_layers}
+        carried = {name for name, role in used.items() if role.takes_exchange}
+        ends = {name for name, role in used.items() if role.is_at_tail}
+        at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
             key = (choice.strategy, choice.exchange)
-            if choice in at_tail:
+            if choice.strategy in ends:
                 if choice == at_tail[-1]:
                     rows = {c.rows for c in at_tail}  # as codes only if all of them say so
                     coded = choice.rows if len(rows) == 1 else ""
                     yield Site(tuple(c.layer for c in at_tail), choice.strategy, coded)
                 continue
-            if not roles[choice.strategy].joins_layers:
+            if choice.strategy not in joining:
                 yield Site((choice.layer,), *key)
                 continue
             size = self.bucket_bytes // _TABLES
-            if roles[choice.strategy].takes_exchange:
+            if choice.strategy in carried:
                 size = nbytes[choice.layer]
             if open_.get(key) and filled[key] + size > self.bucket_bytes:
                 yield Site(tuple(open_.pop(key)), *key)

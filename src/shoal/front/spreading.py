@@ -5,12 +5,13 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.agreement import from_first
@@ -41,6 +42,7 @@ from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
 from shoal.report.stages import Stages
 from shoal.report.text import summary
+from shoal.rewrite.align import of_first
 from shoal.rewrite.apply import check_served
 from shoal.session.additions import add
 from shoal.session.attach import attach
@@ -108,7 +110,7 @@ def spread(session: Session, job: Job) -> Any:
     give_back_freed()
     stages.done("measuring the links")
     comm.reached("parallelize: planning and rewriting")
-    plan = from_first(comm, Plan, lambda: _chosen(job.given_plan, profile, cluster, asked))
+    plan, values = _planned(session, job, profile, cluster)
     stages.done("planning")
     _check_plan(session, plan, profile)
     loss, running = attach(
@@ -127,6 +129,7 @@ def spread(session: Session, job: Job) -> Any:
         norms=norms,
         compute_loss=asked.compute_loss,
         check_every=asked.check_every,
+        values=values,
     )
     bound_errors(running.engine.transfers, asked.max_error, running.owners)
     placed = as_planned(profile, plan)
@@ -153,6 +156,20 @@ def profiled(
     with sync_norms_alone(model, sync_batchnorm) as norms:
         profile = profile_model(model, loss_fn, optimizers, sample, comm, micro_batches, **how)
     return replace(profile, norms=norms.described(profile)), norms
+
+
+def _planned(
+    session: Session, job: Job, profile: ModelProfile, cluster: Cluster
+) -> tuple[Plan, Mapping[str, Tensor]]:
+    """Rank 0's plan, and its values of what differs, which all ranks compare while it searches."""
+    comm = session.comm
+    beside = comm.channel(f"model{session.models}-values")
+    with ThreadPoolExecutor(1, thread_name_prefix="values") as pool:
+        comparing = pool.submit(of_first, job.model, beside)
+        plan = from_first(comm, Plan, lambda: _chosen(job.given_plan, profile, cluster, job.asked))
+        values = comparing.result()
+    beside.close()
+    return plan, values
 
 
 def _micro_batches(session: Session, job: Job) -> int | None:

@@ -130,6 +130,7 @@ class _Search:
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: carriers[0] for name, carriers in self._exchanges.items()}
         self._start: _Carrier = (first, tried.start_bytes, LANES)
+        self._made: dict[tuple[str, str, str], Choice] = {}
         # starts meet, and come to the same plans
         self._steps: dict[tuple[tuple[Choice, ...], int, int], float] = {}
 
@@ -253,11 +254,14 @@ class _Search:
         return {**picks, **{name: self._cheapest(name) for name in lone}}
 
     def _choices(self, picks: Mapping[str, Option], carried: Mapping[str, str]) -> list[Choice]:
-        return [
-            Choice(name, strategy, own or carried.get(strategy, ""))
-            for name in self._order
-            for strategy, own in [picks[name]]
-        ]
+        made, choices = self._made, []
+        for name in self._order:
+            strategy, own = picks[name]
+            key = name, strategy, own or carried.get(strategy, "")
+            if key not in made:
+                made[key] = Choice(*key)
+            choices.append(made[key])
+        return choices
 
     def _step(self, picks: Mapping[str, Option], carrier: _Carrier) -> float:
         tried = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]

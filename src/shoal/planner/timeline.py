@@ -53,7 +53,8 @@ class Predictor:
         self._state_is_late = any(state.in_backward for state in profile.moving)
         self._speeds = Speeds(cluster)
         self._exchanges: dict[str, Exchange] = {}
-        self._costs: dict[Site, Cost] = {}
+        self._prices: dict[Site, Priced] = {}
+        self._needs: dict[tuple[str, str], dict[str, str]] = {}
 
     def refusal(self, layer: LayerProfile, strategy: str) -> str | None:
         """Why a strategy cannot serve a layer, or None."""
@@ -78,7 +79,9 @@ class Predictor:
 
     def needs(self, layer: str, strategy: str) -> dict[str, str]:
         """Other layers, with the strategy that each must have where this one serves the layer."""
-        return self._strategies[strategy].needs(self._layers[layer])
+        if (layer, strategy) not in self._needs:
+            self._needs[layer, strategy] = self._strategies[strategy].needs(self._layers[layer])
+        return self._needs[layer, strategy]
 
     def _sites(self, plan: Plan) -> Iterator[Site]:
         return plan.sites(self._nbytes, self._roles, placed=self._placed)
@@ -126,25 +129,33 @@ class Predictor:
 
     def cost(self, site: Site) -> Cost:
         """What serving a site costs one rank."""
-        if site not in self._costs:
-            takes_exchange = self.role(site.strategy).takes_exchange
-            carrier = self.exchange(site.exchange) if takes_exchange else None
-            layers = [self._layers[name] for name in site.layers]
-            if site.parts > 1:
-                layers = [
-                    layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers
-                ]
-            strategy = self._strategies[site.strategy]
-            codec, _ = rows_and_rest(site.exchange)
-            if strategy.codes_rows and codec:
-                setting = replace(layers[0].setting, codec=codec)
-                layers = [replace(layer, setting=setting) for layer in layers]
-            self._costs[site] = strategy.estimate(layers, carrier, self.cluster).mean
-        return self._costs[site]
+        return self._priced(site).cost
 
     def costs(self, plan: Plan) -> list[Cost]:
         """What serving each site of a plan costs one rank."""
         return [self.cost(site) for site in self._sites(plan)]
+
+    def _priced(self, site: Site) -> Priced:
+        if site not in self._prices:
+            # the tail's backward is over before the workers' begins
+            number = 0 if self.role(site.strategy).is_at_tail else -1
+            self._prices[site] = Priced(site, self._estimated(site), site.layers[number])
+        return self._prices[site]
+
+    def _estimated(self, site: Site) -> Cost:
+        takes_exchange = self.role(site.strategy).takes_exchange
+        carrier = self.exchange(site.exchange) if takes_exchange else None
+        layers = [self._layers[name] for name in site.layers]
+        if site.parts > 1:
+            layers = [
+                layer.part(site.spans([p.numel for p in layer.parameters])) for layer in layers
+            ]
+        strategy = self._strategies[site.strategy]
+        codec, _ = rows_and_rest(site.exchange)
+        if strategy.codes_rows and codec:
+            setting = replace(layers[0].setting, codec=codec)
+            layers = [replace(layer, setting=setting) for layer in layers]
+        return strategy.estimate(layers, carrier, self.cluster).mean
 
     def update_s(self, layer: LayerProfile) -> float:
         """Seconds that the optimizer takes for one layer."""
@@ -212,11 +223,6 @@ class Predictor:
             sent = (phase.traffic for phase in self._norms)
             timeline = replace(timeline, traffics=(*timeline.traffics, *sent))
         return timeline
-
-    def _priced(self, site: Site) -> Priced:
-        # the tail's backward is over before the workers' begins
-        number = 0 if self.role(site.strategy).is_at_tail else -1
-        return Priced(site, self.cost(site), site.layers[number])
 
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan beats: its compute, or a host's bytes at the link's rate.

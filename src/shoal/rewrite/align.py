@@ -23,27 +23,46 @@ from shoal.contracts.comm import Comm, Pending
 from shoal.core.errors import RanksDiffer
 from shoal.profiling.identity import content
 
-_PIECE = 1 << 20  # bytes that go at once
+_PIECE = 1 << 22  # bytes that go at once
 _AHEAD = 4  # pieces that a rank is ready to receive
 
 
 def align(model: nn.Module, comm: Comm) -> None:
-    """Give every rank rank 0's parameters and buffers (a collective).
+    """Give every rank rank 0's parameters and buffers (a collective)."""
+    take(model, of_first(model, comm))
+
+
+def of_first(model: nn.Module, comm: Comm) -> dict[str, Tensor]:
+    """Rank 0's values of what is not the same on every rank, by name (a collective).
+
+    The model stays as it is, so that this may go on beside a search for a plan.
 
     Raises:
         RanksDiffer: a sparse tensor is not the same on every rank.
     """
-    differing = _differing(dict([*model.named_parameters(), *model.named_buffers()]), comm)
+    differing = _differing(_tensors(model), comm)
     with torch.no_grad():
-        received = {name: tensor.detach().contiguous() for name, tensor in differing.items()}
-        at_host = [tensor for tensor in received.values() if tensor.device.type == "cpu"]
+        own = {name: tensor.detach().contiguous() for name, tensor in differing.items()}
+        values = {n: torch.empty_like(t) for n, t in own.items()} if comm.rank else own
+        at_host = [value for value in values.values() if value.device.type == "cpu"]
         if at_host:
             comm.beside(partial(_passed_on, list(_pieces(at_host)), comm))
-        for name, tensor in differing.items():
-            if tensor.device.type != "cpu":
-                comm.broadcast(received[name], root=0)
-            if comm.rank:
-                tensor.copy_(received[name])
+        for value in values.values():
+            if value.device.type != "cpu":
+                comm.broadcast(value, root=0)
+    return values
+
+
+@torch.no_grad()
+def take(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Put these values into the model's parameters and buffers."""
+    tensors = _tensors(model)
+    for name, value in values.items():
+        tensors[name].copy_(value)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def _differing(tensors: Mapping[str, Tensor], comm: Comm) -> dict[str, Tensor]:

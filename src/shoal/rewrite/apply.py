@@ -2,7 +2,7 @@
 
     check     the plan fits this model and this many ranks, and has every layer once
     placed    the plan's sites, and where in the model each is
-    align     every rank gets rank 0's parameters and buffers                        (align.py)
+    align     every rank gets rank 0's parameters and buffers    (align.py; whoever calls does it)
     apply     site by site, in the plan's order, each strategy changes its layers and names its
               transfers
     release   the other way round: the layers are what they were
@@ -33,7 +33,6 @@ from shoal.core.placement import check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
 from shoal.profiling.identity import model_digest, trainable_layers
-from shoal.rewrite.align import align
 from shoal.strategies.carried import check_carried, row_codec
 from shoal.strategies.landing import by_kind
 from shoal.strategies.local import LocalTransfer
@@ -122,7 +121,6 @@ def apply(
     servers, the end of the model on hosts of its own. With an `outer` rule each rank steps by
     itself, and a site's strategy does nothing.
     """
-    align(model, comm)
     before = _identity(model)
     applied = []
     for placed in placed_sites:

@@ -2,14 +2,14 @@
 
 1  open      servers, tables, a boundary for cut layers: channels, made in the same order on every
              rank
-2  rewrite   the model's layers change in place; transfers come out           (rewrite/apply.py)
+2  rewrite   rank 0's values come in, layers change in place, transfers come out (rewrite/)
 3  watch     an engine takes the transfers; hooks on the model (and the loss) weigh uneven rows
 4  extend    optimizers learn what ranks own
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -49,6 +49,7 @@ from shoal.optim.tail import TailPart
 from shoal.remote.far_tail import FarTail
 from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, Tell
 from shoal.remote.tables import Tables
+from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
 from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers, check_sendable
@@ -80,6 +81,7 @@ def attach(
     norms: SyncNorms | None = None,
     compute_loss: ComputeLoss | None = None,
     check_every: int = EVERY,
+    values: Mapping[str, Tensor] | None = None,
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
@@ -88,6 +90,8 @@ def attach(
     are `left_alone` are nobody's here. `terms` say what a loss without a `count` is a mean over,
     `norms` which batch norms go by the rows of all ranks. Where there is a `compute_loss`, that to
     use from now on is returned. Replicas are compared every `check_every` backwards; 0: never.
+
+    `values` are rank 0's of what differs between ranks; None: they are compared here.
     """
     keep_eager()
     session.end_gone()
@@ -104,6 +108,7 @@ def attach(
         return replace(place, comm=boundary, tables=tables, tail=stage, weighs=weighing)
 
     sites = [replace(site, place=met(site.place)) for site in sites]
+    take(model, of_first(model, comm) if values is None else values)
     rewritten = apply(model, sites, comm, plan.outer.on(comm.size) if plan.outer else None)
     if norms is not None:
         assert boundary is not None
