@@ -34,8 +34,11 @@ PROMISED = {
     "shoal train examples/digits.py --ranks 2",
     "shoal lab --hosts 4 --rate 200mbit -- shoal train examples/digits.py --epochs 24",
 }
-# what the checkpoint comes from that pages call `run`
-SAVES = "shoal train examples/digits.py --checkpoint run --epochs 1"
+# what files come from that other commands take: a checkpoint, and a profile
+MADE_BY = {
+    "--weights run": "shoal train examples/digits.py --checkpoint run --epochs 1",
+    "--from profile.json": "shoal plan examples/digits.py --save-profile profile.json",
+}
 PROGRAMS = {
     "shoal": ["-m", "shoal"],
     "torchrun": ["-m", "torch.distributed.run"],
@@ -103,8 +106,9 @@ def test_a_command_that_is_shown_runs(command: str, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if "torchrun" in command and "--nnodes" not in command:
         environment["PET_MASTER_PORT"] = str(free_port())
-    if "--weights run" in command:
-        subprocess.run(as_run(SAVES), cwd=tmp_path, env=environment, check=True)
+    for taken, making in MADE_BY.items():
+        if taken in command:
+            subprocess.run(as_run(making), cwd=tmp_path, env=environment, check=True)
     running = [
         subprocess.Popen(
             as_run(each),

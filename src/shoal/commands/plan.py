@@ -71,6 +71,12 @@ from shoal.front.recipe import Recipe
     callback=in_a_folder,
     help="Write the plan there.",
 )
+@click.option(
+    "--save-profile",
+    type=NEW_FILE,
+    callback=in_a_folder,
+    help="Write what was measured there, for shoal simulate --from.",
+)
 def plan(
     recipe: Recipe,
     options: PlanOptions,
@@ -81,6 +87,7 @@ def plan(
     latency_us: float,
     cores_per_rank: float,
     save: Path | None,
+    save_profile: Path | None,
     reasons: bool,
 ) -> None:
     """Plan RECIPE, for these ranks or imagined ones; --explain says why."""
@@ -92,4 +99,4 @@ def plan(
             f"server{number}" for number in range(servers) for _ in range(ranks_per_host)
         )
         cluster = Cluster(Topology(hosts), link, cores_per_rank, servers=others)
-    worker.plan(recipe, options, cluster, save=save, reasons=reasons)
+    worker.plan(recipe, options, cluster, save=save, save_profile=save_profile, reasons=reasons)

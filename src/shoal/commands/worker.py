@@ -37,6 +37,7 @@ from shoal.front.spreading import profiled
 from shoal.planner.explain import explain
 from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
+from shoal.profiling.saved import Measured
 from shoal.remote.tail_hosts import TailHosts
 from shoal.report import text
 from shoal.report.stages import Stages
@@ -343,6 +344,7 @@ def plan(
     cluster: Cluster | None,
     *,
     save: Path | None = None,
+    save_profile: Path | None = None,
     reasons: bool = False,
 ) -> Plan:
     """Plan the recipe, and print the plan on rank 0.
@@ -352,7 +354,31 @@ def plan(
         options: of the plan.
         cluster: the ranks and their links; by default those that call this.
         save: where to write the plan.
+        save_profile: where to write what was measured, for `shoal simulate`.
         reasons: print also why each layer is served as it is.
+    """
+    stages, found = measured(recipe, options, cluster)
+    profile, where = found.profile, found.cluster
+    asked = {name: value for name, value in vars(options).items() if name not in _NOT_PLANNED}
+    made = plan_for(profile, where, **{**asked, "codecs": codecs_of(options.codecs)})
+    stages.done("planning")
+    if is_first():
+        explanation = explain(made, profile, where, alternatives=reasons)
+        text.console().print(text.explained(explanation, reasons=reasons))
+        text.console().print(text.summary(made))
+        if save:
+            made.save(save)
+        if save_profile:
+            found.save(save_profile)
+    return made
+
+
+def measured(
+    recipe: Recipe, options: PlanOptions, cluster: Cluster | None = None
+) -> tuple[Stages, Measured]:
+    """Measure the recipe's model, and the links between the ranks that call this.
+
+    With a `cluster` its links are taken to be measured.
     """
     init()
     session = current()
@@ -377,24 +403,19 @@ def plan(
         counted=recipe.count is not None,
     )
     stages.done("measuring the model")
-    codecs = codecs_of(options.codecs)
-    wanted = all_codecs(None, options.pins, codecs)
+    wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
     where = (
         with_codings(cluster, session.comm, wanted)
         if cluster
         else measured_cluster(session, codecs=wanted)
     )
     stages.done("measuring the links")
-    asked = {name: value for name, value in vars(options).items() if name not in _NOT_PLANNED}
-    made = plan_for(profile, where, **{**asked, "codecs": codecs})
-    stages.done("planning")
-    if session.comm.rank == 0:
-        explanation = explain(made, profile, where, alternatives=reasons)
-        text.console().print(text.explained(explanation, reasons=reasons))
-        text.console().print(text.summary(made))
-        if save:
-            made.save(save)
-    return made
+    return stages, Measured(profile, where)
+
+
+def is_first() -> bool:
+    """Whether this is the rank that prints."""
+    return world().is_main
 
 
 def probe() -> Cluster:

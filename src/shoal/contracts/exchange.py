@@ -209,6 +209,10 @@ class Exchange(Contract, ABC):
         """Whether to measure it and plan with it among these ranks; a pin may ask anyway."""
         return True
 
+    def at_once(self, topology: Topology) -> int:
+        """How many messages a rank sends in a round, each to another rank: what more ranks cost."""
+        return 1
+
     def carrier(self, bucket: LiveBucket) -> Carrier:
         """What carries one bucket from now on."""
         return PlainCarrier((partial(self.reduce, bucket.flat), partial(self.gather, bucket.flat)))

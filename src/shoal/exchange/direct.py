@@ -43,6 +43,10 @@ class Direct(DeliveringExchange):
         """Its messages are each worker's own."""
         return True
 
+    def at_once(self, topology: Topology) -> int:
+        """One to every other rank."""
+        return max(1, topology.size - 1)
+
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """A worker sends foreign slices once and its own to all workers; a server sends its own.
 
@@ -57,13 +61,14 @@ class Direct(DeliveringExchange):
         workers, size = topology.workers, topology.size
         sizes, returned = there.slice_bytes(size), back.slice_bytes(size)
         sent, received, leaving = [0] * size, [0] * size, [0] * size
+        all_there, all_back = sum(sizes), sum(returned)
         for ranks in topology.ranks_on.values():
             beside, training = sum(sizes[r] for r in ranks), sum(r < workers for r in ranks)
             for r in ranks:
                 trains = r < workers
-                sent[r] = (sum(sizes) - sizes[r]) * trains + (workers - trains) * returned[r]
-                received[r] = (workers - trains) * sizes[r] + (sum(returned) - returned[r]) * trains
-                leaving[r] = (sum(sizes) - beside) * trains + (workers - training) * returned[r]
+                sent[r] = (all_there - sizes[r]) * trains + (workers - trains) * returned[r]
+                received[r] = (workers - trains) * sizes[r] + (all_back - returned[r]) * trains
+                leaving[r] = (all_there - beside) * trains + (workers - training) * returned[r]
         rounds = 2 if size > 1 and there.numel else 0
         return Traffic(tuple(sent), tuple(received), rounds, tuple(leaving))
 

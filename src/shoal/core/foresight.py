@@ -1,0 +1,142 @@
+"""What is foreseen of a model on hosts that one only imagines: the question, and the answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from shoal.core.plan import Plan
+
+COMPUTE, LINK, STRAGGLERS, OWNERS = "compute", "link", "stragglers", "owners"
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins imagined hosts.
+
+    Args:
+        bytes_per_s: of a host's link, each way; None: as measured.
+        latency_s: of a message; None: as measured.
+        oversubscription: how many times as fast hosts' links are together as what is between
+            their switches. All traffic is taken to cross it.
+        cores_per_rank: None: as measured.
+    """
+
+    bytes_per_s: float | None = None
+    latency_s: float | None = None
+    oversubscription: float = 1.0
+    cores_per_rank: float | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be foreseen.
+
+    Args:
+        network: that joins the hosts.
+        straggler: the standard deviation of a host's step times, as a part of the step.
+        strong: whether all hosts together have the rows that one was measured with, not each.
+        codecs: that plans may use.
+        how: what else `plan_for` takes, as pins.
+    """
+
+    network: Network = Network()
+    straggler: float = 0.02
+    strong: bool = False
+    codecs: tuple[str, ...] = ()
+    how: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A number of hosts: what a step takes there, and why."""
+
+    hosts: int
+    step_s: float  # of the median step
+    p95_s: float
+    times: float  # as many rows a second as one host
+    limits: Mapping[str, float]  # seconds of the median step, by what takes them
+    plan: Plan
+
+    @property
+    def efficiency(self) -> float:
+        """Of the hosts."""
+        return self.times / self.hosts
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the step."""
+        return max(self.limits, key=lambda name: self.limits[name])
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """How many layers are served each way, most first."""
+        return dict(Counter(choice.way for choice in self.plan.choices).most_common())
+
+
+@dataclass(frozen=True)
+class Help:
+    """What a change would bring: so many times the rows a second."""
+
+    change: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A layer that is served otherwise from so many hosts on."""
+
+    hosts: int
+    layer: str
+    before: str
+    way: str
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """An answer: a scale for each number of hosts, and what would help most at the last one."""
+
+    question: Question
+    alone_s: float  # a step of one host
+    scales: tuple[Scale, ...]
+    helps: tuple[Help, ...]  # the best first
+
+    def flips(self) -> list[Flip]:
+        """Where layers come to be served otherwise."""
+        planned = [scale for scale in self.scales if scale.plan.choices]
+        return [
+            Flip(after.hosts, one.layer, one.way, other.way)
+            for before, after in pairwise(planned)
+            for one, other in zip(before.plan.choices, after.plan.choices, strict=True)
+            if one.way != other.way
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        question = self.question
+        return {
+            "alone_s": self.alone_s,
+            "strong": question.strong,
+            "straggler": question.straggler,
+            "network": dict(vars(question.network)),
+            "codecs": list(question.codecs),
+            "hosts": [
+                {
+                    "hosts": scale.hosts,
+                    "step_s": scale.step_s,
+                    "p95_s": scale.p95_s,
+                    "times_one_host": scale.times,
+                    "efficiency": scale.efficiency,
+                    "limit": scale.limit,
+                    "seconds": dict(scale.limits),
+                    "ways": scale.ways,
+                    "bucket_bytes": scale.plan.bucket_bytes,
+                }
+                for scale in self.scales
+            ],
+            "flips": [dict(vars(flip)) for flip in self.flips()],
+            "helps": [dict(vars(help)) for help in self.helps],
+        }

@@ -1,0 +1,81 @@
+"""Hosts that one only imagines, by what was measured on those at hand.
+
+    rate        a byte takes as many times as long as the link is slower; what it takes of the
+                processor stays
+    ranks       where a rank sends to every other one at once, a message's time is that of each
+    no links    were measured, by a lone process: all that the link gives, and 1 ns of processor a
+                byte (docs/lab/benchmarks.md)
+
+Bytes, and messages in a row, every exchange states for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from shoal.codecs.coded import exchange_named
+from shoal.contracts.exchange import Exchange
+from shoal.core.cost import Pace, Price
+from shoal.core.facts import Cluster, Link, ModelProfile, Topology
+from shoal.core.foresight import Network
+from shoal.exchange.direct import Direct
+
+_LATENCY_S, _PROCESSOR_BYTE_S = 1e-4, 1e-9  # of links that nobody measured
+
+
+def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
+    """So many ranks, each on a host of its own, as far as known like those that were measured."""
+    topology = Topology(tuple(f"h{rank}" for rank in range(ranks)))
+    known = measured.size > 1
+    link = measured.link if known else Link(_LATENCY_S, 0.0, _PROCESSOR_BYTE_S)
+    whole = link.bytes_per_s * measured.topology.ranks_per_host  # the host's
+    rate = (network.bytes_per_s or whole) / network.oversubscription
+    latency_s = link.latency_s if network.latency_s is None else network.latency_s
+    cluster = Cluster(
+        topology,
+        replace(link, bytes_per_s=rate, latency_s=latency_s),
+        network.cores_per_rank or measured.cores_per_rank,
+        pack_byte_s=measured.pack_byte_s,
+        duplex=measured.duplex,
+        codings=measured.codings,
+    )
+    if not known:
+        return cluster
+    slower, later_s = measured.link.bytes_per_s / rate, latency_s - link.latency_s
+
+    def like(exchange: Exchange, pace: Pace) -> Pace:
+        times = exchange.at_once(topology) / exchange.at_once(measured.topology)
+        own_s = max(0.0, pace.wall.round_s - link.latency_s)  # of each message
+        return Pace(
+            Price(
+                max(0.0, pace.wall.round_s + later_s + (times - 1) * own_s),
+                pace.wall.byte_s * slower,
+            ),
+            Price(pace.cpu.round_s * times, pace.cpu.byte_s),
+        )
+
+    paces = {name: like(exchange_named(name), pace) for name, pace in measured.paces.items()}
+    moves = measured.moves and like(Direct(), measured.moves)
+    return replace(cluster, paces=MappingProxyType(paces), moves=moves)
+
+
+def stretched(profile: ModelProfile, times: float) -> ModelProfile:
+    """The profile of ranks that compute so many times as long."""
+    layers = tuple(
+        replace(
+            layer,
+            parameters=tuple(replace(p, ready_s=p.ready_s * times) for p in layer.parameters),
+            needed_s=layer.needed_s * times,
+            forward_s=layer.forward_s * times,
+            backward_s=layer.backward_s * times,
+        )
+        for layer in profile.layers
+    )
+    return replace(
+        profile,
+        layers=layers,
+        forward_s=profile.forward_s * times,
+        backward_s=profile.backward_s * times,
+        optimizer_s=profile.optimizer_s * times,
+    )

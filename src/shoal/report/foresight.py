@@ -1,0 +1,130 @@
+"""A simulation for people: whether more hosts are worth it, on one screen. Reads core only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shoal.core.foresight import COMPUTE, LINK, OWNERS, STRAGGLERS, Flip, Foresight, Scale
+from shoal.core.numbers import how_many
+
+_WORTH = 0.5  # of each host: what is less is not worth it
+_MOST = 5  # lines about flips
+_SAID = {
+    COMPUTE: "compute",
+    LINK: "the link",
+    OWNERS: "owners and what bytes take of processors",
+    STRAGGLERS: "waiting for the slowest host",
+}
+
+
+def foresight(answer: Foresight) -> RenderableType:
+    """Whether it is worth it, a row for each number of hosts, what limits, flips and helps."""
+    lines = Text("\n".join(notes(answer)))
+    return Group(Text(verdict(answer)), Text(), _table(answer), Text(), lines)
+
+
+def notes(answer: Foresight) -> list[str]:
+    """What flips, what would help, and what is taken to be, a line each."""
+    return [*_flips(answer), *_helps(answer), *_assumed(answer)]
+
+
+def verdict(answer: Foresight) -> str:
+    """The answer in one sentence.
+
+    Examples:
+        >>> from shoal.core.foresight import Question
+        >>> from shoal.core.plan import Plan
+        >>> scale = Scale(4, 1.0, 1.1, 3.6, {"compute": 0.9}, Plan(4, "", (), 1, 1))
+        >>> verdict(Foresight(Question(), 0.9, (scale,), ()))
+        'Worth it: 4 hosts train 3.6 times as fast as one, each at 90 % of what it could.'
+    """
+    several = [scale for scale in answer.scales if scale.hosts > 1]
+    if not several:
+        return "One host alone: nothing is sent."
+    best = max(several, key=lambda scale: scale.times)
+    worth = [scale for scale in several if scale.efficiency >= _WORTH]
+    if best.times <= 1:
+        return f"Not worth it: {best.hosts} hosts train {best.times:.2f} times as fast as one."
+    largest = max(worth, key=lambda scale: scale.hosts, default=best)
+    fast = f"{largest.hosts} hosts train {largest.times:.1f} times as fast as one"
+    used = f"each at {largest.efficiency:.0%} of what it could".replace("%", " %")
+    if not worth:
+        return f"Hardly worth it: {fast}, {used}."
+    beyond = [scale.hosts for scale in several if scale.hosts > largest.hosts]
+    more = f" From {min(beyond)} hosts on it is less than half." if beyond else ""
+    return f"Worth it: {fast}, {used}.{more}"
+
+
+def _table(answer: Foresight) -> Table:
+    rows = "as many rows in all" if answer.question.strong else "as many rows a host"
+    table = Table(title=f"a step on more hosts, {rows}", title_justify="left", box=None)
+    for name in ("hosts", "step", "p95", "times one", "of a host"):
+        table.add_column(name, justify="right")
+    table.add_column("limited by")
+    table.add_column("served")
+    for scale in answer.scales:
+        table.add_row(
+            f"{scale.hosts:,}",
+            _ms(scale.step_s),
+            _ms(scale.p95_s),
+            f"{scale.times:.2f}",
+            f"{scale.efficiency:.0%}",
+            _limited(scale),
+            _ways(scale.ways),
+        )
+    return table
+
+
+def _limited(scale: Scale) -> str:
+    """What takes more than it would alone, if anything does; else compute."""
+    beside = {name: s for name, s in scale.limits.items() if name != COMPUTE}
+    most = max(beside, key=lambda name: beside[name], default=COMPUTE)
+    if not beside or beside[most] < 0.05 * scale.step_s:
+        return _SAID[COMPUTE]
+    return f"{most} ({beside[most] / scale.step_s:.0%})"
+
+
+def _ways(ways: Mapping[str, int]) -> str:
+    named = [f"{count} {way}" for way, count in list(ways.items())[:2]]
+    return ", ".join(named) + (" …" if len(ways) > 2 else "")
+
+
+def _flips(answer: Foresight) -> list[str]:
+    """A line for each number of hosts at which layers come to be served otherwise."""
+    by_change: Counter[tuple[int, str, str]] = Counter()
+    first: dict[tuple[int, str, str], Flip] = {}
+    for flip in answer.flips():
+        change = flip.hosts, flip.before, flip.way
+        by_change[change] += 1
+        first.setdefault(change, flip)
+    lines = []
+    for change, count in by_change.most_common(_MOST):
+        hosts, before, way = change
+        layers = first[change].layer if count == 1 else how_many(count, "layer")
+        lines.append(f"from {hosts} hosts on: {layers} by {way}, no longer by {before}")
+    return lines
+
+
+def _helps(answer: Foresight) -> list[str]:
+    if not answer.helps:
+        return []
+    last = answer.scales[-1].hosts
+    told = [f"{help.change} {help.gain:.2f}" for help in answer.helps]
+    return [f"with {last} hosts, so many times as fast: {', '.join(told)}"]
+
+
+def _assumed(answer: Foresight) -> list[str]:
+    question = answer.question
+    return [
+        f"taken to be: hosts' step times vary by {question.straggler:.1%}, links are shared "
+        f"{question.network.oversubscription:g} to 1 between switches"
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms"
