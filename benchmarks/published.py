@@ -6,9 +6,9 @@ A curve gives: parameters layer by layer, how many images a host computes in a s
 the links, and what the system could do (its strategies here). Layers' times go by their
 multiplications. Nothing is fitted; links are taken to give all that they have.
 
-Sources: Zhang et al., "Poseidon", USENIX ATC 2017, section 5 (Titan X, 40 Gbit/s Ethernet, 32 images
-a node); Sergeev and Del Balso, "Horovod", arXiv 1802.05799 (P100, 4 a host, 25 Gbit/s); Iandola et
-al., "FireCaffe", CVPR 2016, tables 5 and 6 (K20, Cray Gemini).
+Sources: Zhang et al., "Poseidon", USENIX ATC 2017, section 5 (Titan X, 40 Gbit/s Ethernet, 32
+images a node); Sergeev and Del Balso, "Horovod", arXiv 1802.05799 (P100, 4 a host, 25 Gbit/s);
+Iandola et al., "FireCaffe", CVPR 2016, tables 5 and 6 (K20, Cray Gemini).
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ def test_neither_or_both_of_recipe_and_profile_are_refused(profile: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.timeout(600)
 def test_a_recipe_is_measured_saved_and_simulated(tmp_path: Path) -> None:
     saved = tmp_path / "profile.json"
     shoal = sys.executable, "-m", "shoal"
@@ -94,6 +95,6 @@ def test_a_recipe_is_measured_saved_and_simulated(tmp_path: Path) -> None:
         ("simulate", RECIPE, "--hosts", "1,4"),
         ("simulate", "--from", str(saved), "--hosts", "1,4"),
     ):
-        done = subprocess.run((*shoal, *command), capture_output=True, text=True, timeout=110)
+        done = subprocess.run((*shoal, *command), capture_output=True, text=True, timeout=190)
         assert done.returncode == 0, done.stderr
     assert Measured.load(saved).cluster.size == 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
 from made_up import cluster, layer, model
+
 from shoal.core.cost import Pace, Price
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.foresight import Network

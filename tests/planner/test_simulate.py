@@ -1,4 +1,4 @@
-"""What is foreseen: FireCaffe's laws, the draws of the slowest, and what limits, flips and helps."""
+"""What is foreseen: FireCaffe's laws, draws of the slowest, and what limits, flips and helps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from statistics import median, quantiles
 
 import pytest
-
 from made_up import cluster, layer, linear, model
+
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.foresight import COMPUTE, LINK, STRAGGLERS, Network, Question
@@ -31,11 +32,11 @@ EVEN = Question(GIGABIT, straggler=0.0)
 
 
 def small() -> ModelProfile:
-    """Two layers whose bytes take a fifth of the step at 1 Gbit/s."""
-    return model(
-        linear("last", 0.5, 1000, 1000, rows=64, product_s=0.1),
-        layer("first", 2.0, 7_000_000),
-    )
+    """Two layers whose bytes take a tenth of the step at 1 Gbit/s."""
+    first = layer("first", 2.0, 7_000_000)
+    weight = replace(first.parameters[0], shape=(7000, 1000))
+    last = linear("last", 0.5, 1000, 1000, rows=64, product_s=0.1)
+    return model(last, replace(first, parameters=(weight,)))
 
 
 def seconds(strategy: str, exchange: str, hosts: int, latency_s: float, **there: object) -> float:
@@ -55,13 +56,14 @@ def test_rings_and_slices_are_flat(strategy: str, exchange: str) -> None:
     once = 4 * NUMEL / RATE
     for hosts in SIZES:
         took = seconds(strategy, exchange, hosts, latency_s=0.0)
-        assert took == pytest.approx(2 * once * (hosts - 1) / hosts, rel=1e-3)
+        # slices have some bytes of control behind them
+        assert took == pytest.approx(2 * once * (hosts - 1) / hosts, rel=5e-3)
 
 
 def test_a_tree_is_logarithmic() -> None:
     """Each doubling adds a level, there and back; its bytes flow in chunks and are flat."""
     took = [seconds("replicate", "tree", hosts, LATENCY_S) for hosts in SIZES]
-    added = [after - before for before, after in zip(took[2:], took[3:], strict=False)]
+    added = [after - before for before, after in pairwise(took[2:])]
     assert added == pytest.approx([2 * LATENCY_S] * len(added), rel=1e-6)
 
 

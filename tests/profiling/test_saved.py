@@ -92,13 +92,13 @@ def test_facts_of_anybody_are_kept() -> None:
         ('"ProductFacts"', '"LostFacts"', "LostFacts of layer fc"),
         ('"fixed_s": 0.001', '"fixed_s": "much"', "in the facts of layer fc"),
         ('"forward_s": 0.01', '"forward_s": "long"', "forward_s"),
-        ("{", "[", "JSON"),
+        ("{", "[", "array"),
     ],
 )
 def test_what_is_no_profile_is_refused(before: str, after: str, got: str) -> None:
     text = Measured(PROFILE, CLUSTER).to_json()
     assert before in text
-    with pytest.raises(UsageError, match="some.json is no profile") as caught:
+    with pytest.raises(UsageError, match=r"some\.json is no profile") as caught:
         Measured.from_json(text.replace(before, after, 1), source="some.json")
     assert got in caught.value.got
     assert "shoal plan RECIPE --save-profile FILE" in caught.value.do

@@ -1,4 +1,4 @@
-"""The page of a simulation is whole, needs nothing from a network, and says what the screen says."""
+"""The page of a simulation is whole, needs no network, and says what the screen says."""
 
 from __future__ import annotations
 

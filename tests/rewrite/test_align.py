@@ -10,7 +10,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.comm.traced import TracedComm
 from shoal.core.errors import RanksDiffer
 from shoal.rewrite import align as aligning
-from shoal.rewrite.align import align
+from shoal.rewrite.align import align, of_first, take
 
 RANKS = 3
 KINDS = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -65,6 +65,21 @@ def test_what_differs_goes_once_over_each_link_and_what_is_alike_stays() -> None
         return once, before.counts.bytes_sent - once
 
     assert run(RANKS, sent) == [(4000, 0), (4000, 0), (0, 0)]
+
+
+def test_a_model_stays_as_it_is_until_it_takes_the_values() -> None:
+    """They come while a plan is made, which may be refused."""
+    models = [Parts(seed) for seed in range(RANKS)]
+    before = [Parts(seed).state_dict() for seed in range(RANKS)]
+    values = run(RANKS, lambda comm: of_first(models[comm.rank], comm))
+    assert values[0] == {}
+    for model, own, received in zip(models, before, values, strict=True):
+        assert {name: bits(t) for name, t in model.state_dict().items()} == {
+            name: bits(t) for name, t in own.items()
+        }
+        take(model, received)
+    one, other = (models[rank].state_dict() for rank in (0, 2))
+    assert {n: bits(t) for n, t in one.items()} == {n: bits(t) for n, t in other.items()}
 
 
 def test_ranks_of_one_host_follow_one_another() -> None:

@@ -126,9 +126,8 @@ def simulate(
         _, measured = worker.measured(load(recipe), PlanOptions())
         if not worker.is_first():
             return
-    default = None if measured.cluster.size > 1 else bytes_per_s("1gbit")
     network = Network(
-        bytes_per_s(rate) if rate else default,
+        bytes_per_s(rate) if rate else None,
         None if latency_us is None else latency_us / 1e6,
         oversubscription,
         cores_per_rank,

@@ -3,8 +3,8 @@
     rate        a byte takes as many times as long as the link is slower; what it takes of the
                 processor stays
     ranks       where a rank sends to every other one at once, a message's time is that of each
-    no links    were measured, by a lone process: all that the link gives, and 1 ns of processor a
-                byte (docs/lab/benchmarks.md)
+    no links    were measured, by a lone process: all that 1 Gbit/s or another rate gives, and 1 ns
+                of processor a byte (docs/lab/benchmarks.md)
 
 Bytes, and messages in a row, every exchange states for any number of ranks.
 """
@@ -21,14 +21,14 @@ from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.foresight import Network
 from shoal.exchange.direct import Direct
 
-_LATENCY_S, _PROCESSOR_BYTE_S = 1e-4, 1e-9  # of links that nobody measured
+_UNKNOWN = Link(latency_s=1e-4, bytes_per_s=125e6, cpu_s_per_byte=1e-9)  # 1 Gbit/s
 
 
 def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
     """So many ranks, each on a host of its own, as far as known like those that were measured."""
     topology = Topology(tuple(f"h{rank}" for rank in range(ranks)))
     known = measured.size > 1
-    link = measured.link if known else Link(_LATENCY_S, 0.0, _PROCESSOR_BYTE_S)
+    link = measured.link if known else _UNKNOWN
     whole = link.bytes_per_s * measured.topology.ranks_per_host  # the host's
     rate = (network.bytes_per_s or whole) / network.oversubscription
     latency_s = link.latency_s if network.latency_s is None else network.latency_s

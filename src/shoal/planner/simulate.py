@@ -35,8 +35,8 @@ from shoal.core.foresight import (
     Scale,
 )
 from shoal.core.plan import Choice, Plan
-from shoal.planner.lossy import ways
 from shoal.planner.imagined import imagined, stretched
+from shoal.planner.lossy import ways
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor, as_planned
 
@@ -122,8 +122,11 @@ class _Model:
         for codec in () if question.codecs else _CODECS:
             changes[f"codec {codec}"] = question, self._coded(last.plan, cluster, codec)
         found = [
-            Help(change, last.step_s / _Model(self._profile, self._measured, asked)
-                 .scale(last.hosts, plan).step_s)
+            Help(
+                change,
+                last.step_s
+                / _Model(self._profile, self._measured, asked).scale(last.hosts, plan).step_s,
+            )
             for change, (asked, plan) in changes.items()
         ]
         more = _Model(self._of_rows(_MORE_ROWS), self._measured, question)

@@ -35,7 +35,8 @@ def align(model: nn.Module, comm: Comm) -> None:
 def of_first(model: nn.Module, comm: Comm) -> dict[str, Tensor]:
     """Rank 0's values of what is not the same on every rank, by name (a collective).
 
-    The model stays as it is, so that this may go on beside a search for a plan.
+    The model stays as it is, so that this may go on beside a search for a plan. Rank 0 itself has
+    nothing to take.
 
     Raises:
         RanksDiffer: a sparse tensor is not the same on every rank.
@@ -50,7 +51,7 @@ def of_first(model: nn.Module, comm: Comm) -> dict[str, Tensor]:
         for value in values.values():
             if value.device.type != "cpu":
                 comm.broadcast(value, root=0)
-    return values
+    return values if comm.rank else {}
 
 
 @torch.no_grad()
