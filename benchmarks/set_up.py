@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -50,7 +51,7 @@ PHASES = {
     "paces of codecs": (("shoal.front.cluster", "probe_codings"),),
     "search": (("shoal.front.spreading", "plan_for"),),
     "waiting for the plan": (("shoal.front.spreading", "from_first"),),
-    "comparing weights": (("shoal.rewrite.apply", "align"),),
+    "comparing weights, beside the search": (("shoal.front.spreading", "of_first"),),
     "rewrite": (("shoal.front.spreading", "attach"),),
 }
 
@@ -61,23 +62,24 @@ class Book:
     def __init__(self) -> None:
         self.wall: dict[str, float] = defaultdict(float)
         self.processor: dict[str, float] = defaultdict(float)
-        self._open: list[list[float]] = []
+        self._of_thread = threading.local()
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, whose time is noted."""
 
         @functools.wraps(call)
         def noted(*args: Any, **named: Any) -> Any:
-            self._open.append([0.0, 0.0])
+            under_way: list[list[float]] = vars(self._of_thread).setdefault("open", [])
+            under_way.append([0.0, 0.0])
             wall, processor = time.perf_counter(), time.process_time()
             try:
                 found = call(*args, **named)
             finally:
                 wall_s, processor_s = time.perf_counter() - wall, time.process_time() - processor
-                inside = self._open.pop()
+                inside = under_way.pop()
                 self.wall[phase] += wall_s - inside[0]
                 self.processor[phase] += processor_s - inside[1]
-                for outer in self._open[-1:]:
+                for outer in under_way[-1:]:
                     outer[0] += wall_s
                     outer[1] += processor_s
             if phase == "profiling: probes":  # which gives a function, called at once
