@@ -2,7 +2,7 @@
 # make lab        the demo on four hosts at 200 Mbit/s (root, Linux); twice the epochs, since of
 #                 twice the ranks each makes half the steps in one
 # make test       the quick set of the tests: every kind of case, not every combination
-# make test-all   all tests
+# make test-all   all tests, but for those on a Spark cluster
 # make test-rest  those that `make test` leaves out, but for those that take minutes each
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # cores. What fails again fails the target.
 ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 20
 
-.PHONY: demo test test-all test-rest test-gpu test-spark lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu test-spark java lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -31,18 +31,21 @@ test: .venv/ready
 	$(PYTEST) -m "not slow" || $(ALONE)
 
 test-all: .venv/ready
-	$(PYTEST) || $(ALONE)
+	$(PYTEST) -m "not spark" || $(ALONE)
 
 test-rest: .venv/ready
-	$(PYTEST) -m "slow and not minutes" || $(ALONE)
+	$(PYTEST) -m "slow and not minutes and not spark" || $(ALONE)
 
 test-gpu: .venv/ready
 	SHOAL_TEST_DEVICE=cuda $(PYTEST) -m "not slow" tests/gpu tests/faults/test_lost_ranks.py
 
-test-spark: .venv/ready
-	@command -v java >/dev/null || { echo "Spark needs Java 17: apt-get install openjdk-17-jre-headless"; exit 1; }
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[spark]'
+test-spark: java .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,spark]'
 	$(BIN)/python -m pytest -m spark tests/integrations
+
+java:
+	@command -v java >/dev/null || test -x "$$JAVA_HOME/bin/java" || { echo "Spark needs Java 17 or newer: \
+	apt-get install openjdk-17-jre-headless, or set JAVA_HOME"; exit 1; }
 
 lint: .venv/ready
 	$(BIN)/ruff check src tests examples benchmarks

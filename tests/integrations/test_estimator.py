@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,9 @@ from shoal.integrations.spark import Parts, ShoalEstimator
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 
+SOURCE = Path(__file__).parents[2] / "src"
 SIZES = (400, 30, 0, 170, 900, 1, 296)  # rows of each partition: all digits
-EPOCHS, RANKS, BATCH = 8, 3, 16
+EPOCHS, RANKS, BATCH = 12, 3, 16
 
 
 def digits(spark: Any, sizes: tuple[int, ...] = SIZES) -> Any:
@@ -40,11 +45,12 @@ def parts(**more: Any) -> Parts:
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     plain: dict[str, Any] = {
+        "model": model,
         "optimizer": lambda params: torch.optim.AdamW(params, lr=4e-3),
         "to_input": lambda x: x.float() / 16,
         "metric": lambda output, y: (int((output.argmax(1) == y).sum()), len(y)),
     }
-    return Parts(model, **{**plain, **more})
+    return Parts(**{**plain, **more})
 
 
 def noting(folder: Path) -> Callable[[dict[str, Any]], Any]:
@@ -71,11 +77,21 @@ def noted(folder: Path) -> list[list[list[int]]]:
 
 
 def test_digits_from_fit_to_a_loaded_pipeline(spark: Any, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        images = nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU()
+        more = nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        return nn.Sequential(*images, *more, nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
+
     ml, df = importlib.import_module("pyspark.ml"), digits(spark)
     (tmp_path / "rows").mkdir()
-    pins = {"0": "factor", "2": "head"}
+    given_parts = parts(
+        model=model,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3),
+        to_batch=noting(tmp_path / "rows"),
+        options={"pins": {"7": "factor", "9": "head"}},
+    )
     estimator = ShoalEstimator(
-        parts(to_batch=noting(tmp_path / "rows"), options={"pins": pins}),
+        given_parts,
         featuresCol="x",
         labelCol="y",
         inputCols=["id"],
@@ -83,7 +99,7 @@ def test_digits_from_fit_to_a_loaded_pipeline(spark: Any, tmp_path: Path) -> Non
         numRanks=RANKS,
         epochs=EPOCHS,
         batchSize=BATCH,
-    ).setOutputCols({"1": "features", "": "scores"})
+    ).setOutputCols({"8": "features", "": "scores"})
     estimator.write().overwrite().save(str(tmp_path / "estimator"))
     loaded = ShoalEstimator.load(str(tmp_path / "estimator"))
     assert loaded.getOrDefault("numRanks") == RANKS and loaded.uid == estimator.uid
@@ -103,7 +119,7 @@ def test_digits_from_fit_to_a_loaded_pipeline(spark: Any, tmp_path: Path) -> Non
     assert [(row.epoch, row.step) for row in told] == [(e, (e + 1) * num) for e in range(EPOCHS)]
     assert told[-1].right >= 0.97 and told[-1].rows == sum(SIZES) - len(trained)
     found = model.evaluate(df.where("held"))
-    assert found["right"] == told[-1].right and found["rows"] == told[-1].rows
+    assert found["right"] == pytest.approx(told[-1].right) and found["rows"] == told[-1].rows
     assert found["loss"] == pytest.approx(told[-1].loss, rel=1e-5)
 
     fitted.write().overwrite().save(str(tmp_path / "pipeline"))
@@ -112,7 +128,7 @@ def test_digits_from_fit_to_a_loaded_pipeline(spark: Any, tmp_path: Path) -> Non
     assert sorted(given) == list(range(sum(SIZES)))
     module, x = model.trained.model(), torch.tensor(load_digits().data).float() / 16
     with torch.no_grad():
-        features, scores = module[:2](x), module(x)
+        features, scores = module[:9](x), module(x)
     for name, expected in (("features", features), ("scores", scores)):
         values = torch.tensor([given[row][name] for row in range(len(x))])
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
@@ -150,9 +166,8 @@ def test_images_as_bytes_with_a_second_dataframe(spark: Any) -> None:
     def metric(model: nn.Module, batch: Any) -> tuple[int, int]:
         return int((model(batch[0]).argmax(1) == batch[1]).sum()), len(batch[1])
 
-    given = parts(to_input=to_input, compute_loss=compute_loss, metric=metric)
     estimator = ShoalEstimator(
-        Parts(**{**vars(given), "model": model}),
+        parts(model=model, to_input=to_input, compute_loss=compute_loss, metric=metric),
         featuresCol="image",
         labelCol="y",
         epochs=3,
@@ -163,8 +178,8 @@ def test_images_as_bytes_with_a_second_dataframe(spark: Any) -> None:
     told = fitted.summary.validations
     ends = [steps, 2 * steps, 3 * steps]
     assert [each["step"] for each in told] == sorted({20, 40, 60, *ends})
-    assert {each["rows"] for each in told} == {300} and told[-1]["right"] > 0.85
-    assert fitted.evaluate(held)["right"] == told[-1]["right"]
+    assert {each["rows"] for each in told} == {300} and told[-1]["right"] > 0.8
+    assert fitted.evaluate(held)["right"] == pytest.approx(told[-1]["right"])
     given = fitted.setOutputCols({"": "scores"}).transform(held).select("scores").collect()
     with torch.no_grad():
         scores = fitted.trained.model()(to_input([bytes(image) for image, _ in rows[:300]]))
@@ -218,6 +233,40 @@ def test_text_with_a_model_that_returns_its_own_loss(spark: Any) -> None:
         fitted.setOutputCols({"": "logits"}).transform(df).collect()
 
 
+def test_servers_and_tail_hosts_beside_the_ranks(spark: Any) -> None:
+    df = digits(spark, (90, 0, 60))
+    for others, pins in (({"numServers": 1}, {"*": "server"}), ({"numTail": 1}, {"2": "stage"})):
+        estimator = ShoalEstimator(
+            parts(options={"pins": pins}),
+            featuresCol="x",
+            labelCol="y",
+            validationIndicatorCol="held",
+            epochs=2,
+            **others,
+        )
+        model = estimator.fit(df)
+        (_, told) = model.summary.validations
+        found = model.evaluate(df.where("held"))
+        assert found["rows"] == told["rows"] == 30
+        assert found["right"] == pytest.approx(told["right"])
+        assert found["loss"] == pytest.approx(told["loss"], rel=1e-5)
+
+
+def test_the_example_is_short_and_learns() -> None:
+    example = Path(__file__).parents[2] / "examples" / "spark_digits.py"
+    assert len(example.read_text().splitlines()) <= 60
+    ended = subprocess.run(
+        [sys.executable, str(example), "--master", "local[2]", "--epochs", "4"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = ast.literal_eval(ended.stdout.splitlines()[-1])
+    assert found["rows"] == 360 and found["right"] > 0.93
+
+
 def test_what_is_wrong_is_told_at_the_driver(spark: Any, no_rank_left: Any) -> None:
     df = digits(spark, (40, 0, 9))
     estimator = ShoalEstimator(parts(), featuresCol="x", labelCol="y", numRanks=2)
@@ -234,12 +283,18 @@ def test_what_is_wrong_is_told_at_the_driver(spark: Any, no_rank_left: Any) -> N
         estimator.copy().setParams(validationIndicatorCol="kept").fit(df)
     with pytest.raises(UsageError, match="no truth values"):
         estimator.copy().setParams(validationIndicatorCol="y").fit(df)
+    with pytest.raises(UsageError, match="executors see as a path"):
+        estimator.copy().setParams(checkpointFolder="hdfs://name/run").fit(df)
+    with pytest.raises(UsageError, match="has no such parameter"):
+        estimator.copy().setParams(numRank=2)
+    with pytest.raises(UsageError, match="on tail hosts is not saved"):
+        estimator.copy().setParams(checkpointFolder="run", numTail=1).fit(df)
     with pytest.raises(UsageError, match="number of steps"):
         estimator.copy().setParams(validationInterval=5).fit(df)
     with pytest.raises(UsageError, match="more ranks than tasks") as many:
         estimator.copy().setParams(numRanks=4).fit(df)
     assert many.value.do
-    few = df.where("id < 6")  # two held out
+    few = df.where("not held or id < 10")  # two held out
     with pytest.raises(UsageError, match="fewer rows to validate with than ranks"):
         estimator.copy().setParams(numRanks=3, validationIndicatorCol="held").fit(few)
 
@@ -276,10 +331,10 @@ def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_le
             return columns["x"] / 16, columns["y"]
 
         double = parts(
+            model=made,
             to_batch=to_batch,
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         )
-        double = Parts(**{**vars(double), "model": made})
         estimator = ShoalEstimator(
             double,
             featuresCol="x",
@@ -297,7 +352,8 @@ def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_le
         return model, sizes
 
     def made() -> nn.Module:
-        return nn.Sequential(nn.Linear(64, 20), nn.Tanh(), nn.Linear(20, 10)).double()
+        layers = nn.Linear(64, 20), nn.Tanh(), nn.Dropout(0.2), nn.Linear(20, 10)
+        return nn.Sequential(*layers).double()
 
     whole, calls = fitted("whole", "")
     assert calls == [13] * 3  # a look, and 2 steps and a validation an epoch

@@ -71,9 +71,9 @@ def trained(size: int, training: Training, folder: Path, batch_size: int = 3) ->
     return run(size, work)
 
 
-def expected(epochs: int, size: int, every: int = 0) -> tuple[nn.Module, list[dict[str, Any]]]:
-    """One process on the same global batches."""
-    model, told, step = copy.deepcopy(NET), [], 0
+def expected(epochs: int, size: int, every: int = 0) -> tuple[nn.Module, list[dict[str, Any]], Any]:
+    """One process on the same global batches: the model, validations, and each epoch's loss."""
+    model, told, step, losses = copy.deepcopy(NET), [], 0, []
     optimizer = sgd(model.parameters())
     held, total = list(range(MARKED)), 3 * size
 
@@ -85,17 +85,21 @@ def expected(epochs: int, size: int, every: int = 0) -> tuple[nn.Module, list[di
         told.append({"epoch": epoch, "step": step, "loss": loss, "right": right, "rows": MARKED})
 
     for epoch in range(epochs):
+        total_loss = 0.0
         for start in range(MARKED, ROWS, total):  # sizes of ranks differ by one at most
             ids = list(range(start, min(start + total, ROWS)))
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(X[ids]), Y[ids]).backward()
+            loss = nn.functional.cross_entropy(model(X[ids]), Y[ids])
+            loss.backward()
             optimizer.step()
+            total_loss += float(loss.detach()) * len(ids)
             step += 1
             if every and step % every == 0:
                 validate(epoch)
         if not (told and told[-1]["step"] == step):
             validate(epoch)
-    return model, told
+        losses.append(total_loss / (ROWS - MARKED))
+    return model, told, losses
 
 
 @pytest.mark.parametrize("every", [0, 2])
@@ -104,15 +108,16 @@ def test_validation_is_over_the_marked_rows_of_all_ranks(tmp_path: Path, every: 
     training = Training(parts(), "x", "y", 3, 0, "", every)
     first, second = trained(2, training, tmp_path)
     assert first.validations == second.validations and not second.state
-    model, told = expected(3, 2, every)
+    model, told, losses = expected(3, 2, every)
+    assert first.losses == pytest.approx(losses, rel=0, abs=1e-10)
     assert [(t["epoch"], t["step"], t["rows"]) for t in told] == [
         (t["epoch"], t["step"], t["rows"]) for t in first.validations
     ]
-    assert first.validations[-1]["step"] == 9 and len(first.losses) == 3
+    assert first.validations[-1]["step"] == 9
     for name, value in model.state_dict().items():
         torch.testing.assert_close(first.state[name], value, rtol=0, atol=1e-10)
     for got, wanted in zip(first.validations, told, strict=True):
-        assert abs(got["loss"] - wanted["loss"]) < 1e-10 and got["right"] == wanted["right"]
+        assert got == pytest.approx(wanted, rel=0, abs=1e-10)
 
 
 @pytest.mark.slow
@@ -120,8 +125,9 @@ def test_a_run_goes_on_from_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     trained(2, Training(parts(), "x", "y", 1, 0, str(folder), 0), tmp_path)
     again, _ = trained(2, Training(parts(), "x", "y", 3, 0, str(folder), 0), tmp_path)
-    model, told = expected(3, 2)
+    model, told, losses = expected(3, 2)
     assert [each["step"] for each in again.validations] == [t["step"] for t in told]
+    assert again.losses == pytest.approx(losses, rel=0, abs=1e-10)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(again.state[name], value, rtol=0, atol=1e-10)
     whole, _ = trained(2, Training(parts(), "x", "y", 3, 0, str(folder), 0), tmp_path)
@@ -166,16 +172,17 @@ def test_a_loss_may_be_computed_in_each_way(tmp_path: Path, form: str) -> None:
     model = OwnLoss if form == "the model's own" else lambda: copy.deepcopy(NET)
     whole = Parts(model, optimizer=sgd, **{"to_input": lambda x: x, **FORMS[form]})
     first, _ = trained(2, Training(whole, "x", "y", 2, 0, "", 0), tmp_path)
-    one, told = expected(2, 2)
+    one, told, losses = expected(2, 2)
+    assert first.losses == pytest.approx(losses, rel=0, abs=1e-10)
     for got, wanted in zip(first.validations, told, strict=True):
-        assert abs(got["loss"] - wanted["loss"]) < 1e-10 and got["right"] == wanted["right"]
+        assert got == pytest.approx(wanted, rel=0, abs=1e-10)
     for name, value in one.state_dict().items():
         own = f"net.{name}" if form == "the model's own" else name
         torch.testing.assert_close(first.state[own], value, rtol=0, atol=1e-10)
     columns = {"x": X[:MARKED], "y": Y[:MARKED]}
     sums = Trained(whole, first.state).sums(columns, "x", "y", 3)
     assert abs(sums.losses / sums.weight - told[-1]["loss"]) < 1e-10
-    assert sums.right / sums.of_all == told[-1]["right"] and sums.rows == MARKED
+    assert sums.right / sums.of_all == pytest.approx(told[-1]["right"]) and sums.rows == MARKED
 
 
 @pytest.mark.slow

@@ -46,8 +46,14 @@ def missing_spark() -> str | None:
 
 
 @contextmanager
-def session(master: str, name: str) -> Iterator[Any]:
+def session(master: str = "", name: str = "shoal") -> Iterator[Any]:
     """A session on the cluster: the program's own if it has one, else one for this block.
+
+    Executors use this Python, if `PYSPARK_PYTHON` names no other.
+
+    Args:
+        master: its URL, as spark://head:7077; by default what Spark's own settings say.
+        name: of the application.
 
     Raises:
         UsageError: Spark is not installed, or its session is on another cluster.

@@ -19,6 +19,7 @@ from typing import Any
 try:
     from shoal.integrations.spark.parts import Parts
     from shoal.integrations.spark.run import run
+    from shoal.launch.cluster import session
 except ImportError as missing:
     from shoal.core.errors import UsageError
 
@@ -28,7 +29,7 @@ except ImportError as missing:
         do="pip install 'shoal[spark]', on the driver and on every executor",
     ) from missing
 
-__all__ = ["Parts", "ShoalEstimator", "ShoalModel", "run"]
+__all__ = ["Parts", "ShoalEstimator", "ShoalModel", "run", "session"]
 
 
 def __getattr__(name: str) -> Any:

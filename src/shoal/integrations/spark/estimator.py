@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self, final
 
 import pyarrow as pa
@@ -216,12 +217,14 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
             `seed`, `outputCols`.
             `validationIndicatorCol`: rows where this column is true are not trained on, but
             validated at the end of each epoch, and every `validationInterval` steps.
-            `checkpointFolder`, which all executors see: a run is saved there after each epoch, and
-            gone on with.
+            `checkpointFolder`, a path that all executors see: a run is saved there after each
+            epoch, and gone on with.
     """
 
     epochs = Param(Params._dummy(), "epochs", "passes over the rows", TypeConverters.toInt)
     numRanks = Param(Params._dummy(), "numRanks", "tasks, a rank each", TypeConverters.toInt)
+    numServers = Param(Params._dummy(), "numServers", "tasks that serve", TypeConverters.toInt)
+    numTail = Param(Params._dummy(), "numTail", "tasks for the model's end", TypeConverters.toInt)
     checkpointFolder = Param(
         Params._dummy(), "checkpointFolder", "where a run is saved", TypeConverters.toString
     )
@@ -234,7 +237,8 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
 
     def __init__(self, parts: Parts, **params: Any) -> None:
         super().__init__(parts)
-        self._setDefault(epochs=1, numRanks=2, checkpointFolder="", validationInterval=0)
+        self._setDefault(epochs=1, numRanks=2, numServers=0, numTail=0)
+        self._setDefault(checkpointFolder="", validationInterval=0)
         self.setParams(**params)
 
     def fit(self, dataset: Any, params: Any = None, *, validation: Any = None) -> Any:
@@ -276,19 +280,27 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
                 got=f"{interval}" + ("" if mark else ", and no validationIndicatorCol"),
                 do="name the column that marks rows to validate with, or give fit(…, validation=…)",
             )
+        if of("numTail") and of("checkpointFolder"):
+            raise UsageError(
+                "a model whose end is on tail hosts is not saved while it is fitted",
+                got=f"numTail={of('numTail')} and a checkpointFolder",
+                do="leave one of them out",
+            )
         training = Training(
             self.payload,
             of("featuresCol"),
             of("labelCol"),
             of("epochs"),
             of("seed"),
-            of("checkpointFolder"),
+            _folder(of("checkpointFolder")),
             interval,
         )
         result, *_ = run(
             training,
             df,
             num_ranks=of("numRanks"),
+            num_servers=of("numServers"),
+            num_tail=of("numTail"),
             batch_size=of("batchSize"),
             epochs=of("epochs"),
             columns=self.columns(self.payload),
@@ -300,6 +312,18 @@ class ShoalEstimator(Estimator, _Settings, HasValidationIndicatorCol):
         model._summary = Summary(result.losses, result.validations)
         self._copyValues(model)  # the parameters that both have
         return model
+
+
+def _folder(path: str) -> str:
+    """The same on every executor, whose own folders differ."""
+    if "://" in path:
+        raise UsageError(
+            "checkpointFolder is a folder that all executors see as a path",
+            got=path,
+            expected="as /shared/run",
+            do="mount that file system on every executor, and name the place",
+        )
+    return str(Path(path).absolute()) if path else ""
 
 
 def _summing(trained: Trained, features: str, label: str, batch_size: int) -> Any:

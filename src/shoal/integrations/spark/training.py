@@ -51,6 +51,7 @@ class Training:
         torch.manual_seed(self.seed)
         model, objective = self.parts.model(), self.parts.objective()
         optimizer = self.parts.optimizer(model.parameters())
+        torch.manual_seed(self.seed + 1 + world().rank)  # each rank drops out on its own
         with ExitStack() as stack:
             checkpoints = self._checkpoints(stack, model, optimizer)
             at = checkpoints.resume() if checkpoints is not None else _start()
