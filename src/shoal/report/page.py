@@ -14,7 +14,7 @@ from shoal.core.foresight import COMPUTE, LINK, OWNERS, STRAGGLERS, Foresight, S
 from shoal.report.foresight import notes, verdict
 
 _COLOURS = {COMPUTE: "#4878a8", LINK: "#d1702a", OWNERS: "#6f8f2f", STRAGGLERS: "#9b6bb3"}
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 300, 64, 40, 16
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 300, 84, 40, 16
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --paper: #ffffff; --faint: #8a8a8a; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #181818; } }
@@ -23,7 +23,8 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto
 .answer { font-size: 1.3rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--faint); }
-th:last-child, td:last-child { text-align: left; }
+th, td { white-space: nowrap; }
+th:last-child, td:last-child { text-align: left; white-space: normal; }
 svg { width: 100%; height: auto; }
 svg text { fill: var(--ink); font-size: 13px; }
 .axis { stroke: var(--faint); }
