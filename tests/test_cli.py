@@ -19,7 +19,18 @@ from shoal.cli import main
 from shoal.core.plan import Plan
 from shoal.launch.lab import Lab
 
-COMMANDS = ("bench", "check", "doctor", "features", "lab", "plan", "probe", "test", "train")
+COMMANDS = (
+    "bench",
+    "check",
+    "doctor",
+    "features",
+    "lab",
+    "plan",
+    "probe",
+    "simulate",
+    "test",
+    "train",
+)
 needs_lab = pytest.mark.skipif(
     Lab().missing() is not None, reason=f"no lab here: {Lab().missing()}"
 )

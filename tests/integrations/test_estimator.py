@@ -17,7 +17,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from shoal.core.errors import SampleError, UsageError
-from shoal.integrations.spark import Parts, ShoalEstimator
+from shoal.integrations import spark as stages
+from shoal.integrations.spark import Parts
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 
@@ -90,7 +91,7 @@ def test_digits_from_fit_to_a_loaded_pipeline(spark: Any, tmp_path: Path) -> Non
         to_batch=noting(tmp_path / "rows"),
         options={"pins": {"7": "factor", "9": "head"}},
     )
-    estimator = ShoalEstimator(
+    estimator = stages.ShoalEstimator(
         given_parts,
         featuresCol="x",
         labelCol="y",
@@ -101,7 +102,7 @@ def test_digits_from_fit_to_a_loaded_pipeline(spark: Any, tmp_path: Path) -> Non
         batchSize=BATCH,
     ).setOutputCols({"8": "features", "": "scores"})
     estimator.write().overwrite().save(str(tmp_path / "estimator"))
-    loaded = ShoalEstimator.load(str(tmp_path / "estimator"))
+    loaded = stages.ShoalEstimator.load(str(tmp_path / "estimator"))
     assert loaded.getOrDefault("numRanks") == RANKS and loaded.uid == estimator.uid
 
     fitted = ml.Pipeline(stages=[loaded]).fit(df)
@@ -166,7 +167,7 @@ def test_images_as_bytes_with_a_second_dataframe(spark: Any) -> None:
     def metric(model: nn.Module, batch: Any) -> tuple[int, int]:
         return int((model(batch[0]).argmax(1) == batch[1]).sum()), len(batch[1])
 
-    estimator = ShoalEstimator(
+    estimator = stages.ShoalEstimator(
         parts(model=model, to_input=to_input, compute_loss=compute_loss, metric=metric),
         featuresCol="image",
         labelCol="y",
@@ -224,7 +225,7 @@ def test_text_with_a_model_that_returns_its_own_loss(spark: Any) -> None:
             len(batch["labels"]),
         ),
     )
-    fitted = ShoalEstimator(text, featuresCol="text", batchSize=8, epochs=4).fit(df)
+    fitted = stages.ShoalEstimator(text, featuresCol="text", batchSize=8, epochs=4).fit(df)
     assert fitted.evaluate(df)["right"] == 1.0
     found = fitted.setOutputCols({"head": "logits"}).transform(df).collect()
     right = [row.logits[row.label] > row.logits[1 - row.label] for row in found]
@@ -236,7 +237,7 @@ def test_text_with_a_model_that_returns_its_own_loss(spark: Any) -> None:
 def test_servers_and_tail_hosts_beside_the_ranks(spark: Any) -> None:
     df = digits(spark, (90, 0, 60))
     for others, pins in (({"numServers": 1}, {"*": "server"}), ({"numTail": 1}, {"2": "stage"})):
-        estimator = ShoalEstimator(
+        estimator = stages.ShoalEstimator(
             parts(options={"pins": pins}),
             featuresCol="x",
             labelCol="y",
@@ -269,10 +270,10 @@ def test_the_example_is_short_and_learns() -> None:
 
 def test_what_is_wrong_is_told_at_the_driver(spark: Any, no_rank_left: Any) -> None:
     df = digits(spark, (40, 0, 9))
-    estimator = ShoalEstimator(parts(), featuresCol="x", labelCol="y", numRanks=2)
+    estimator = stages.ShoalEstimator(parts(), featuresCol="x", labelCol="y", numRanks=2)
     wide = parts(to_input=lambda x: x.float()[:, :60])
     with pytest.raises(SampleError, match="does not take the sample") as unfit:
-        ShoalEstimator(wide, featuresCol="x", labelCol="y").fit(df)
+        stages.ShoalEstimator(wide, featuresCol="x", labelCol="y").fit(df)
     assert "float32 (25, 60)" in unfit.value.got and "executor on host" in unfit.value.where
     assert unfit.value.do
     no_rank_left()
@@ -335,7 +336,7 @@ def test_what_is_killed_goes_on_by_itself(spark: Any, tmp_path: Path, no_rank_le
             to_batch=to_batch,
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         )
-        estimator = ShoalEstimator(
+        estimator = stages.ShoalEstimator(
             double,
             featuresCol="x",
             labelCol="y",
