@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import threading
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
@@ -19,6 +20,9 @@ from shoal.core.registry import Contract, class_named
 
 T = TypeVar("T", bound=Contract)
 
+# Python 3.11 counts how deep the trees of all threads are together, and raises SystemError where
+# one thread is interrupted by another (github.com/python/cpython/issues/106905)
+_ONE_AT_A_TIME = threading.RLock()
 _FORM = (
     'write a name, as "ring", or a name and options by their names, as "ring(chunk_bytes=1048576)"'
 )
@@ -53,7 +57,8 @@ def parsed(text: str) -> list[Named]:
         PlanError: it is written otherwise.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with _ONE_AT_A_TIME:
+            tree = ast.parse(text.strip(), mode="eval").body
         nodes: list[ast.expr] = []
         while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
             nodes.insert(0, tree.right)
