@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.codecs.coded import codec_named
 from shoal.comm.threads import ThreadComm, run
+from shoal.contracts.codec import LinearCodec
 from shoal.front.joining import using
+from shoal.tensors.crossing import Crossing
 
 
 @pytest.mark.parametrize(
@@ -45,3 +48,18 @@ def test_a_model_on_the_host_trains_whatever_device_is_the_default(strategy: str
 
     for losses in run(2, work):
         assert losses[-1] < losses[0]
+
+
+def test_codes_of_rows_land_on_the_host_whatever_device_is_the_default() -> None:
+    with torch.device("meta"):
+        landing = Crossing(codec_named("bfloat16")).landing(torch.empty(3, 5))
+    assert landing.device.type == "cpu" and landing.shape == (3, 5, 2)
+
+
+def test_low_rank_has_a_basis_whatever_device_is_the_default() -> None:
+    matrix = torch.randn(24, 16)
+    with torch.device("meta"):
+        codec = codec_named("low_rank")
+        assert isinstance(codec, LinearCodec)
+        terms = codec.to_terms(matrix, {}, 0)
+    assert terms.device.type == "cpu"

@@ -149,7 +149,7 @@ def _basis(state: State, rank: int, length: int, like: Tensor) -> Tensor:
     basis = state.get(_BASIS)
     if basis is None or not basis.isfinite().all():
         generator = torch.Generator().manual_seed(length)
-        basis = torch.randn(rank, length, generator=generator).to(like.device)
+        basis = torch.randn(rank, length, generator=generator, device="cpu").to(like.device)
     return basis
 
 

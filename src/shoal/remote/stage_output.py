@@ -137,7 +137,7 @@ class Run:
                 if self.tail.crossing.narrows(form):
                     gradient = self.tail.crossing.landing(form)
                 else:
-                    gradient = torch.empty(form.shape, dtype=form.dtype)
+                    gradient = torch.empty(form.shape, dtype=form.dtype, device="cpu")
                 pending = hosts.channel.receive(gradient) if gradient.numel() else DONE
                 self._landing[number] = pending, gradient
         else:

@@ -163,7 +163,7 @@ class LocalTransfer(Transfer):
     def _share(self, own: tuple[float, ...], comm: Comm) -> float:
         """This rank's share of the rows of all."""
         told = torch.zeros(comm.size, len(own), dtype=torch.float64, device=self._flat.device)
-        told[comm.rank] = torch.tensor(own, dtype=torch.float64)
+        told[comm.rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
         comm.all_reduce(told)
         rows, times, batches = told.T.tolist()
         for rank, number in enumerate(times):
@@ -253,7 +253,7 @@ class LocalTransfer(Transfer):
         parts = whole.split([p.numel() for p in self.parameters.values()])
         found = {n: {"momentum": part} for n, part in zip(self.parameters, parts, strict=True)}
         for name, rate in rates.items():
-            found[name]["rate"] = torch.tensor(rate, dtype=torch.float64)
+            found[name]["rate"] = torch.tensor(rate, dtype=torch.float64, device="cpu")
         return found
 
     def kept(self) -> Sequence[Tensor]:

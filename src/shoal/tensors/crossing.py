@@ -82,7 +82,7 @@ class Crossing:
         """Where the code of such rows may land, on the host."""
         assert self._codec is not None
         shape = *rows.shape, self._codec.nbytes(1, rows.itemsize)
-        return torch.empty(shape, dtype=torch.uint8)
+        return torch.empty(shape, dtype=torch.uint8, device="cpu")
 
     def widened(self, code: Tensor, dtype: torch.dtype) -> Tensor:
         """The rows, of that type, that a code from `narrowed` stands for."""
