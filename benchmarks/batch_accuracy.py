@@ -3,39 +3,35 @@
     .venv/bin/python benchmarks/batch_accuracy.py digits        two minutes of one core
     .venv/bin/python benchmarks/batch_accuracy.py text          ten minutes of one core
 
-Tasks and judging are those of codec_accuracy.py. As gradients are exact on any number of ranks, one
-process trains. All ways see the same number of rows. A way is an optimizer and what is done to its
-learning rate, which was found for 8 rows: nothing, or `scaled_lr` by a rule, with a warm-up of a
-tenth of the steps. Rates of LARS and LAMB are the best of three at 64 rows, by seed 99.
+Tasks and judging are those of accuracy.py: 0.5 points, or 1 % of the loss. As gradients are exact
+on any number of ranks, one process trains. All ways see the same number of rows. A way is an
+optimizer and what is done to its learning rate, which was found for 8 rows: nothing, or `scaled_lr`
+by a rule, with a warm-up of a tenth of the steps. Rates of LARS and LAMB are the best of three at
+64 rows, by seed 99.
 
 Runs go to results/batch-TASK.json after each; one that is there already is not made again. At the
-end it prints a table, against the batch of 8 seed by seed.
+end it prints a table, against the batch of 8 seed by seed, and draws docs/lab/batch-TASK.svg.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from codec_accuracy import JUDGED, Curve, Task, digits, table, text
+from accuracy import HERE, JUDGED, Runs, parser, task_named
+from curves import Curve
 from pytorch_optimizer import LARS, Lamb
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import shoal
 
-HERE = Path(__file__).parent
 SMALL, LARGE = 8, 64
 ROWS = {"digits": 32_768, "text": 16_384}  # that a run sees
 JUDGEMENTS = 16
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
-TASKS: dict[str, Callable[[int], Task]] = {"digits": digits, "text": text}
 OWN: dict[str, Make] = {
     "digits": partial(SGD, lr=0.01, momentum=0.9),
     "text": partial(AdamW, lr=1e-3),
@@ -45,11 +41,12 @@ SEARCHED: dict[str, tuple[Callable[..., Any], tuple[float, ...]]] = {
     "LAMB": (Lamb, (3e-3, 1e-2, 3e-2)),
 }
 RULES = ("", "linear", "sqrt")
+PART = 0.01  # of the loss
 
 
 def trained(name: str, make: Make, rule: str, rows: int, seed: int) -> Curve:
     """How one run is judged after so many rows."""
-    task = TASKS[name](rows)
+    task = task_named(name, rows=rows)
     torch.manual_seed(seed)
     model = task.model()
     optimizer, steps, curve = make(model.parameters()), ROWS[name] // rows, []
@@ -77,7 +74,7 @@ def judged(curve: Curve) -> float:
 def best_rate(name: str, kind: str) -> float:
     """The rate of LARS or LAMB that is best at 64 rows."""
     optimizer, rates = SEARCHED[kind]
-    task = TASKS[name](LARGE)
+    task = task_named(name, rows=LARGE)
     found = {
         rate: judged(trained(name, partial(optimizer, lr=rate), "", LARGE, 99)) for rate in rates
     }
@@ -85,39 +82,24 @@ def best_rate(name: str, kind: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("task", choices=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    asked = parser(__doc__).parse_args()
     name, out = asked.task, asked.out or HERE / f"results/batch-{asked.task}.json"
-    about = {"task": name, "rows": ROWS[name]}
-    kept = json.loads(out.read_text()) if out.exists() else {**about, "rates": {}, "curves": {}}
-    if {key: kept[key] for key in about} != about:
-        sys.exit(f"{out} has other runs than {about}: name another file with --out")
-    for kind in SEARCHED:
-        if kind not in kept["rates"]:
-            kept["rates"][kind] = best_rate(name, kind)
+    runs = Runs(out, {"task": name, "rows": ROWS[name]})
+    rates = {kind: runs.remembered(kind, partial(best_rate, name, kind)) for kind in SEARCHED}
     own = "SGD" if name == "digits" else "AdamW"
-    ways = {f"{SMALL} rows, {own}": (OWN[name], "", SMALL)}
+    ways: dict[str, tuple[Make, str, int]] = {f"{SMALL} rows, {own}": (OWN[name], "", SMALL)}
     for rule in RULES:
         ways[f"{LARGE} rows, {own} {rule}".rstrip()] = OWN[name], rule, LARGE
-    for kind, rate in kept["rates"].items():
+    for kind, rate in rates.items():
         at_large = partial(SEARCHED[kind][0], lr=rate)
         ways[f"{LARGE} rows, {kind}"] = at_large, "", LARGE
         # of 8 rows the rate would be less by that rule, and is scaled up to the same
         at_small = partial(SEARCHED[kind][0], lr=rate / (LARGE / SMALL) ** 0.5)
         ways[f"{LARGE} rows, {kind} sqrt"] = at_small, "sqrt", LARGE
-    curves: dict[str, dict[str, Curve]] = kept["curves"]
-    for seed in map(str, range(asked.seeds)):
-        for way, (make, rule, rows) in ways.items():
-            if seed not in curves.setdefault(way, {}):
-                curves[way][seed] = trained(name, make, rule, rows, int(seed))
-                out.write_text(json.dumps(kept) + "\n")
-    print(f"rates of LARS and LAMB: {kept['rates']}")
-    print(table(TASKS[name](LARGE), curves, part=0.01))
+    runs.make({way: partial(trained, name, *how) for way, how in ways.items()}, asked.seeds)
+    print(f"rates of LARS and LAMB: {rates}")
+    picture = HERE.parent / f"docs/lab/batch-{name}.svg"
+    runs.show(task_named(name, rows=LARGE), PART, picture, {way: way for way in runs.curves})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     .venv/bin/pip install lz4 zstandard         for all stages; zlib is Python's own
     .venv/bin/python benchmarks/lossless.py     two minutes of one core
 
-Gradients are those of codec_accuracy.py's two tasks, early and later in training, without
+Gradients are those of accuracy.py's two tasks, early and later in training, without
 embeddings. A stage of ratio r that packs p and unpacks u bytes a second pays on links of less than
 (1 − 1/r) / (1/p + 1/u). The entropy is that of single bytes: what no coder of bytes one by one
 beats. Of zstd and lz4 only fast levels are tried. Times are those of the processor.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import Any
 
-import codec_accuracy
+import accuracy
 import torch
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def stages() -> dict[str, Stage]:
     return found
 
 
-def gradients(task: codec_accuracy.Task, at: Iterable[int]) -> dict[int, Tensor]:
+def gradients(task: accuracy.Task, at: Iterable[int]) -> dict[int, Tensor]:
     """Of the parameters that codecs take, after so many steps."""
     torch.manual_seed(0)
     model, batches, found = task.model(), task.batches(0), {}
@@ -99,8 +99,8 @@ def main() -> None:
     print("| codes of | bits a byte | stage | ratio | packs, MB/s | unpacks | pays below, Mbit/s |")
     print("|---|---|---|---|---|---|---|")
     for name, task, at in (
-        ("digits", codec_accuracy.digits(), (20, 300)),
-        ("text", codec_accuracy.text(), (5, 100)),
+        ("digits", accuracy.digits(), (20, 300)),
+        ("text", accuracy.text(), (5, 100)),
     ):
         for step, values in gradients(task, at).items():
             for codec in CODECS:
