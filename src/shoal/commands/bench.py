@@ -1,6 +1,6 @@
 """`shoal bench`: Shoal and its peers on one recipe, in turn, in one run.
 
-Machines drift, so contenders alternate (A B A B …) and are compared round by round. A round's
+Machines drift, so contenders alternate (A B, B A, …) and are compared round by round. A round's
 figure is the median step of the slowest rank; a ratio is the median over rounds of peer ÷ Shoal,
 its interval a bootstrap over rounds.
 """
@@ -172,7 +172,8 @@ def run(
     busy: dict[str, list[float]] = {name: [] for name in contenders}
     sent: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1, rounds + 1):
-        for name, peer in contenders.items():
+        turns = list(contenders.items())
+        for name, peer in turns if number % 2 else reversed(turns):
             turn = _turn(peer, batch, steps)
             figures[name].append(turn.step_s)
             busy[name].append(turn.busy)
