@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from made_up import cluster, layer, model
 
@@ -59,3 +61,12 @@ def test_momentum_of_block_momentum_goes_by_ranks() -> None:
 
 def test_exchanges_are_of_two_halves() -> None:
     assert {choice.exchange for choice in planned(1e6).choices} <= {"direct", "ring"}
+
+
+def test_servers_have_all_weights_up_and_down() -> None:
+    """Of 8 MB each of two servers has half, so a worker sends 8 MB, and gets them back: 16 s."""
+    where = replace(cluster(2, 1e6), servers=("s0", "s1"), ahead=True, apart=True)
+    made = plan_for(NET, where, strategies=["server"], staleness=None, options=ONE_BUCKET)
+    plan = with_local_steps(made, NET, where, "auto", Outer(rule="average"))
+    assert plan.local_steps == 5
+    assert plan.predicted_s == pytest.approx(3.5)

@@ -97,6 +97,7 @@ class Transfer(ABC):
 
     label: str  # what messages call it, e.g. "bucket 3 (features.8, features.10)"
     native: bool = False  # its exchange is
+    served: bool = False  # servers take part: it goes over lanes that they are on
     tells: bool = False  # it may take a round's mark along: every worker then sees all of them
     carrier: Carrier | None = None  # what a bucket crosses by, and what that remembers
     cadence: Cadence = Cadence()  # when it goes
@@ -177,7 +178,6 @@ class OwnedTransfer(Transfer):
     pieces: tuple[Piece, ...]  # this rank's own
     # whose gradients are at their owners; of the others `.grad` is the truth
     held: set[nn.Parameter]
-    served: bool  # whether servers own some: it goes over lanes that they are on
 
     @property
     def exact(self) -> bool:

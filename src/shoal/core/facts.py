@@ -125,6 +125,7 @@ class Cluster:
     # of its rate what each direction of a link keeps while servers' buckets go and come
     duplex: float = 1.0
     ahead: bool = False  # workers run ahead of one another, so that servers own all
+    apart: bool = False  # each steps by itself, and servers add what it has learned
     # of codecs, as plans write them
     codings: Mapping[str, CodingPace] = field(default_factory=lambda: MappingProxyType({}))
 

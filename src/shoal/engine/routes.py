@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import cycle
+from operator import attrgetter
 from threading import RLock
 from time import perf_counter
 from typing import final
@@ -28,10 +29,6 @@ from shoal.contracts.transfer import Mark, OwnedTransfer, Transfer
 from shoal.core.trace import MAIN, Recorder
 from shoal.engine.common import Common
 from shoal.engine.lanes import Errand, Lane
-
-
-def _is_served(transfer: Transfer) -> bool:
-    return isinstance(transfer, OwnedTransfer) and transfer.served
 
 
 @final
@@ -71,10 +68,10 @@ class Routes:
         rest = among_workers[1:] if by_nccl and len(among_workers) > 1 else among_workers
         ways = {False: cycle(rest), True: cycle(self.served)}
         self._there = {
-            t: among_workers[0] if t in by_nccl else next(ways[_is_served(t)]) for t in transfers
+            t: among_workers[0] if t in by_nccl else next(ways[t.served]) for t in transfers
         }
         self._back = self._there | dict(
-            zip(filter(_is_served, transfers), cycle(from_servers), strict=False)
+            zip(filter(attrgetter("served"), transfers), cycle(from_servers), strict=False)
         )
         # the last errand of each transfer that is not waited for
         self._last: dict[Transfer, Errand] = {}

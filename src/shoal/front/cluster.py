@@ -90,8 +90,11 @@ def _measured(session: Session, device: torch.device) -> Cluster:
             min(bound / machines[machine], quota / boxes[box])
             for machine, box, bound, quota in seats
         )
+        servers, tail = session.other(Servers), session.other(TailHosts)
+        server_hosts = servers.hosts if servers else ()
         if comm.size == 1:
-            session.cluster = Cluster(comm.topology, Link(0.0, math.inf), cores)
+            link = Link(0.0, math.inf)
+            session.cluster = Cluster(comm.topology, link, cores, servers=server_hosts)
         else:
             sharing = machines[_machine()]
             link = probe_link(comm, sharing=sharing)
@@ -108,7 +111,6 @@ def _measured(session: Session, device: torch.device) -> Cluster:
             moves = probe_moves(comm, link, Direct(), lane=lanes[0], **where)
             for lane in lanes:
                 lane.close()
-            servers, tail = session.other(Servers), session.other(TailHosts)
             bucket = min(DEFAULT.least_bytes, int(link.bytes_per_s * _BUCKET_S))
             duplex = servers.duplex(LANES, bucket) if servers else 1.0
             session.cluster = Cluster(
@@ -117,7 +119,7 @@ def _measured(session: Session, device: torch.device) -> Cluster:
                 cores,
                 paces,
                 pack_byte_s=probe_pack(comm, device),
-                servers=servers.hosts if servers else (),
+                servers=server_hosts,
                 tail=tail.hosts if tail else (),
                 moves=moves,
                 duplex=duplex,

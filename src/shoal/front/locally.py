@@ -11,6 +11,7 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import SyncNorm
 from shoal.core.numbers import is_count
 from shoal.core.outer import Outer
+from shoal.core.placement import BALANCED, Placement
 from shoal.core.plan import Plan, strategy_and_exchange
 from shoal.remote.tail_hosts import TailHosts
 from shoal.servers.servers import Servers
@@ -24,9 +25,10 @@ def check_local_steps(
     outer: Any,
     session: Session,
     *,
-    staleness: int | None,
     pins: Mapping[str, str] | None,
     strategies: Iterable[str] | None,
+    placement: Placement,
+    count: Any,
     sync_batchnorm: bool,
 ) -> None:
     """Refuse local steps that are none, or that do not go with what else is asked."""
@@ -57,29 +59,56 @@ def check_local_steps(
             got=f"{steps} local steps, a lag of {lag}",
             do=f"give a lag of {steps} at most",
         )
-    if staleness != 0:
+    if session.other(TailHosts) is not None:
         raise PlanError(
-            "local steps and a staleness do not go together",
-            got=f"{steps} local steps, a staleness of {staleness}",
-            do="leave out one of them",
+            "local steps are among workers, or with servers, and there are tail hosts",
+            do="start without tail hosts, or leave out local_steps",
         )
-    _check_alone(session, pins, strategies, sync_batchnorm=sync_batchnorm)
+    if sync_batchnorm:
+        raise _no_norms("sync_batchnorm=True")
+    if session.other(Servers) is None:
+        _check_alone(pins, strategies)
+    else:
+        _check_at_servers(outer, pins, strategies, placement, count)
 
 
-def _check_alone(
-    session: Session,
+def _check_at_servers(
+    outer: Outer | None,
     pins: Mapping[str, str] | None,
     strategies: Iterable[str] | None,
-    *,
-    sync_batchnorm: bool,
+    placement: Placement,
+    count: Any,
 ) -> None:
+    """Refuse what is not served where workers step by themselves, and push to servers."""
+    others = [pin for pin in (pins or {}).values() if pin not in ("server", "server:direct")]
+    others += [name for name in strategies or () if name != "server"]
+    if others:
+        raise PlanError(
+            "with local steps and servers these have the weights of every layer, exactly",
+            got=others[0],
+            do="leave out pins and strategies; or start without servers",
+        )
+    if outer is not None and outer.rule != "average":
+        raise PlanError(
+            "servers add what workers have learned: they know no other outer rule",
+            got=f'rule="{outer.rule}"',
+            do='give outer=shoal.Outer(rule="average"), or leave it out; or start without servers',
+        )
+    if placement not in (BALANCED, {}):
+        raise PlanError(
+            "with local steps every server has an equal share of the weights",
+            got=f"placement={placement!r}"[:80],
+            do="leave out placement",
+        )
+    if count is not None:
+        raise UsageError(
+            "servers weigh what each worker has learned the same",
+            do="leave out count, or start without servers",
+        )
+
+
+def _check_alone(pins: Mapping[str, str] | None, strategies: Iterable[str] | None) -> None:
     """Refuse what is not served where ranks step by themselves."""
-    for kind, name in ((Servers, "servers"), (TailHosts, "tail hosts")):
-        if session.other(kind) is not None:
-            raise PlanError(
-                f"local steps are among workers only, and there are {name}",
-                do=f"start without {name}, or leave out local_steps",
-            )
     others = [pin for pin in (pins or {}).values() if strategy_and_exchange(pin)[0] != "replicate"]
     others += [name for name in strategies or () if name != "replicate"]
     if others:
@@ -97,8 +126,6 @@ def _check_alone(
                 got=pin,
                 do='pin to "replicate:direct" or "replicate:ring", a codec behind it or none',
             )
-    if sync_batchnorm:
-        raise _no_norms("sync_batchnorm=True")
 
 
 def check_local_norms(plan: Plan, norms: Sequence[SyncNorm]) -> None:

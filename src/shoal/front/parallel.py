@@ -92,7 +92,7 @@ def parallelize(
         staleness: with servers only: by how many steps a worker may run ahead of the slowest, 0 for
             the synchronous step, None for any number. Otherwise all layers are served, every rank
             weighs the same however many rows it has, and there is no one gradient to read or to
-            clip.
+            clip. With `local_steps` it counts rounds of these.
         memory: "fast", or "low": buckets of layers that have owners take memory only while they are
             on their way, backward waits where more than two a lane would, and a plan that is made
             here has small ones. One plan gives the same results either way, bit for bit.
@@ -130,9 +130,10 @@ def parallelize(
             Where it is off by more, its bucket goes exactly from then on, with a warning. By
             default each codec has its own bound.
         local_steps: each rank makes so many steps by itself, then all come together by an `outer`
-            rule; or "auto", the fewest under which the exchange takes no longer than they do. This
-            changes the mathematics. None: gradients are exchanged in every step.
-        outer: that rule, `shoal.Outer()` by default.
+            rule; or "auto", the fewest under which the exchange takes no longer than they do. With
+            servers each pushes what it has learned to these. This changes the mathematics. None:
+            gradients are exchanged in every step.
+        outer: that rule, `shoal.Outer()` by default. With servers it is `rule="average"`.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.

@@ -88,7 +88,7 @@ def _checked(session: Session, model: nn.Module) -> Running | None:
     attached = session.attached.get(model)
     if attached is None:
         return None
-    if attached.plan.staleness != 0:
+    if attached.plan.staleness != 0 and not attached.plan.local_steps:
         raise UsageError(
             "workers run ahead of one another, so there is no one state to give back",
             got=f"a staleness of {attached.plan.staleness}",
@@ -125,12 +125,14 @@ def _release(session: Session, model: nn.Module, running: Running) -> None:
     if running.norms is not None:
         running.norms.release()
     release_layers(model, running.rewritten)  # 5
+    servers = session.other(Servers)
+    if servers is not None and running.at_servers is not None:
+        servers.leave(running.at_servers)
     session.comm.gather_objects(
         "released", "unparallelize: all have released"
     )  # nobody needs a channel of the model any more
     threads.close()  # 6
     threads.close_boundary()
-    servers = session.other(Servers)
     if servers is not None and running.tables is not None:
         servers.close_tables(running.tables)
     if servers is not None and running.at_servers is not None:

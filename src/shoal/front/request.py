@@ -132,9 +132,10 @@ def checked(
         asked.local_steps,
         asked.outer,
         session,
-        staleness=asked.staleness,
         pins=asked.pins,
         strategies=asked.strategies,
+        placement=asked.placement,
+        count=asked.count,
         sync_batchnorm=asked.sync_batchnorm,
     )
     server_hosts = session.other(Servers)

@@ -21,6 +21,7 @@ from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named, of
 from shoal.engine.stragglers import Stragglers
@@ -135,7 +136,7 @@ def spread(session: Session, job: Job) -> Any:
     placed = as_planned(profile, plan)
     _watch_stragglers(session, running, plan, placed, cluster)
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
-    cluster = replace(cluster, ahead=plan.staleness != 0)
+    cluster = _as_trained(cluster, plan.staleness, plan.local_steps)
     session.attached[model] = Attached(running, plan, placed, cluster)
     stages.say(summary(plan, profile.moving, profile.norms))
     return loss
@@ -263,28 +264,38 @@ def _chosen(
 ) -> Plan:
     if given_plan is None:
         stale, local = asked.staleness != 0, asked.local_steps
-        strategies = asked.strategies if local is None else ("replicate",)
+        cluster = _as_trained(cluster, asked.staleness, local)
+        alone = "server" if cluster.apart else "replicate"
+        strategies = asked.strategies if local is None else (alone,)
         kinds = of(Strategy)
         served = [name for name, kind in kinds.items() if kind.role.takes_servers]
         made = plan_for(
             profile,
             cluster,
             pins=asked.pins,
-            strategies=served if stale else strategies,
+            strategies=served if stale and local is None else strategies,
             placement=asked.placement,
-            staleness=asked.staleness,
+            staleness=None if cluster.apart else asked.staleness,
             memory=asked.memory,
             memory_limit=asked.memory_limit,
             micro_batches=asked.micro_batches,
             options=asked.search_options,
             codecs=codecs_of(asked.codecs),
         )
-        return (
-            made if local is None else with_local_steps(made, profile, cluster, local, asked.outer)
-        )
+        if local is None:
+            return made
+        outer = asked.outer or (Outer(rule="average") if cluster.apart else Outer())
+        made = replace(made, staleness=asked.staleness)
+        return with_local_steps(made, profile, cluster, local, outer)
+    cluster = _as_trained(cluster, given_plan.staleness, given_plan.local_steps)
     check_served(given_plan, profile, cluster)
-    cluster = replace(cluster, ahead=given_plan.staleness != 0)
     plan = with_sharing(repredicted(given_plan, profile, cluster), profile, cluster)
     if not plan.local_steps:
         return plan
     return with_local_steps(plan, profile, cluster, plan.local_steps, plan.outer)
+
+
+def _as_trained(cluster: Cluster, staleness: int | None, local_steps: int | str | None) -> Cluster:
+    """The cluster, with whether workers run ahead of one another, or step by themselves."""
+    apart = bool(local_steps and cluster.servers)
+    return replace(cluster, ahead=apart or staleness != 0, apart=apart)

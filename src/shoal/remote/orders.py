@@ -3,6 +3,7 @@
     End                             there is nothing more
     Duplex                          measure the links, with all workers
     OpenModel, OpenTables           take part in a model, or have its tables
+    OpenWeights                     have a model's weights, of workers that step by themselves
     ToModel(Exchange, …)            do a server's part of what the workers of a model do
     CloseModel, CloseTables         take no part any more, and forget it
 
@@ -285,6 +286,7 @@ class ServerRole(Protocol):
     def measure_duplex(self, lanes: int, nbytes: int) -> None: ...
     def open_model(self, order: OpenModel) -> None: ...
     def open_tables(self, order: OpenTables) -> None: ...
+    def open_weights(self, order: OpenWeights) -> None: ...
     def do_for_model(self, order: ToModel) -> None: ...
     def close_model(self, number: int) -> None: ...
     def close_tables(self, number: int) -> None: ...
@@ -335,6 +337,17 @@ class OpenTables(Order, frozen=True):
         server.open_tables(self)
 
 
+class OpenWeights(Order, frozen=True):
+    """Have these weights, a slice a transfer, of workers that step by themselves."""
+
+    slices: tuple[Tensor, ...]
+    lanes: int
+    staleness: int | None
+
+    def do(self, server: ServerRole) -> None:
+        server.open_weights(self)
+
+
 class ToModel(Order, frozen=True):
     """Do something for one model."""
 
@@ -365,7 +378,7 @@ class CloseTables(Order, frozen=True):
         server.close_tables(self.number)
 
 
-AnyOrder = End | Duplex | OpenModel | OpenTables | ToModel | CloseModel | CloseTables
+AnyOrder = End | Duplex | OpenModel | OpenTables | OpenWeights | ToModel | CloseModel | CloseTables
 StepOrder = End | UpdatePieces  # of a worker that runs ahead
 
 

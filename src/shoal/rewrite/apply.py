@@ -29,11 +29,12 @@ from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.outer import Outer
-from shoal.core.placement import check_placement
+from shoal.core.placement import BALANCED, check_placement
 from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.strategies.carried import check_carried, row_codec
+from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.landing import by_kind
 from shoal.strategies.local import LocalTransfer
 
@@ -171,6 +172,8 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
 def _local(site: PlacedSite, outer: Outer) -> list[Transfer]:
     """What brings a site's parameters together, where ranks step by themselves."""
     place, exchange = site.place, site.exchange
+    if site.strategy.role.takes_servers:
+        return [GeoTransfer(kind, place, site.label, outer) for kind in by_kind(place.parameters)]
     assert isinstance(exchange, SplitExchange)
     return [
         LocalTransfer(kind, exchange, (place.rank, place.ranks), site.label, outer)
@@ -245,17 +248,20 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
                 do=f'write "{choice.without_codec().exchange}", or set the staleness to 0',
             )
     if plan.local_steps:
-        _check_local(plan)
+        _check_local(plan, servers)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
 
 
-def _check_local(plan: Plan) -> None:
+def _check_local(plan: Plan, servers: int) -> None:
     """Refuse what does not go with ranks that step by themselves."""
+    if servers:
+        _check_geo(plan)
+        return
     if plan.staleness != 0:
         raise PlanError(
-            "local steps and a staleness do not go together",
-            got=f"{plan.local_steps} local steps, a staleness of {plan.staleness}",
-            do="leave out one of them",
+            "local steps have a staleness only where servers have the weights",
+            got=f"{plan.local_steps} local steps, a staleness of {plan.staleness}, no servers",
+            do="set the plan's staleness to 0, or start with servers",
         )
     for choice in plan.choices:
         is_split = isinstance(exchange_named(choice.exchange or "nothing"), SplitExchange)
@@ -267,6 +273,30 @@ def _check_local(plan: Plan) -> None:
                 got=choice.way,
                 do='write "replicate:direct" or "replicate:ring", a codec behind it or none',
             )
+
+
+def _check_geo(plan: Plan) -> None:
+    """Refuse what does not go with workers that step by themselves, and push to servers."""
+    for choice in plan.choices:
+        if choice.strategy != "server" or choice.codec:
+            raise PlanError(
+                "with local steps and servers these have the weights of every layer, exactly",
+                where=f"layer {choice.layer}",
+                got=choice.way,
+                do='write "server:direct"; or start without servers',
+            )
+    if plan.outer is not None and plan.outer.rule != "average":
+        raise PlanError(
+            "servers add what workers have learned: they know no other outer rule",
+            got=str(plan.outer),
+            do='write the rule "average" into the plan; or start without servers',
+        )
+    if plan.placement not in (BALANCED, {}):
+        raise PlanError(
+            "with local steps every server has an equal share of the weights",
+            got=f"placement {plan.placement}",
+            do='set the placement to "balanced"',
+        )
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:

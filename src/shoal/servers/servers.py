@@ -3,7 +3,7 @@
     worker 0                                   every server
       2  `Servers._send`  writes an order  ──▶ 4  `serve`        reads it, and has it done
                                                6  `_Server`      finds the model it is for
-                                               7  `_InStep`      does its part of it, over the
+                                               7  `InStep`       does its part of it, over the
                                                                  lanes that workers use
 
 A server holds the same transfers, updates and lanes as a worker, without the model: it sums,
@@ -18,29 +18,21 @@ Distributed DNN Training in Heterogeneous GPU/CPU Clusters" (BytePS), OSDI 2020.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import final
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.codecs.coded import exchange_named
-from shoal.codecs.remembering import coded_carriers
 from shoal.contracts.comm import Comm
-from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import OwnedTransfer
-from shoal.core.buckets import Buckets
-from shoal.core.registry import named
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Lane
 from shoal.exchange.direct import Direct
-from shoal.optim.owners import Owners, put_values, values_of
-from shoal.optim.residuals import sum_residuals
-from shoal.optim.update import Update, put_states
+from shoal.optim.owners import values_of
+from shoal.optim.update import Update
 from shoal.profiling.paces import probe_duplex
 from shoal.profiling.updates import form_of, made_of, settings
 from shoal.remote.orders import (
@@ -50,20 +42,16 @@ from shoal.remote.orders import (
     CloseTables,
     Duplex,
     End,
-    Numbers,
     OfRank,
     OpenModel,
     OpenTables,
+    OpenWeights,
     Order,
-    OwnersRole,
-    ParameterForm,
-    Residuals,
     ServedSite,
     TableForm,
     Tell,
     ToModel,
     UpdatePieces,
-    Values,
     order_for,
     receive_order,
     send_orders,
@@ -72,10 +60,15 @@ from shoal.remote.orders import (
 from shoal.remote.tables import Tables
 from shoal.remote.wire import Data, Reader
 from shoal.servers.ahead import AheadModel, RunningAhead
+from shoal.servers.geo import GeoModel
+from shoal.servers.geo import end as end_geo
+from shoal.servers.in_step import InStep, transfers_of
 from shoal.servers.tables import ServedTables
+from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.server import shares
 
 _CHANNEL, _BESIDE = "orders", "model{}-beside"
+_OfModel = InStep | AheadModel | GeoModel
 
 
 @final
@@ -95,7 +88,7 @@ class Servers:
         self._model_numbers, self._table_numbers = count(), count()
         self._models: dict[int, tuple[OwnedTransfer, ...]] = {}
         self._beside: dict[int, Comm] = {}  # of models whose workers run ahead
-        self._running_ahead: list[RunningAhead] = []
+        self._ends: dict[int, Callable[[], None]] = {}  # of models that answer each worker
         self._tables: dict[Tables, int] = {}
 
     def duplex(self, lanes: int, nbytes: int) -> float:
@@ -136,6 +129,40 @@ class Servers:
             self._beside[model] = self._comm.channel(_BESIDE.format(model))
         return model, there, back
 
+    def open_weights(
+        self, transfers: Sequence[GeoTransfer], lanes: int, staleness: int | None
+    ) -> tuple[int, list[Comm]]:
+        """Let servers have a model's weights, whose workers step by themselves: its number, and
+        the ways to them. They come back as they go.
+
+        A collective of all ranks.
+
+        Args:
+            transfers: in the order in which they go.
+            lanes: how many are in flight at once.
+            staleness: how many rounds a worker may run ahead; None: any number.
+        """
+        model = next(self._model_numbers)
+        for number, transfer in enumerate(transfers):
+            transfer.number = number
+        self._send(
+            lambda server: OpenWeights(
+                tuple(transfer.slice_of(server) for transfer in transfers), lanes, staleness
+            )
+        )
+        return model, weight_ways(self._comm, model, lanes)
+
+    def step_alone(
+        self, model: int, engine: Engine, transfers: Sequence[GeoTransfer], lanes: int
+    ) -> None:
+        """This engine runs the transfers of such a model: its servers hear when it ends."""
+        self._ends[model] = partial(end_geo, engine, transfers, lanes)
+
+    def leave(self, model: int) -> None:
+        """Tell servers that answer each worker that this one has ended."""
+        if model in self._ends:
+            self._ends.pop(model)()
+
     def open_tables(
         self, forms: Sequence[TableForm], optimizers: Sequence[Optimizer], staleness: int | None
     ) -> Tables:
@@ -162,12 +189,12 @@ class Servers:
         servers, lanes = range(self._comm.workers, self._comm.size), len(engine.routes.served)
         beside = self._beside.pop(model)
         ahead = RunningAhead(engine, self._models[model], servers, lanes, tell, beside)
-        self._running_ahead.append(ahead)
+        self._ends[model] = ahead.end
         return ahead
 
     def close_model(self, model: int) -> None:
-        """Have the servers forget a model whose workers keep step and go on without them."""
-        del self._models[model]
+        """Have the servers forget a model whose workers go on without them."""
+        self._models.pop(model, None)
         self._send(lambda server: CloseModel(model))
 
     def close_tables(self, tables: Tables) -> None:
@@ -182,8 +209,8 @@ class Servers:
         if self._ended:
             return
         self._ended = True
-        for ahead in self._running_ahead:
-            ahead.end()
+        for model in list(self._ends):
+            self.leave(model)
         for tables in self._tables:
             tables.end()
         if self._lane is not None:
@@ -253,6 +280,11 @@ def ways(
     return there, back
 
 
+def weight_ways(comm: Comm, model: int, lanes: int, *, idle: bool = False) -> list[Comm]:
+    """Channels among all ranks for a model's weights, there and back; `idle` as for `ways`."""
+    return [comm.channel(f"model{model}-weights{i}", idle=idle) for i in range(lanes)]
+
+
 def serve(comm: Comm) -> list[Counter[int]]:
     """Be a server until the workers have ended.
 
@@ -295,7 +327,7 @@ class _Server:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._model_numbers, self._table_numbers = count(), count()
-        self._models: dict[int, _InStep | AheadModel] = {}
+        self._models: dict[int, _OfModel] = {}
         self._tables: dict[int, ServedTables] = {}
 
     def measure_duplex(self, lanes: int, nbytes: int) -> None:
@@ -305,14 +337,14 @@ class _Server:
     def open_model(self, order: OpenModel) -> None:
         """Take part in a model."""
         comm, number = self._comm, next(self._model_numbers)
-        transfers = tuple(_transfers(order.sites, comm, stale=order.staleness != 0))
+        transfers = tuple(transfers_of(order.sites, comm, stale=order.staleness != 0))
         updates = [
             {transfer: Update(made_of(form), transfer) for transfer in transfers}
             for form in order.optimizers
         ]
         there, back = ways(comm, number, order.lanes, idle=order.staleness != 0)
         if order.staleness == 0:
-            self._models[number] = _InStep(transfers, updates, there, back)
+            self._models[number] = InStep(transfers, updates, there, back)
         else:
             beside = comm.channel(_BESIDE.format(number), idle=True)
             self._models[number] = AheadModel(
@@ -326,6 +358,12 @@ class _Server:
         self._tables[number] = ServedTables(
             channel, order.tables, order.optimizers, order.staleness
         )
+
+    def open_weights(self, order: OpenWeights) -> None:
+        """Have a model's weights."""
+        number = next(self._model_numbers)
+        lanes = weight_ways(self._comm, number, order.lanes, idle=True)
+        self._models[number] = GeoModel(order.slices, lanes, order.staleness)
 
     def close_model(self, number: int) -> None:
         """Forget a model."""
@@ -359,118 +397,9 @@ class _Server:
         return [part.observed() for part in self._parts]
 
     @property
-    def _parts(self) -> list[_InStep | AheadModel | ServedTables]:
+    def _parts(self) -> list[_OfModel | ServedTables]:
         return [*self._models.values(), *self._tables.values()]
 
-    def _end(self, part: _InStep | AheadModel | ServedTables) -> None:
+    def _end(self, part: _OfModel | ServedTables) -> None:
         part.finish(self.check)
         part.close()
-
-
-def _transfers(sites: Sequence[ServedSite], comm: Comm, *, stale: bool) -> Iterator[OwnedTransfer]:
-    """The transfers that workers have of these sites, of parameters without values."""
-    forms = {name: form for site in sites for name, form in site.parameters.items()}
-    shells = {name: _shell(form) for name, form in forms.items()}
-    for site in sites:
-        place = Place(
-            layers={},
-            parameters={name: shells[name] for name in site.parameters},
-            spans=site.spans,
-            rank=comm.rank,
-            ranks=comm.workers,
-            servers=comm.size - comm.workers,
-            stale=stale,
-            buckets=Buckets("low"),
-            owners=site.owners,
-        )
-        strategy = named(Strategy, site.strategy)
-        exchange = exchange_named(site.exchange)
-        for transfer in strategy.apply(place, exchange, site.label):
-            if isinstance(transfer, OwnedTransfer):
-                yield transfer
-
-
-def _shell(form: ParameterForm) -> nn.Parameter:
-    """A parameter of that form, of which only what is written takes memory."""
-    return nn.Parameter(torch.empty_strided(form.shape, form.stride, dtype=form.dtype))
-
-
-@final
-class _InStep(OwnersRole):
-    """A server's part of a model whose workers keep step: it does with them what they do."""
-
-    def __init__(
-        self,
-        transfers: Sequence[OwnedTransfer],
-        updates: Sequence[Mapping[OwnedTransfer, Update]],
-        there: Sequence[Comm],
-        back: Sequence[Comm],
-    ) -> None:
-        self.transfers, self._updates = transfers, updates
-        self._engine = Engine(transfers, (), there, back)
-        self._owners = Owners(self._engine, transfers, there[0].rank)
-        self.check, self.close = self._engine.routes.check, self._engine.close
-
-    def finish(self, meanwhile: Callable[[], None]) -> None:
-        """Finish what workers wait for."""
-        self._owners.settle()
-
-    def observed(self) -> Counter[int]:
-        """Nobody runs ahead."""
-        return Counter()
-
-    def start(self) -> None:
-        """Nothing to begin with."""
-
-    def take_values(self, values: Values) -> None:
-        self._owners.settle()
-        put_values(self.transfers, values)
-
-    def take_state(self, optimizer: int, states: Sequence[Mapping[int, Data]]) -> None:
-        self._owners.settle()
-        put_states(self._updates[optimizer], states)
-
-    def exchange(self) -> None:
-        for transfer in self.transfers:
-            self._engine.routes.settle(transfer)
-            transfer.follow(set(transfer.held))
-            self._engine.routes.exchange(transfer)
-
-    def update(self, order: UpdatePieces) -> None:
-        # 7  on the lanes, behind the sums of this backward
-        for number, pieces in order.given.items():
-            transfer = self.transfers[number]
-            update = self._updates[order.optimizer][transfer]
-            updated = {transfer.pieces[piece].parameter for piece in pieces}
-            work = update.work(pieces, order.groups.value, order.attributes.value, updated)
-            self._owners.send_off(transfer, (), work)
-
-    def gather_state(self, optimizer: int) -> None:
-        self._owners.settle()
-        for transfer, update in self._updates[optimizer].items():
-            gather = partial(update.gather_state, None)
-            self._owners.together(transfer, gather, "optimizer.state_dict(): state of")
-
-    def fetch_all(self) -> None:
-        self._owners.fetch_all()
-
-    def bound_errors(self, most_error: float) -> None:
-        for carrier in coded_carriers(self.transfers):
-            carrier.most_error = most_error
-
-    def sum_residuals(self) -> None:
-        sum_residuals(self._owners)
-
-    def take_residuals(self, sums: Residuals) -> None:
-        self._owners.settle()
-        for carrier in coded_carriers(self.transfers):
-            carrier.give(self._owners.rank, sums)
-
-    def norms(self, parameters: Numbers, order: float) -> None:
-        self._owners.norms(self._named(parameters), order)
-
-    def scale(self, parameters: Numbers, factor: Tensor) -> None:
-        self._owners.scale(self._named(parameters), factor)
-
-    def _named(self, numbers: Numbers) -> list[Tensor]:
-        return [self.transfers[number].parameters[index] for number, index in numbers]

@@ -58,6 +58,7 @@ from shoal.session.local import begin, set_off
 from shoal.session.running import Running
 from shoal.session.session import Session, Threads
 from shoal.session.watch import watch
+from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.moving import transfers_of
 from shoal.strategies.stage import loss_at_tail
 from shoal.strategies.sync_batchnorm import SyncNorms
@@ -277,7 +278,7 @@ def _started(
     last = [transfer for transfer in of_state if not transfer.at_once]
     transfers = [*first, *rewritten.transfers, *last]
     owned = [transfer for transfer in transfers if isinstance(transfer, OwnedTransfer)]
-    served = [transfer for transfer in owned if transfer.served]
+    served = [transfer for transfer in transfers if transfer.served]
     lanes = [
         comm.channel(f"{prefix}-lane{i}")
         for i in range(min(plan.lanes, len(transfers) - len(served)))
@@ -288,7 +289,11 @@ def _started(
     tell: Tell = tell_nobody
     servers = session.other(Servers)
     if servers is not None and number is not None:
-        tell = servers.tell(number, engine, plan.staleness)
+        if plan.local_steps:
+            geo = [transfer for transfer in served if isinstance(transfer, GeoTransfer)]
+            servers.step_alone(number, engine, geo, len(there))
+        else:
+            tell = servers.tell(number, engine, plan.staleness)
     engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
     beside = tell.beside if isinstance(tell, RunningAhead) else None
     owners = Owners(engine, owned, comm.rank, tell, plan.late, beside) if owned else None
@@ -317,18 +322,22 @@ def _open_servers(
     session: Session,
     rewritten: Rewritten,
     plan: Plan,
-    served: Sequence[OwnedTransfer],
+    served: Sequence[Transfer],
     optimizers: Sequence[Optimizer],
 ) -> tuple[int | None, Sequence[Comm], Sequence[Comm]]:
     """Let the servers take their part, if the plan uses them: the channels there and back."""
-    servers = session.other(Servers)
+    servers, lanes = session.other(Servers), min(plan.lanes, len(served))
     if servers is None or not served:
         return None, (), ()
+    geo = [transfer for transfer in served if isinstance(transfer, GeoTransfer)]
+    if geo:
+        return *servers.open_weights(geo, lanes, plan.staleness), ()
+    owned = [transfer for transfer in served if isinstance(transfer, OwnedTransfer)]
     _check_for_servers(session, optimizers)
     sites = [
         _served_site(site) for site, _ in rewritten.sites if site.strategy.role.owns_at_servers
     ]
-    return servers.open(sites, served, optimizers, min(plan.lanes, len(served)), plan.staleness)
+    return servers.open(sites, owned, optimizers, lanes, plan.staleness)
 
 
 def _served_site(placed_site: PlacedSite) -> ServedSite:

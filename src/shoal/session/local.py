@@ -7,7 +7,10 @@
     begin_anew       a round begins with what was loaded
     mean_state       an optimizer's state is each rank's own: a checkpoint has the mean
 
-Guarded by tests/equivalence/test_local_steps.py.
+Where servers have the weights, all ranks meet before anybody looks at them, and once more behind
+it: so all see one moment, in which all that was pushed has been added.
+
+Guarded by tests/equivalence/test_local_steps.py and test_geo.py.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from shoal.core.errors import UsageError
 from shoal.engine.weights import Weigher
 from shoal.session.additions import uncompiled
 from shoal.session.session import Attached, current, found
+from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
 from shoal.strategies.moving import OfState
 
@@ -80,6 +84,34 @@ def _transfers(attached: Attached) -> list[LocalTransfer]:
     return [t for t in attached.engine.transfers if isinstance(t, LocalTransfer)]
 
 
+def _at_servers(attached: Attached) -> list[GeoTransfer]:
+    return [t for t in attached.engine.transfers if isinstance(t, GeoTransfer)]
+
+
+def _look(attached: Attached) -> None:
+    """Have all ranks see the weights that servers have, if they have any (a collective)."""
+    if at_servers := _at_servers(attached):
+        comm = current().comm
+        comm.gather_objects(None, "local steps: all has been pushed")
+        for transfer in at_servers:
+            attached.engine.routes.later(transfer, transfer.look, "look at the weights of")
+        for transfer in at_servers:
+            attached.engine.routes.settle(transfer)
+        comm.gather_objects(None, "local steps: all have seen the weights")
+
+
+def _put(attached: Attached) -> None:
+    """Have servers take the weights that a round has begun with (a collective)."""
+    if at_servers := _at_servers(attached):
+        comm = current().comm
+        comm.gather_objects(None, "local steps: nothing more is pushed")
+        for transfer in at_servers:
+            attached.engine.routes.later(transfer, transfer.put, "give servers the weights of")
+        for transfer in at_servers:
+            attached.engine.routes.settle(transfer)
+        comm.gather_objects(None, "local steps: servers have the weights")
+
+
 def check_in_step(models: Iterable[nn.Module]) -> None:
     """Refuse models whose ranks step by themselves."""
     if any(_attached(model) for model in models):
@@ -107,7 +139,11 @@ def latest_weights(model: nn.Module) -> Iterator[None]:
         yield
         return
     attached.engine.wait()
-    with _having(model, _common(attached, latest=True)):
+    _look(attached)
+    common = _common(attached, latest=True)
+    for transfer in _at_servers(attached):
+        transfer.forget()
+    with _having(model, common):
         yield
 
 
@@ -157,9 +193,10 @@ def take_global(model: nn.Module) -> None:
     """Have the model keep the weights that all ranks have in common (a collective)."""
     if (attached := _attached(model)) is not None:
         attached.engine.settle()
+        _look(attached)
         held = _tensors(model)
         with torch.no_grad():
-            for name, value in _common(attached).items():
+            for name, value in _common(attached, latest=True).items():
                 held[name].copy_(value)
 
 
@@ -169,6 +206,10 @@ def _common(attached: Attached, *, latest: bool = False) -> dict[str, Tensor]:
     for transfer in attached.engine.transfers:
         if isinstance(transfer, LocalTransfer):
             common |= transfer.common(latest=latest)
+        elif isinstance(transfer, GeoTransfer):
+            for name, piece in transfer.pieces.items():
+                common.setdefault(name, torch.empty_like(piece.parameter).detach())
+            transfer.global_into(common, latest=latest)
         elif isinstance(transfer, OfState):
             common |= transfer.common()
     return common
@@ -202,6 +243,7 @@ def begin_anew(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> N
     if (attached := _attached(model)) is None:
         return
     own = {name for transfer in _transfers(attached) for name in transfer.parameters}
+    own |= {name for transfer in _at_servers(attached) for name in transfer.pieces}
     if unknown := sorted(state.keys() - own):
         raise UsageError(
             "the outer rule's state is that of another model",
@@ -212,8 +254,11 @@ def begin_anew(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> N
     for transfer in attached.engine.transfers:
         if isinstance(transfer, LocalTransfer):
             transfer.begin(state)
+        elif isinstance(transfer, GeoTransfer):
+            transfer.begin()
         elif isinstance(transfer, OfState):
             transfer.begin(attached.running.weigher.own)
+    _put(attached)
 
 
 def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Server(Strategy):
     def refuses(self, layer: LayerProfile, cluster: Cluster) -> str | None:
         if not cluster.servers:
             return "there are no servers (shoal lab --servers, or SHOAL_SERVERS beside torchrun)"
-        return refused_update(layer)
+        return None if cluster.apart else refused_update(layer)  # no server updates anything then
 
     def estimate(
         self, layers: Sequence[LayerProfile], exchange: Exchange | None, cluster: Cluster

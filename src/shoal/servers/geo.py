@@ -1,0 +1,162 @@
+"""Local steps at servers: each has a slice of the global weights, and adds what workers bring.
+
+    worker r, a lane                              server, a thread for each worker and lane
+      every H steps  its difference of weights ──▶  GlobalSlice.push: added, as the bound says
+                     the global weights        ◀──  as soon as this worker may go on
+
+Without a bound a difference is added as it comes, and nobody waits. With a bound, those of a round
+of all workers are added at once, in the order of the ranks, and a worker that is further ahead of
+the slowest waits. So a bound of 0 gives all workers the same bits. The bound is counted in rounds.
+
+A worker says what it wants in a message of 16 bytes before the slice (strategies/geo.py), so there
+are no orders but the first. Guarded by tests/equivalence/test_geo.py. The bound: servers/ahead.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import OwnedTransfer
+from shoal.engine.engine import Engine
+from shoal.engine.lanes import Answering
+from shoal.remote.orders import OwnersRole
+from shoal.servers.ahead import Clocks
+from shoal.strategies.geo import GeoTransfer, Word, head
+
+
+def end(engine: Engine, transfers: Sequence[GeoTransfer], lanes: int) -> None:
+    """Tell the servers that this worker has ended.
+
+    Args:
+        engine: runs the transfers.
+        transfers: the model's, in the order in which servers know them.
+        lanes: how many they go over.
+    """
+    told = [
+        engine.routes.beside(transfer, transfer.farewell, "farewell to servers", back=False)
+        for transfer in transfers[:lanes]
+    ]
+    for farewell in told:
+        farewell.wait("the end of the program")
+
+
+@final
+class GlobalSlice:
+    """A server's slice of one transfer's global weights.
+
+    Args:
+        values: what it begins with; it may be changed.
+        workers: how many there are.
+        bound: by how many rounds a worker may be ahead of the slowest; None for any number.
+    """
+
+    def __init__(self, values: Tensor, workers: int, bound: int | None) -> None:
+        self._dtype = values.dtype
+        # what many add in 16 bits would be lost
+        self._values = values.to(torch.float32) if values.itemsize < 4 else values
+        self._clocks: Clocks[Tensor] = Clocks(workers, bound)
+
+    @property
+    def observed(self) -> Counter[int]:
+        """By how many rounds a worker was ahead when it was given the weights."""
+        return self._clocks.observed
+
+    def room(self) -> Tensor:
+        """Where a worker's slice may land."""
+        return torch.empty_like(self._values, dtype=self._dtype)
+
+    def push(self, worker: int, difference: Tensor, check: Callable[[], None]) -> Tensor:
+        """Take a worker's difference; the weights, as soon as it may go on.
+
+        `check` is called while it waits.
+        """
+        with self._clocks.moved:
+            for differences in self._clocks.step(worker, difference):
+                self._add(differences)
+            self._clocks.wait(worker, check)
+            self._clocks.count(worker)
+            return self._now()
+
+    def put(self, values: Tensor) -> Tensor:
+        """Have these weights; they come back."""
+        with self._clocks.moved:
+            self._values.copy_(values)
+            return self._now()
+
+    def look(self) -> Tensor:
+        """The weights as they are."""
+        with self._clocks.moved:
+            return self._now()
+
+    def leave(self, worker: int) -> None:
+        """A worker has ended."""
+        with self._clocks.moved:
+            for differences in self._clocks.leave(worker):
+                self._add(differences)
+
+    def _add(self, differences: Sequence[Tensor]) -> None:
+        total = differences[0].to(self._values.dtype)
+        for other in differences[1:]:
+            total += other
+        self._values += total
+
+    def _now(self) -> Tensor:
+        return self._values.to(self._dtype, copy=True)
+
+
+@final
+class GeoModel(OwnersRole):
+    """A server's part of a model whose workers step by themselves.
+
+    Args:
+        slices: its slice of each transfer's weights.
+        lanes: channels to and from the workers.
+        staleness: the bound, in rounds; None for none.
+    """
+
+    transfers: Sequence[OwnedTransfer] = ()  # that orders are for
+
+    def __init__(
+        self, slices: Sequence[Tensor], lanes: Sequence[Comm], staleness: int | None
+    ) -> None:
+        workers = lanes[0].workers
+        self._in_step = staleness == 0
+        self._slices = [GlobalSlice(values.clone(), workers, staleness) for values in slices]
+        self._answering = answering = Answering()
+        self.check, self.finish, self.close = answering.check, answering.finish, answering.close
+        for lane, comm in enumerate(lanes):
+            on_lane = self._slices[lane :: len(lanes)]
+            for worker in range(workers):
+                answering.begin(worker, partial(self._answer, worker, on_lane), comm)
+
+    def observed(self) -> Counter[int]:
+        """How often a worker that was given weights was how many rounds ahead of the slowest."""
+        if self._in_step:
+            return Counter()
+        return sum((part.observed for part in self._slices), Counter())
+
+    def _answer(self, worker: int, on_lane: Sequence[GlobalSlice], comm: Comm) -> None:
+        check, says = partial(comm.check, "serving"), head(0, Word.END)
+        while True:
+            comm.receive(says, worker).wait()
+            number, word = says.tolist()
+            if word == Word.END:
+                break
+            asked = self._slices[number]
+            came = asked.room()
+            if word != Word.LOOK:
+                comm.receive(came, worker).wait()
+            if word == Word.PUSH:
+                answer = asked.push(worker, came, check)
+            else:
+                answer = asked.look() if word == Word.LOOK else asked.put(came)
+            comm.send(answer, worker).wait()
+        for part in on_lane:
+            part.leave(worker)

@@ -1,0 +1,172 @@
+"""Local steps at servers (geo-SGD): a worker pushes how far its weights have gone, and pulls.
+
+    1  H steps     a worker by its own gradients; nothing is sent
+    2  pack        as a step ends: lr·(θ − θ_old) / N, where θ_old are the global weights as this
+                   worker saw them last
+    3  on a lane   a slice of that goes to each server, which adds it (servers/geo.py) and answers
+                   with the global weights of its slice
+    4  publish     parameters become those; with a lag they keep what was learned since 2
+
+No worker waits for another, but as the staleness says. Bytes a worker: all weights up and down,
+every H steps, and 16 bytes a server. Memory: one copy of the parameters, a second one while they
+are under way, with a lag a third.
+
+With one worker this is the plain step. Paddle's workers differ in 4: they keep the part of their
+own steps that dividing by N has not pushed, and push it later.
+
+Guarded by tests/equivalence/test_geo.py. Source: Paddle's GeoCommunicator
+(paddle/fluid/distributed/ps/service/communicator/communicator.cc, SendDense and RecvDense).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.strategy import Place
+from shoal.contracts.transfer import Round, Transfer
+from shoal.core.outer import Outer
+from shoal.core.pieces import Piece, cut
+
+
+class Word(IntEnum):
+    """What a worker wants of a server, which answers with its slice, but to the last."""
+
+    PUSH = 0  # a slice follows, to be added
+    PUT = 1  # a slice follows, to be had from now on
+    LOOK = 2
+    END = 3  # nothing more comes from this worker over this lane
+
+
+def head(number: int, word: Word) -> Tensor:
+    """What comes before anything else: the number of the transfer, and the word."""
+    return torch.tensor([number, word], dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """What is under way."""
+
+    flat: Tensor  # there the difference; back the global weights
+    left: Sequence[Tensor]  # pieces as they were packed, if steps go on meanwhile
+
+
+@final
+class GeoTransfer(Transfer):
+    """Parameters of one dtype and device, flat: the global weights that servers have of them.
+
+    Args:
+        parameters: by dotted name.
+        place: the site, and this worker among all ranks.
+        label: what messages call it.
+        outer: its `lr` is what a difference is multiplied by; its rule is "average".
+    """
+
+    served = True
+    number: int  # at the servers, in the order in which these were told of transfers
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], place: Place, label: str, outer: Outer
+    ) -> None:
+        assert outer.lr is not None
+        self.label = label
+        # a large parameter is cut among several
+        self.pieces = {
+            name: Piece(p, *place.spans.get(name, (0, p.numel()))) for name, p in parameters.items()
+        }
+        self._factor = outer.lr / place.ranks
+        self._servers = range(place.ranks, place.ranks + place.servers)
+        self._flat = self._parameters()  # θ_old
+        self._packed: _Packed | None = None  # while it is under way
+        self._seen = self._flat  # as `look` saw them
+
+    def _parameters(self) -> Tensor:
+        return torch.cat([piece.of(piece.parameter) for piece in self.pieces.values()])
+
+    def _of_pieces(self, flat: Tensor) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = flat.split([piece.numel for piece in self.pieces.values()])
+        return parts
+
+    def slice_of(self, server: int) -> Tensor:
+        """A copy of a server's slice of the parameters as they are."""
+        return cut(self._parameters(), len(self._servers))[server - self._servers.start].clone()
+
+    @torch.no_grad()
+    def pack(self, backward: Round) -> None:
+        own = self._parameters()
+        left = [part.clone() for part in self._of_pieces(own)] if self.cadence.lag else []
+        self._packed = _Packed(own.sub_(self._flat).mul_(self._factor), left)
+
+    def run(self, comm: Comm) -> None:
+        assert self._packed is not None
+        self._ask(Word.PUSH, self._packed.flat, comm)
+
+    def _ask(self, word: Word, flat: Tensor, comm: Comm) -> None:
+        """Tell all servers a word, and have their slices in `flat`, which held what is sent."""
+        slices = dict(zip(self._servers, cut(flat, len(self._servers)), strict=True))
+        asked = {server: part for server, part in slices.items() if part.numel()}
+        says = head(self.number, word)
+        pending = [comm.send(says, server) for server in asked]
+        if word is not Word.LOOK:
+            pending += [comm.send(part, server) for server, part in asked.items()]
+        comm.finish(pending)
+        comm.finish([comm.receive(part, server) for server, part in asked.items()])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        packed, self._packed = self._packed, None
+        assert packed is not None
+        own = [piece.of(piece.parameter) for piece in self.pieces.values()]
+        if packed.left:
+            torch._foreach_add_(own, list(self._of_pieces(packed.flat)))
+            torch._foreach_sub_(own, list(packed.left))
+        else:
+            torch._foreach_copy_(own, list(self._of_pieces(packed.flat)))
+        self._flat = self._seen = packed.flat
+
+    def global_into(self, into: Mapping[str, Tensor], *, latest: bool = False) -> None:
+        """Write the global weights into tensors by name.
+
+        They are those that this worker took over last; the `latest` are those of the last `look`.
+        """
+        flat = self._seen if latest else self._flat
+        for (name, piece), part in zip(self.pieces.items(), self._of_pieces(flat), strict=True):
+            piece.of(into[name]).copy_(part)
+
+    def look(self, comm: Comm) -> None:
+        """See the global weights as servers have them. This worker does not take them over."""
+        self._seen = torch.empty_like(self._flat)
+        self._ask(Word.LOOK, self._seen, comm)
+
+    def forget(self) -> None:
+        """What `look` saw is no longer needed."""
+        self._seen = self._flat
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin a round with the parameters as they are, which servers have, too."""
+        self._flat = self._seen = self._parameters()
+        self._packed = None
+
+    def put(self, comm: Comm) -> None:
+        """Have servers take what the round has begun with. Worker 0 tells them for all."""
+        if comm.rank == 0:
+            self._ask(Word.PUT, self._flat.clone(), comm)
+
+    def farewell(self, comm: Comm) -> None:
+        """Tell servers that nothing more comes over this lane."""
+        says = head(0, Word.END)
+        comm.finish([comm.send(says, server) for server in self._servers])
+
+    def kept(self) -> Sequence[Tensor]:
+        packed = self._packed
+        return [self._flat, *([] if packed is None else [packed.flat, *packed.left])]
+
+    def release(self) -> None:
+        return
