@@ -27,6 +27,7 @@ COMMANDS = (
     "lab",
     "plan",
     "probe",
+    "report",
     "simulate",
     "test",
     "train",

@@ -12,10 +12,11 @@ from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
+from shoal.core.record import CodecRow
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
 from shoal.front.checkpoints import Checkpoints
-from shoal.front.codec_report import CodecReport, CodecRow, codec_report
+from shoal.front.codec_report import CodecReport, codec_report
 from shoal.front.distributed_checkpoint import Stateful
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve

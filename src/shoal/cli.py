@@ -18,6 +18,7 @@ from shoal.commands.features import features
 from shoal.commands.lab import lab
 from shoal.commands.plan import plan
 from shoal.commands.probe import probe
+from shoal.commands.report import report
 from shoal.commands.simulate import simulate
 from shoal.commands.test import test
 from shoal.commands.train import train
@@ -85,7 +86,7 @@ def main(traceback: bool) -> None:
     """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
 
 
-for _command in (train, test, features, plan, simulate, check, bench, probe, doctor, lab):
+for _command in (train, test, features, plan, simulate, check, bench, report, probe, doctor, lab):
     main.add_command(_command)
 
 

@@ -37,6 +37,7 @@ PROMISED = {
 # what files come from that other commands take: a checkpoint, and a profile
 MADE_BY = {
     "--weights run": "shoal train examples/digits.py --checkpoint run --epochs 1",
+    "shoal report run.json": "shoal train examples/digits.py --epochs 1 --report run.json",
     "--from profile.json": "shoal plan examples/digits.py --save-profile profile.json",
 }
 PROGRAMS = {

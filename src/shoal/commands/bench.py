@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import click
 import torch
 
-from shoal.commands.options import NEW_FILE, PLAN, RANKS, in_a_folder, recipe_command
+from shoal.commands.options import NEW_FILE, PLAN, RANKS, REPORT, in_a_folder, recipe_command
 from shoal.commands.peers import (
     EXACT,
     Peer,
@@ -33,9 +32,11 @@ from shoal.commands.peers import (
     slowest_rank,
     step_times,
 )
+from shoal.commands.recording import gathered, machine, predicted, report_benchmark
 from shoal.commands.worker import PlanOptions, at_own_device
 from shoal.core.errors import UsageError
-from shoal.core.trace import MAIN, Recorder
+from shoal.core.record import Track
+from shoal.core.trace import MAIN, STEPS, Recorder
 from shoal.front.codec_report import codec_report
 from shoal.front.joining import init
 from shoal.front.parallel import parallelize
@@ -101,6 +102,7 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
     callback=in_a_folder,
     help="Write a Chrome trace of steps there.",
 )
+@REPORT
 def bench(
     recipe: Recipe,
     options: PlanOptions,
@@ -109,6 +111,7 @@ def bench(
     steps: int,
     json_path: Path | None,
     trace_path: Path | None,
+    report: Path | None,
 ) -> None:
     """Time RECIPE's step under Shoal and its peers, in turn, in one run."""
     run(
@@ -119,6 +122,7 @@ def bench(
         steps=steps,
         json_path=json_path,
         trace_path=trace_path,
+        report_path=report,
     )
 
 
@@ -131,6 +135,7 @@ def run(
     steps: int = 5,
     json_path: Path | None = None,
     trace_path: Path | None = None,
+    report_path: Path | None = None,
 ) -> dict[str, Any]:
     """Time the recipe's step under Shoal and the named peers; print medians, ratios and memory.
 
@@ -144,6 +149,7 @@ def run(
         json_path: where rank 0 writes every figure.
         trace_path: where rank 0 writes a Chrome trace of some more of Shoal's steps, the predicted
             one beside them.
+        report_path: where rank 0 writes a page, with some more of Shoal's steps.
 
     Returns:
         What is written as JSON: medians, ratios with 95 % intervals, every round's figure, plan and
@@ -191,8 +197,12 @@ def run(
             text.console().print(codec_report(shoal.model).summary)
         if json_path:
             json_path.write_text(json.dumps(report, indent=1) + "\n")
-    if trace_path:
-        _trace(shoal, attached, batch, steps, trace_path)
+    if trace_path or report_path:
+        tracks = _recorded_steps(shoal, attached, batch, steps)
+        if current().comm.rank == 0 and trace_path:
+            _write_trace(trace_path, attached, tracks)
+        if current().comm.rank == 0 and report_path:
+            report_benchmark(report_path, recipe.path, report, shoal.model, tracks)
     return report
 
 
@@ -219,7 +229,7 @@ def _report(
     return {
         "command": ["shoal", *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "machine": asdict(machine()),
         "ranks": current().comm.size,
         "link_mbit_per_s": attached.cluster.link.bytes_per_s * 8e-6,
         "contenders": {name: peer.name for name, peer in contenders.items()},
@@ -295,28 +305,30 @@ def _told(held: Memory) -> dict[str, int]:
     return {kind: nbytes for kind, nbytes in asdict(held).items() if nbytes is not None}
 
 
-def _trace(shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int, path: Path) -> None:
-    """Write what ranks and interfaces did in some steps, and what was predicted of one."""
+def _recorded_steps(
+    shoal: Peer, attached: Attached, batch: tuple[Any, Any], steps: int
+) -> tuple[Track, ...]:
+    """What ranks and interfaces do in some more steps (a collective)."""
     comm = current().comm
     comm.gather_objects(None, "bench: start together")  # so that they begin at once
     with attached.engine.recorded() as recorder, watching(recorder):
         for _ in range(steps):
             _recorded(shoal, batch, recorder)
-    ranks: list[Recorder] = comm.gather_objects(recorder, "bench: traces", Recorder)
-    if comm.rank > 0:
-        return
-    predicted = Predictor(attached.profile, attached.cluster).as_is(attached.plan)
-    begin_s = next(event.begin_s for event in recorder.events if event.what == "backward")
-    events = {f"rank {rank}": noted.events for rank, noted in enumerate(ranks)}
-    events[_EXPECTED] = [
-        replace(event, begin_s=begin_s + event.begin_s, end_s=begin_s + event.end_s)
-        for event in predicted.events()
-    ]
-    rates = {f"rank {rank}": noted.rates for rank, noted in enumerate(ranks)}
-    rates[_EXPECTED] = [
-        replace(rate, at_s=begin_s + rate.at_s)
-        for rate in predicted.rates(attached.cluster.link.bytes_per_s)
-    ]
+    return gathered(comm, recorder)
+
+
+def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> None:
+    """Write what ranks did, and beside it what was predicted of one step."""
+    begins = (event.begin_s for event in measured[0].events if event.what == "backward")
+    begin_s = next(begins, 0.0)
+    events = {f"rank {rank}": track.events for rank, track in enumerate(measured)}
+    rates = {f"rank {rank}": track.rates for rank, track in enumerate(measured)}
+    for track in predicted(attached):
+        events[_EXPECTED] = tuple(
+            replace(event, begin_s=begin_s + event.begin_s, end_s=begin_s + event.end_s)
+            for event in track.events
+        )
+        rates[_EXPECTED] = tuple(replace(rate, at_s=begin_s + rate.at_s) for rate in track.rates)
     path.write_text(chrome(events, rates))
 
 
@@ -330,7 +342,7 @@ def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
     update_s = time.perf_counter()
     shoal.optimizer.step()
     recorder.note("optimizer", MAIN, update_s)
-    recorder.note("step", "steps", begin_s)
+    recorder.note("step", STEPS, begin_s)
 
 
 def _shoal(
@@ -402,14 +414,3 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
             f"{share:.0%} under {name}" for name, share in report["processors_busy"].items()
         )
         console.print(f"processors of rank 0's machine were busy {shares}")
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.partition(": ")[2] for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )

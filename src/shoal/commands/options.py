@@ -132,6 +132,14 @@ def in_a_folder(context: click.Context, option: click.Parameter, path: Path | No
     return path
 
 
+REPORT = click.option(
+    "--report",
+    type=NEW_FILE,
+    callback=in_a_folder,
+    help="Write a page of HTML there; where it ends in .json, what `shoal report` draws one of.",
+)
+
+
 def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
     """A command on a recipe: called on every rank, with the recipe and what is said of its plan
     before its own.

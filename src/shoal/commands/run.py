@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
@@ -15,8 +16,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.checkpoint.run import name_of
+from shoal.commands.recording import History
 from shoal.contracts.batch import tensors_of
 from shoal.contracts.sample import Objective, Sample
+from shoal.core.trace import MAIN, STEPS
 from shoal.data.sharded import ShardedLoader
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.recipe import Recipe
@@ -34,6 +37,7 @@ class Run:
     model: nn.Module
     objective: Objective
     optimizer: Optimizer
+    history: History | None = None  # where a report is to be made of it
 
     def train(
         self, epochs: int, num_steps: int, folder: Path | None, every_s: float
@@ -66,6 +70,9 @@ class Run:
                 _say("the run in that folder is complete already")
                 return None
             self.model.train()
+            if self.history is not None:
+                self.history.begin(left)
+                stack.callback(self.history.close)
             console, speaks = text.console(), world().rank == 0
             progress = stack.enter_context(Progress(console, left, world().size, speaks=speaks))
             ended = self._loop(epochs, left, progress, checkpoints)
@@ -90,14 +97,27 @@ class Run:
                 break  # a stream's epochs had more steps than one
             for batch in islice(map(self.recipe.batch, self.loader), steps - progress.num_steps):
                 checked, rows = world().size > 1 or progress.num_steps > 0, num_rows(batch)
+                if self.history is not None:
+                    self.history.step_begins()
                 seconds, loss = timed_step(
-                    self.model, self.objective, self.optimizer, batch, checked=checked
+                    self.model,
+                    self.objective,
+                    self.optimizer,
+                    batch,
+                    checked=checked,
+                    note=self.history.note if self.history else _unnoted,
                 )
                 progress.count(epoch, seconds, loss, rows=rows)
+                if self.history is not None:
+                    self.history.step_ended(seconds, loss)
                 if checkpoints is not None and checkpoints.step():
                     return True
             progress.end_epoch(epoch)
         return False
+
+
+def _unnoted(what: str, thread: str, begin_s: float) -> None:
+    """Nobody keeps what a step did."""
 
 
 def _say(line: str) -> None:
@@ -117,19 +137,27 @@ def timed_step(
     batch: Any,
     *,
     checked: bool = True,
+    note: Callable[[str, str, float], None] = _unnoted,
 ) -> tuple[float, float]:
     """One ordinary training step: its seconds, and its loss over this rank's rows.
 
     Where the step is not `checked` yet, as `parallelize` checks one among ranks, what does not fit
-    the model or the loss is a SampleError.
+    the model or the loss is a SampleError. `note` is told of each part that is over, and when it
+    began.
     """
     began = time.perf_counter()
     if checked:
         loss = objective.loss(model, batch)
     else:
         loss = Sample.of(model, objective.loss_fn, batch, objective.compute_loss).loss()
+    note("forward", MAIN, began)
     optimizer.zero_grad()
+    backward_s = time.perf_counter()
     loss.backward()
+    note("backward", MAIN, backward_s)
+    update_s = time.perf_counter()
     optimizer.step()
+    note("optimizer", MAIN, update_s)
     value = float(loss.detach())
+    note("step", STEPS, began)
     return time.perf_counter() - began, value

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from shoal.commands import worker
-from shoal.commands.options import NEW_FILE, Finite, bytes_per_s, in_a_folder
+from shoal.commands.options import NEW_FILE, REPORT, Finite, bytes_per_s, in_a_folder
+from shoal.commands.recording import report_simulation
 from shoal.commands.worker import PlanOptions
 from shoal.core.errors import UsageError
 from shoal.core.foresight import Network, Question
@@ -20,7 +21,6 @@ from shoal.planner.simulate import simulate as foreseen
 from shoal.profiling.saved import Measured
 from shoal.report import text
 from shoal.report.foresight import foresight
-from shoal.report.page import page
 
 
 def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
@@ -86,13 +86,7 @@ def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tupl
     callback=in_a_folder,
     help="Write the figures there.",
 )
-@click.option(
-    "--report",
-    "html",
-    type=NEW_FILE,
-    callback=in_a_folder,
-    help="Write a page of HTML there, with curves.",
-)
+@REPORT
 def simulate(
     recipe: Path | None,
     source: Path | None,
@@ -105,7 +99,7 @@ def simulate(
     strong: bool,
     codec: tuple[str, ...],
     path: Path | None,
-    html: Path | None,
+    report: Path | None,
 ) -> None:
     """Foresee RECIPE on any number of hosts: is it worth it, what limits, what would help.
 
@@ -137,5 +131,5 @@ def simulate(
     text.console().print(foresight(answer))
     if path:
         path.write_text(json.dumps(answer.to_json(), indent=1) + "\n")
-    if html:
-        html.write_text(page(answer, str(recipe or source)))
+    if report:
+        report_simulation(report, recipe or source or Path(), measured, answer)

@@ -14,6 +14,7 @@ from shoal.commands.options import (
     NEW_FILE,
     PLAN,
     RANKS,
+    REPORT,
     in_a_folder,
     recipe_command,
     seconds,
@@ -107,6 +108,7 @@ def _local_steps(
     callback=seconds,
     help="From one checkpoint to the next, as 30s, 10min or 2h.",
 )
+@REPORT
 def train(
     recipe: Recipe,
     options: PlanOptions,
@@ -119,6 +121,7 @@ def train(
     steps: int | None,
     checkpoint: Path | None,
     every_s: float,
+    report: Path | None,
     reasons: bool,
 ) -> None:
     """Train RECIPE, after showing its plan."""
@@ -137,4 +140,5 @@ def train(
         checkpoint=checkpoint,
         every_s=every_s,
         reasons=reasons,
+        report=report,
     )

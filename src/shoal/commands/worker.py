@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from shoal.commands.recording import History, report_training
 from shoal.commands.run import Run, num_rows, timed_step
 from shoal.contracts.batch import mapped
 from shoal.core.buckets import MEMORY
@@ -96,6 +97,7 @@ def train(
     checkpoint: Path | None = None,
     every_s: float = 600.0,
     reasons: bool = False,
+    report: Path | None = None,
 ) -> None:
     """Train the recipe on all ranks.
 
@@ -110,6 +112,7 @@ def train(
         checkpoint: the folder of this run, from whose newest checkpoint it goes on.
         every_s: seconds from one checkpoint to the next.
         reasons: print also why each layer is served as it is.
+        report: where to write the report of the run.
     """
     # 1  join the others, and take a share of the data
     init()
@@ -135,11 +138,15 @@ def train(
     _show_plan(model, save, reasons=reasons)
     _show_batch(num_rows(sample))
     # 3  the ordinary loop
-    run = Run(recipe, loader, model, objective, optimizer)
+    attached = current().attached.get(model)
+    history = History(attached.engine if attached else None) if report else None
+    run = Run(recipe, loader, model, objective, optimizer, history)
     median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
     # 4  what came of it
     if median_step_s is not None:
         _show_outcome(model, median_step_s)
+        if report and history:
+            report_training(report, recipe.path, model, history, median_step_s)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
 

@@ -33,6 +33,9 @@ class LayerExplanation:
     others: tuple[Alternative, ...]
     reason: str
     flips: str  # the rows K a rank at which another strategy would send less, or ''
+    forward_s: float = 0.0
+    plain_bytes: float = 0.0  # that an all-reduce of its gradients would send
+    exact_bytes: float = 0.0  # that the choice would send without its codec
 
 
 @dataclass(frozen=True)

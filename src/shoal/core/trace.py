@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 MAIN = "main thread"
+STEPS = "steps"  # not a thread: whole steps
 
 
 @dataclass(frozen=True)

@@ -9,37 +9,13 @@ from torch import nn
 
 from shoal.codecs.remembering import Remembering, coded_carriers
 from shoal.core.plan import Choice
+from shoal.core.record import CodecRow
 from shoal.front.parallel import plan_of
 from shoal.planner.timeline import Predictor
 from shoal.session.additions import uncompiled
 from shoal.session.session import current
 from shoal.strategies.cutting import error_of_rows
 from shoal.strategies.stage import error_at_tail
-
-
-@dataclass(frozen=True)
-class CodecRow:
-    """One layer that a codec serves.
-
-    Examples:
-        >>> import shoal
-        >>> shoal.CodecRow("head", "replicate:ring+int8", 4000, 1016, 0.007, None, True).ratio
-        3.937007874015748
-    """
-
-    layer: str
-    way: str  # as a pin says it
-    exact_bytes: float  # that the busiest rank would send of it in a step
-    sent_bytes: float  # that it sends
-    # relative, of one step; of a layer that is cut, of its rows; None before the first
-    step_error: float | None
-    mean_error: float | None  # of the mean over 100 steps; None before there were so many
-    coded: bool  # False: it was off by more than it may, and is exact again
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes."""
-        return self.exact_bytes / max(self.sent_bytes, 1.0)
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,9 @@ def _layer(
         if compared
         else "",
         flips=_flips(layer, predictor),
+        forward_s=layer.forward_s,
+        plain_bytes=2 * layer.nbytes * (plan.ranks - 1) / plan.ranks,
+        exact_bytes=predictor.alone_s(choice.without_codec())[0],
     )
 
 

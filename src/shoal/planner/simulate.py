@@ -23,6 +23,7 @@ from statistics import NormalDist
 
 from shoal.codecs.coded import codec_named
 from shoal.core.errors import UsageError
+from shoal.core.explanation import Explanation
 from shoal.core.facts import Cluster, Excerpt, ModelProfile
 from shoal.core.foresight import (
     COMPUTE,
@@ -35,9 +36,11 @@ from shoal.core.foresight import (
     Scale,
 )
 from shoal.core.plan import Choice, Plan
+from shoal.planner.explain import explain
 from shoal.planner.imagined import imagined, stretched
 from shoal.planner.lossy import ways
 from shoal.planner.sharing import plan_for
+from shoal.planner.step import Timeline
 from shoal.planner.timeline import Predictor, as_planned
 
 _MEDIAN, _UNLUCKY = 0.5, 0.95
@@ -70,6 +73,27 @@ def simulate(
     return Foresight(question, model.alone_s, tuple(scales), tuple(model.helps(scales)))
 
 
+def explained(
+    profile: ModelProfile, measured: Cluster, answer: Foresight
+) -> tuple[Explanation, Timeline, Cluster] | None:
+    """The plan for the most hosts and its step there, with the hosts; None for one host alone.
+
+    Of other ways to serve layers nothing is said: for many hosts that takes long.
+
+    Args:
+        profile: the model that was simulated.
+        measured: the ranks that measured it.
+        answer: of `simulate`.
+    """
+    last = answer.scales[-1]
+    if last.hosts == 1:
+        return None
+    model = _Model(profile, measured, answer.question)
+    own, cluster = model.profile_on(last.hosts), model.hosts(last.hosts)
+    timeline = Predictor(as_planned(own, last.plan), cluster).as_is(last.plan)
+    return explain(last.plan, own, cluster, alternatives=False), timeline, cluster
+
+
 class _Model:
     """One model and one question, for any number of hosts."""
 
@@ -77,14 +101,22 @@ class _Model:
         self._profile, self._measured, self._question = profile, measured, question
         self.alone_s = self._stretched(profile, 1, _MEDIAN).step_s
 
+    def hosts(self, number: int) -> Cluster:
+        """So many of them."""
+        return imagined(self._measured, number, self._question.network)
+
+    def profile_on(self, hosts: int) -> ModelProfile:
+        """The model on one of so many."""
+        return self._of_rows(1 / hosts if self._question.strong else 1)
+
     def scale(self, hosts: int, plan: Plan | None = None) -> Scale:
         """What so many hosts take, under a plan made for them."""
-        question, profile = self._question, self._of_rows(1 / hosts if self._question.strong else 1)
+        question, profile = self._question, self.profile_on(hosts)
         if hosts == 1:
             unlucky_s = self._stretched(profile, 1, _UNLUCKY).step_s
             none = Plan(1, profile.digest, (), 1, 1, predicted_s=self.alone_s)
             return Scale(1, self.alone_s, unlucky_s, 1.0, {COMPUTE: self.alone_s}, none)
-        cluster = imagined(self._measured, hosts, question.network)
+        cluster = self.hosts(hosts)
         how = dict(question.how or {})
         made = plan or plan_for(profile, cluster, codecs=question.codecs, **how)
 
@@ -112,7 +144,7 @@ class _Model:
         last, question = scales[-1], self._question
         if last.hosts == 1:
             return []
-        cluster = imagined(self._measured, last.hosts, question.network)
+        cluster = self.hosts(last.hosts)
         faster = replace(question.network, bytes_per_s=cluster.link.bytes_per_s * _FASTER)
         network = replace(faster, oversubscription=1.0)
         changes = {

@@ -1,151 +1,159 @@
-"""A simulation as one page of HTML: curves, what limits, what flips and helps. Reads core only.
+"""A run as one page of HTML: plan, step, comparison, training, codecs, scaling. Reads core only.
 
-Nothing on it comes from a network, and no script runs. Pictures are SVG in the page, and colours
-follow the reader's light or dark theme.
+Nothing on it comes from a network: pictures are SVG, and style and script stand in the page. It
+follows the reader's light or dark theme, and without its script only the timeline is missing.
+Guarded by tests/report/test_page.py, and in a browser by tests/report/test_browser.py.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from shoal.core.foresight import COMPUTE, LINK, OWNERS, STRAGGLERS, Foresight, Scale
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from shoal.core.numbers import how_many
+from shoal.core.record import Contender, Curve, Record, Training
+from shoal.report import drawing, scaling, tracks
 from shoal.report.foresight import notes, verdict
+from shoal.report.layers import ModelPicture, picture_of
 
-_COLOURS = {COMPUTE: "#4878a8", LINK: "#d1702a", OWNERS: "#6f8f2f", STRAGGLERS: "#9b6bb3"}
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 640, 300, 84, 40, 16
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1c; --paper: #ffffff; --faint: #8a8a8a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --paper: #181818; } }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem;
-  color: var(--ink); background: var(--paper); }
-.answer { font-size: 1.3rem; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--faint); }
-th, td { white-space: nowrap; }
-th:last-child, td:last-child { text-align: left; white-space: normal; }
-svg { width: 100%; height: auto; }
-svg text { fill: var(--ink); font-size: 13px; }
-.axis { stroke: var(--faint); }
-.ideal { stroke: var(--faint); stroke-dasharray: 5 4; fill: none; }
-.curve { stroke: #4878a8; stroke-width: 2.5; fill: none; }
-"""
+_FOLDER = Path(__file__).parent / "templates"
+_PAGES = Environment(
+    loader=FileSystemLoader(_FOLDER),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=StrictUndefined,
+)
+_PAGES.filters.update(
+    duration=drawing.duration, size=drawing.size, percent=drawing.percent, how_many=how_many
+)
 
 
-def page(answer: Foresight, title: str) -> str:
-    """The page as text.
+@dataclass(frozen=True)
+class Card:
+    """A figure at the top of the page."""
 
-    Args:
-        answer: of a simulation.
-        title: what was simulated.
-    """
-    name = escape(title)
-    told = "".join(f"<li>{escape(line)}</li>" for line in notes(answer))
+    name: str
+    figure: str
+    more: str = ""
+
+
+def page(record: Record) -> str:
+    """The page as text."""
+    explanation, simulation = record.explanation, record.simulation
+    model = picture_of(explanation) if explanation is not None else None
+    parts = tracks.step_parts(record.tracks)
+    return _PAGES.get_template("page.html").render(
+        run=record,
+        style=Markup((_FOLDER / "page.css").read_text()),
+        script=Markup((_FOLDER / "page.js").read_text()),
+        answer=_answer(record, model),
+        cards=_cards(record, model),
+        model=model,
+        parts=parts,
+        longest_s=max(
+            sum(part.predicted_s or 0.0 for part in parts),
+            sum(part.measured_s or 0.0 for part in parts),
+        ),
+        most_off=tracks.most_off(parts),
+        timeline=tracks.drawn(record.tracks) if record.tracks else None,
+        contenders=_bars(record.contenders),
+        training=_training(record.training, explanation.step_s if explanation else None),
+        scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars},
+        told=notes(simulation) if simulation is not None else (),
+    )
+
+
+def _answer(record: Record, model: ModelPicture | None) -> str:
+    """What a reader wants to know first, in a sentence or two."""
+    if record.simulation is not None:
+        return verdict(record.simulation)
+    told = []
+    if record.explanation is not None:
+        told.append(_step(record, record.explanation.step_s))
+    if model is not None and model.plain_bytes > model.sent_bytes > 0:
+        fewer = model.plain_bytes / model.sent_bytes
+        told.append(f"It sends {fewer:.3g} times fewer bytes than an all-reduce of all gradients.")
+    told += [
+        f"{contender.name}: {contender.ratio[0]:.2f} times Shoal's step."
+        for contender in record.contenders[:3]
+        if contender.ratio is not None
+    ]
+    return " ".join(told)
+
+
+def _step(record: Record, predicted_s: float) -> str:
+    if record.step_s is None:
+        return f"A step is predicted to take {drawing.duration(predicted_s)}."
+    off = abs(predicted_s - record.step_s) / record.step_s
+    side = "under" if predicted_s < record.step_s else "over"
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{name}</title>'
-        f"<style>{_STYLE}</style></head>\n<body>\n<h1>{name}</h1>\n"
-        f'<p class="answer">{escape(verdict(answer))}</p>\n'
-        f"<h2>Times as fast as one host</h2>\n{_curve(answer.scales)}\n"
-        f"<h2>What takes the step</h2>\n{_bars(answer.scales)}\n"
-        f"<h2>Figures</h2>\n{_table(answer.scales)}\n<ul>{told}</ul>\n</body>\n</html>\n"
+        f"A step takes {drawing.duration(record.step_s)}. "
+        f"The prediction is {drawing.percent(off)} {side} that."
     )
 
 
-def _curve(scales: Sequence[Scale]) -> str:
-    """Times as fast as one host by number of hosts, both by powers of two, beside the ideal."""
-    most = math.log2(max(2, *(scale.hosts for scale in scales)))
-    powers = [math.log2(scale.times) for scale in scales]
-    least, top = min(0.0, *powers), max(most, *powers)
-
-    def point(hosts: float, times: float) -> tuple[float, float]:
-        x = _LEFT + math.log2(hosts) / most * (_WIDTH - _LEFT - 20)
-        part = (math.log2(times) - least) / (top - least)
-        return round(x, 1), round(_HEIGHT - _BOTTOM - part * (_HEIGHT - _BOTTOM - _TOP), 1)
-
-    marks = [2**power for power in range(int(most) + 1)]
-    parts = [_axes("hosts")]
-    for mark in marks:
-        parts.append(_text(point(mark, 2**least)[0], _HEIGHT - _BOTTOM + 18, f"{mark:,}", "middle"))
-        parts.append(_text(_LEFT - 8, point(1, mark)[1] + 4, f"{mark:,}", "end"))
-    parts.append(_line("ideal", [point(1, 1), point(2**most, 2**most)]))
-    known = [point(scale.hosts, scale.times) for scale in scales]
-    parts.append(_line("curve", known))
-    for scale, (x, y) in zip(scales, known, strict=True):
-        said = f"{scale.hosts} hosts: {scale.times:.2f} times"
-        dot = f'<circle cx="{x}" cy="{y}" r="4" fill="{_COLOURS[COMPUTE]}">'
-        parts.append(f"{dot}<title>{said}</title></circle>")
-    return _picture("times as fast as one host, by number of hosts", parts)
-
-
-def _bars(scales: Sequence[Scale]) -> str:
-    """A bar for each number of hosts, of the seconds of what takes the step."""
-    longest = max(scale.step_s for scale in scales)
-    slot = (_WIDTH - _LEFT - 20) / len(scales)
-    high = _HEIGHT - _BOTTOM - _TOP - 20
-    parts = [_axes("hosts")]
-    for tick in (0.0, 0.5, 1.0):
-        y = _HEIGHT - _BOTTOM - tick * high
-        parts.append(_text(_LEFT - 8, y + 4, f"{tick * longest * 1e3:,.0f} ms", "end"))
-    for number, scale in enumerate(scales):
-        x, y = _LEFT + slot * (number + 0.15), float(_HEIGHT - _BOTTOM)
-        for limit, seconds in scale.limits.items():
-            tall = seconds / longest * high
-            y -= tall
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{slot * 0.7:.1f}" height="{tall:.1f}" '
-                f'fill="{_COLOURS[limit]}"><title>{scale.hosts} hosts: {limit} '
-                f"{seconds * 1e3:,.1f} ms</title></rect>"
-            )
-        middle = x + slot * 0.35
-        parts.append(_text(middle, _HEIGHT - _BOTTOM + 18, f"{scale.hosts:,}", "middle"))
-    for number, (limit, colour) in enumerate(_COLOURS.items()):
-        x = _LEFT + 10 + number * 130
-        parts.append(f'<rect x="{x}" y="2" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(x + 18, 13, limit, "start"))
-    return _picture("milliseconds of a step, by number of hosts", parts)
+def _cards(record: Record, model: ModelPicture | None) -> list[Card]:
+    cards = []
+    explanation, simulation = record.explanation, record.simulation
+    if record.step_s is not None:
+        of = f"{drawing.duration(explanation.step_s)} predicted" if explanation else "median"
+        cards.append(Card("a step", drawing.duration(record.step_s), of))
+    elif explanation is not None:
+        ranks = how_many(explanation.ranks, "rank")
+        cards.append(Card("a step, predicted", drawing.duration(explanation.step_s), ranks))
+    if explanation is not None and model is not None:
+        plain = f"{drawing.size(model.plain_bytes)} as plain all-reduce"
+        cards.append(Card("sent a step", drawing.size(explanation.sent_bytes), plain))
+        ways = ", ".join(way.name for way in model.ways[:3])
+        ranks = how_many(explanation.ranks, "rank")
+        cards.append(Card("plan", how_many(len(model.rows), "layer"), f"{ranks}: {ways}"))
+    if simulation is not None and simulation.scales:
+        best = max(simulation.scales, key=lambda scale: scale.times)
+        of = f"one host, with {how_many(best.hosts, 'host')}"
+        cards.append(Card("at most", f"{best.times:.3g} times", of))
+    if record.training is not None:
+        loss = [value for value in record.training.loss.values if value is not None]
+        steps = how_many(record.training.steps, "step")
+        cards.append(Card("loss at the end", f"{loss[-1]:.4g}" if loss else "not finite", steps))
+    return cards
 
 
-def _table(scales: Sequence[Scale]) -> str:
-    names = "hosts", "step", "p95", "times one", "of a host", "served"
-    head = "".join(f"<th>{name}</th>" for name in names)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>\n"
-        for cells in (
-            (
-                f"{scale.hosts:,}",
-                f"{scale.step_s * 1e3:,.1f} ms",
-                f"{scale.p95_s * 1e3:,.1f} ms",
-                f"{scale.times:.2f}",
-                f"{scale.efficiency:.0%}",
-                ", ".join(f"{count} {way}" for way, count in scale.ways.items()),
-            )
-            for scale in scales
-        )
-    )
-    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
+@dataclass(frozen=True)
+class ContenderBar:
+    """A contender, and its bar in percent of the slowest one's."""
+
+    contender: Contender
+    part: float
 
 
-def _axes(below: str) -> str:
-    floor = _HEIGHT - _BOTTOM
-    return (
-        f'<line class="axis" x1="{_LEFT}" y1="{floor}" x2="{_WIDTH - 10}" y2="{floor}"/>'
-        f'<line class="axis" x1="{_LEFT}" y1="{_TOP}" x2="{_LEFT}" y2="{floor}"/>'
-        + _text((_WIDTH + _LEFT) / 2, _HEIGHT - 6, below, "middle")
-    )
+def _bars(contenders: tuple[Contender, ...]) -> list[ContenderBar]:
+    slowest = max((contender.median_s for contender in contenders), default=0.0) or 1.0
+    return [ContenderBar(c, 100 * c.median_s / slowest) for c in contenders]
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _training(training: Training | None, predicted_s: float | None) -> Mapping[str, Any] | None:
+    """The curves of a training run."""
+    if training is None:
+        return None
+    seconds = {"measured": _points(training.step_s)}
+    if predicted_s is not None and seconds["measured"]:
+        first, last = seconds["measured"][0][0], seconds["measured"][-1][0]
+        seconds["predicted"] = [(first, predicted_s), (last, predicted_s)]
+    return {
+        "loss": drawing.line_chart(
+            "loss by step", {"loss": _points(training.loss)}, "step", lambda y: f"{y:.4g}"
+        ),
+        "seconds": drawing.line_chart("seconds by step", seconds, "step", drawing.duration),
+    }
 
 
-def _line(kind: str, points: Sequence[tuple[float, float]]) -> str:
-    joined = " ".join(f"{x},{y}" for x, y in points)
-    return f'<polyline class="{kind}" points="{joined}"/>'
-
-
-def _picture(label: str, parts: Sequence[str]) -> str:
-    inside = "".join(parts)
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{inside}</svg>'
+def _points(curve: Curve) -> list[tuple[float, float | None]]:
+    return [
+        ((number + 1) * curve.steps_a_point, value) for number, value in enumerate(curve.values)
+    ]

@@ -1,0 +1,152 @@
+"""A run as one document: what `train`, `bench` and `simulate` know of it, and a report is drawn of.
+
+Every part may be missing, since each command writes what it knows. As a file: report/run_file.py,
+docs/reference/run-format.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from shoal.core.explanation import Explanation
+from shoal.core.foresight import Foresight
+from shoal.core.trace import Event, Rate
+
+PREDICTED = "predicted"  # the track of the planner's step
+MOST_POINTS = 1000  # of a curve
+MOST_EVENTS = 5000  # of a track
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The host of rank 0."""
+
+    processor: str
+    cores: int
+    torch: str
+
+
+@dataclass(frozen=True)
+class CodecRow:
+    """One layer that a codec serves.
+
+    Examples:
+        >>> import shoal
+        >>> shoal.CodecRow("head", "replicate:ring+int8", 4000, 1016, 0.007, None, True).ratio
+        3.937007874015748
+    """
+
+    layer: str
+    way: str  # as a pin says it
+    exact_bytes: float  # that the busiest rank would send of it in a step
+    sent_bytes: float  # that it sends
+    # relative, of one step; of a layer that is cut, of its rows; None before the first
+    step_error: float | None
+    mean_error: float | None  # of the mean over 100 steps; None before there were so many
+    coded: bool  # False: it was off by more than it may, and is exact again
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes."""
+        return self.exact_bytes / max(self.sent_bytes, 1.0)
+
+
+@dataclass(frozen=True)
+class Track:
+    """What the threads and links of one rank did in some steps, or do in the predicted one.
+
+    Seconds count from the start of the first of those steps, in the predicted one from the start
+    of its backward.
+    """
+
+    name: str  # such as "rank 0 (h0)", or PREDICTED
+    events: tuple[Event, ...]
+    rates: tuple[Rate, ...] = ()
+    left_out: int = 0  # events that came after the last one here
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number of each step, as means of so many steps in a row; None: it is not finite."""
+
+    steps_a_point: int
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How training went."""
+
+    steps: int
+    median_step_s: float
+    loss: Curve  # mean over the rows of all ranks
+    step_s: Curve  # of rank 0
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Shoal, or what it was compared with, in a benchmark."""
+
+    name: str
+    median_s: float
+    rounds_s: tuple[float, ...]
+    sent_bytes: float  # a step, of the host that sends most
+    # how many times Shoal's step its own is, with a 95 % interval; None of Shoal itself
+    ratio: tuple[float, float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run."""
+
+    title: str  # the recipe, or the profile
+    command: tuple[str, ...] = ()
+    date: str = ""
+    machine: Machine | None = None
+    explanation: Explanation | None = None
+    step_s: float | None = None  # the median one, as measured
+    tracks: tuple[Track, ...] = ()  # the predicted one first
+    training: Training | None = None
+    contenders: tuple[Contender, ...] = ()  # Shoal first
+    codecs: tuple[CodecRow, ...] = ()
+    simulation: Foresight | None = None
+
+
+@dataclass
+class Series:
+    """A number of each step, as they come, in the memory of at most so many points.
+
+    Examples:
+        >>> series = Series(most=4)
+        >>> for value in (1.0, 3.0, 5.0, 7.0, 9.0):
+        ...     series.add(value)
+        >>> series.curve
+        Curve(steps_a_point=2, values=(2.0, 6.0, 9.0))
+    """
+
+    most: int = MOST_POINTS
+    steps_a_point: int = 1
+    _points: list[float] = field(default_factory=list)
+    _last: list[float] = field(default_factory=list)  # that make no whole point yet
+
+    def add(self, value: float) -> None:
+        """The next step's."""
+        self._last.append(value)
+        if len(self._last) < self.steps_a_point:
+            return
+        self._points.append(math.fsum(self._last) / len(self._last))
+        self._last.clear()
+        if len(self._points) >= self.most:  # two in one
+            pairs = zip(self._points[::2], self._points[1::2], strict=False)
+            self._last = self._points[len(self._points) // 2 * 2 :] * self.steps_a_point
+            self._points = [(one + other) / 2 for one, other in pairs]
+            self.steps_a_point *= 2
+
+    @property
+    def curve(self) -> Curve:
+        """All so far."""
+        last = [math.fsum(self._last) / len(self._last)] if self._last else []
+        values = (*self._points, *last)
+        finite = (value if math.isfinite(value) else None for value in values)
+        return Curve(self.steps_a_point, tuple(finite))
