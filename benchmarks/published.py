@@ -6,16 +6,23 @@ A curve gives: parameters layer by layer, how many images a host computes in a s
 the links, and what the system could do (its strategies here). Layers' times go by their
 multiplications. Nothing is fitted; links are taken to give all that they have.
 
-Sources: Zhang et al., "Poseidon", USENIX ATC 2017, section 5 (Titan X, 40 Gbit/s Ethernet, 32
-images a node); Sergeev and Del Balso, "Horovod", arXiv 1802.05799 (P100, 4 a host, 25 Gbit/s);
-Iandola et al., "FireCaffe", CVPR 2016, tables 5 and 6 (K20, Cray Gemini).
+FireCaffe sends whole gradients up a tree and down again behind backward, level by level. Shoal has
+no such exchange, so there are two lines: Shoal's own tree, and the paper's account of its one,
+compute + 2·log2(P)·bytes ÷ rate.
+
+Sources (docs/lab/foresight.md says what of them is confirmed): Zhang et al., "Poseidon", USENIX ATC
+2017 (Titan X, 32 images a node), its abstract, and the authors' script that draws its figure of
+VGG19-22K: 18.5 s for 20 steps of one node, 20.1 s on 32 nodes, 27.7 s where all goes by slices;
+Sergeev and Del Balso, "Horovod", arXiv 1802.05799, and its README (4 Pascal GPUs a host, 25 Gbit/s
+with RoCE), with TensorFlow's benchmarks for what a P100 does (VGG16, 64 images: 154 a second);
+Iandola et al., "FireCaffe", CVPR 2016 (K20, Cray Gemini), its abstract.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from math import log2
 
 from shoal.core.facts import (
     Cluster,
@@ -30,7 +37,7 @@ from shoal.planner.simulate import simulate
 from shoal.profiling.products import ProductFacts
 
 GIGABIT = 1e9 / 8
-_CORES = 8.0  # beside a GPU
+_CORES, _LATENCY_S = 8.0, 1e-4  # beside a GPU; of a message
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class Curve:
     bytes_per_s: float
     strategies: tuple[str, ...]
     strong: bool = False
+    byte_s: float = 1e-9  # of a processor for a byte, as over TCP
+    levels: bool = False  # as the paper accounts for its tree
     why: str = ""  # it is not so here
 
 
@@ -91,46 +100,44 @@ VGG16 = convolutions(
     (2, 3, 64, 224), (2, 64, 128, 112), (3, 128, 256, 56), (3, 256, 512, 28), (3, 512, 512, 14)
 )
 _POSEIDON = "sliced", "factor", "replicate"
-_TREE = "its tree sends level by level behind backward; ours flows in chunks, beside it"
+_TREE = "Shoal's tree flows in chunks, beside backward"
 CURVES = [
-    Curve("Poseidon, VGG19-22K", vgg(VGG19, 21841), 34, 32, 32, 30, 40 * GIGABIT, _POSEIDON),
+    Curve("Poseidon, VGG19-22K", vgg(VGG19, 21841), 34.6, 32, 32, 29.5, 40 * GIGABIT, _POSEIDON),
+    Curve("… by slices alone", vgg(VGG19, 21841), 34.6, 32, 32, 21.4, 40 * GIGABIT, ("sliced",)),
+    Curve("… at 10 Gbit/s", vgg(VGG19, 21841), 34.6, 32, 16, 15.5, 10 * GIGABIT, _POSEIDON),
     Curve("Poseidon, VGG19", vgg(VGG19, 1000), 35, 32, 32, 30, 40 * GIGABIT, _POSEIDON),
-    Curve("Poseidon, VGG19", vgg(VGG19, 1000), 35, 32, 16, 15.5, 10 * GIGABIT, _POSEIDON),
     Curve("Poseidon, Inception-V3", even(94, 27e6), 43, 32, 32, 31.5, 40 * GIGABIT, _POSEIDON),
     Curve(
         "Horovod, VGG-16 (4 GPUs a host)",
         vgg(VGG16, 1000),
-        4 * 140,
+        4 * 154,
         4 * 64,
         128,
         0.68 * 128,
         25 * GIGABIT,
         ("replicate",),
-        why="not explained: a byte is taken to cost 1 ns of a processor, as over TCP",
+        byte_s=0.0,
     ),
-    Curve(
-        "FireCaffe, GoogLeNet",
-        even(59, 13.5e6),
-        48,
-        1024,
-        128,
-        47,
-        3e9,
-        ("replicate",),
-        strong=True,
-        why=_TREE,
-    ),
-    Curve(
-        "FireCaffe, NiN",
-        even(12, 7.6e6),
-        185,
-        1024,
-        128,
-        39,
-        3e9,
-        ("replicate",),
-        strong=True,
-        why=_TREE,
+    *(
+        Curve(
+            f"FireCaffe, {name}" + (", its tree" if levels else ""),
+            even(layers, parameters),
+            samples_per_s,
+            1024,
+            128,
+            times,
+            3e9,
+            ("replicate",),
+            strong=True,
+            byte_s=0.0,
+            levels=levels,
+            why="" if levels else _TREE,
+        )
+        for name, layers, parameters, samples_per_s, times in (
+            ("GoogLeNet", 59, 13.5e6, 48, 47),
+            ("NiN", 12, 7.6e6, 185, 39),
+        )
+        for levels in (False, True)
     ),
 ]
 
@@ -173,13 +180,19 @@ def profile(curve: Curve) -> ModelProfile:
 
 def simulated(curve: Curve) -> float:
     """How many times as fast as one host."""
+    if curve.levels:
+        alone_s = curve.samples / curve.samples_per_s
+        nbytes = 4 * sum(layer.inputs * layer.outputs for layer in curve.layers)
+        sent_s = 2 * log2(curve.hosts) * nbytes / curve.bytes_per_s
+        return alone_s / (alone_s / curve.hosts + sent_s)
     question = Question(
         Network(curve.bytes_per_s),
         strong=curve.strong,
         how={"strategies": list(curve.strategies)},
     )
-    alone = Cluster(Topology(("here",)), Link(0.0, inf), _CORES)
-    (scale,) = simulate(profile(curve), alone, [curve.hosts], question).scales
+    two = Topology(("one", "other"))  # that know what a byte takes of a processor
+    known = Cluster(two, Link(_LATENCY_S, curve.bytes_per_s, curve.byte_s), _CORES)
+    (scale,) = simulate(profile(curve), known, [curve.hosts], question).scales
     return scale.times
 
 

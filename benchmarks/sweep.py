@@ -82,7 +82,7 @@ def measure(recipe: str, rate: str) -> None:
     its = current().attached[auto.model]
     steps = max(1, int(TURN_S / slowest_rank(list(step_times(auto, work.batch, 3, num_warm_up=2)))))
     figures = {}
-    for name, plan in from_first(current().comm, lambda: fixed_list(its)).items():
+    for name, plan in from_first(current().comm, Plan, lambda: fixed_list(its)).items():
         if plan.predicted_s > HOPELESS * its.plan.predicted_s:
             ratio = plan.predicted_s / its.plan.predicted_s
             figures[name] = {
@@ -141,9 +141,7 @@ def contender(work: Workload, plan: Plan, auto: Attached) -> Peer:
     """
     session, peer = current(), Peer("shoal", seeded(work), work)
     peer.loss, running = attach(session, peer.model, peer.loss, [peer.optimizer], plan)
-    session.attached[peer.model] = replace(
-        auto, engine=running.engine, plan=plan, owned=running.owned
-    )
+    session.attached[peer.model] = replace(auto, running=running, plan=plan)
     return peer
 
 

@@ -76,3 +76,12 @@ def test_who_computes_longer_does_so_everywhere() -> None:
     assert (slow.forward_s, slow.backward_s, slow.optimizer_s) == (2.0, 4.0, 1.0)
     assert (slow.layers[0].ready_s, slow.layers[0].needed_s) == (1.0, 0.5)
     assert slow.nbytes == profile.nbytes
+
+
+def test_a_rank_that_is_said_to_have_a_part_of_a_core_has_it_all_the_time() -> None:
+    """Each imagined host is its own. Ranks that took turns are taken to do so again."""
+    turns = replace(MEASURED, cores_per_rank=0.5)
+    assert imagined(turns, 8, Network()).turn == 0.5
+    assert imagined(turns, 8, Network(cores_per_rank=0.25)).turn == 1.0
+    quota = replace(turns, steady=True)
+    assert imagined(quota, 4, Network()) == quota

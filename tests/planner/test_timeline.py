@@ -50,6 +50,21 @@ def test_lanes_share_the_link_evenly(lanes: int, sent_s: list[float]) -> None:
     assert found.sent_bytes == pytest.approx(4e6, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("cpu", "sent_s"),
+    # a megabyte takes a second of the link, or of a processor that link and two lanes could feed
+    [(1e-6, [1.0, 2.0]), (2e-6, [2.0, 2.0]), (4e-6, [4.0, 4.0])],
+)
+def test_lanes_that_the_processor_limits_leave_the_link_to_others(
+    cpu: float, sent_s: list[float]
+) -> None:
+    found = timeline(
+        model(layer("b", 0.0, MB), layer("a", 0.0, MB), backward_s=0.0), lanes=2, cpu=cpu, cores=9.0
+    )
+    ends = sorted(span.sent_s for span in found.spans)
+    assert ends[-1] == pytest.approx(sent_s[-1], **NEARLY)
+
+
 @pytest.mark.parametrize(("burst_mb", "step_s"), [(0, 7.5), (2, 5.5), (100, 4.0)])
 def test_what_was_not_used_of_a_shaped_link_passes_afterwards(
     burst_mb: float, step_s: float
@@ -151,6 +166,15 @@ def test_ranks_that_share_cores_take_turns_and_all_wait_for_the_last() -> None:
         found = timeline(profile, cores=cores)
         assert found.spans[0].ready_s == pytest.approx(ready_s, **NEARLY)
         assert found.backward_s == pytest.approx(2.0, **NEARLY), "as long as ever"
+
+
+def test_a_rank_with_a_quota_takes_no_turns_but_has_its_part_of_a_core() -> None:
+    where = replace(cluster(2, 1e6, cores=0.5, cpu=2e-7), steady=True)
+    profile = model(layer("b", 0.5, MB // 2), layer("a", 2.0, 1))
+    choices = [Choice(each.name, "replicate", "allreduce") for each in profile.layers]
+    found = Predictor(profile, where).predict(choices, bucket_bytes=1, lanes=1)
+    assert found.spans[0].ready_s == pytest.approx(0.5, **NEARLY)
+    assert found.end_s == pytest.approx(2.2, **NEARLY), "its bytes take 0.1 s of a whole core"
 
 
 def test_ranks_that_share_cores_meet_at_a_layer_that_is_cut_over_them() -> None:

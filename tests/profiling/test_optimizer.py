@@ -66,6 +66,26 @@ def test_what_is_over_the_cap_is_scaled_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert scratch.share == scratch.held == pytest.approx(150 / 400)
 
 
+def test_of_few_elements_there_are_several_copies() -> None:
+    """So that a step's price is that of a model which no cache holds."""
+    groups = [{"params": [nn.Parameter(torch.ones(10, 10)) for _ in range(2)]}]
+    groups += [{"params": [nn.Parameter(torch.ones(300))], "lr": 0.5}]
+    scratch = _Scratch.of(torch.optim.SGD(groups, lr=0.1), {}).several()
+    assert scratch.share == scratch.held == 32
+    assert [len(group["params"]) for group in scratch.groups] == [64, 32]
+    assert len({p.data_ptr() for group in scratch.groups for p in group["params"]}) == 96
+    assert [group["lr"] for group in scratch.groups] == [0.1, 0.5]
+
+
+def test_of_many_elements_there_is_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.profiling.optimizer._LEAST_ELEMENTS", 150)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(10, 10))])
+    assert _Scratch.of(optimizer, {}).several().share == 1
+    monkeypatch.setattr("shoal.profiling.optimizer._LEAST_ELEMENTS", 350)
+    several = OptimizerCost.of([optimizer])
+    assert several.state_bytes == pytest.approx(2 * 400, rel=0.02)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_of_sparse_gradients_the_rows_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.profiling.optimizer._MOST_ELEMENTS", 150)

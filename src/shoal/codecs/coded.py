@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.carrier import CodedCarrier
-from shoal.codecs.runs import Runs
+from shoal.codecs.runs import RUN, Runs
 from shoal.codecs.summed import Summed
 from shoal.contracts.codec import Codec, LinearCodec
 from shoal.contracts.comm import Comm
@@ -37,7 +37,7 @@ from shoal.contracts.exchange import (
     Span,
     SplitExchange,
 )
-from shoal.core.cost import Pace, Traffic
+from shoal.core.cost import CodingPace, Pace, Traffic
 from shoal.core.errors import PlanError
 from shoal.core.facts import Cluster, Topology
 from shoal.core.registry import of
@@ -153,10 +153,20 @@ class Coded(SplitExchange):
         """
         values, workers = bucket.slice_values(ranks), ranks - servers
         there, back = (cluster.coding(str(codec)) for codec in self._codecs)
-        foreign = sum(values) - min(values[:workers])
-        coming = max((workers - (r < workers)) * own for r, own in enumerate(values))
-        there_s = foreign * there.encode_s + coming * there.decode_s
-        return there_s, max(values) * back.encode_s + sum(values) * back.decode_s
+        encodes, decodes = (self._seconds(there, values, way) for way in ("encode", "decode"))
+        foreign_s = sum(encodes) - min(encodes[:workers])
+        coming_s = max((workers - (r < workers)) * own for r, own in enumerate(decodes))
+        encodes, decodes = (self._seconds(back, values, way) for way in ("encode", "decode"))
+        return foreign_s + coming_s, max(encodes) + sum(decodes)
+
+    def _seconds(self, pace: CodingPace, values: Sequence[int], way: str) -> list[float]:
+        """Of each slice, to encode or to decode it."""
+        value_s: float = getattr(pace, f"{way}_s")
+        piece_s: float = getattr(pace, f"{way}_piece_s")
+        pieces = [-(-count // RUN) if self.codec.in_runs else min(count, 1) for count in values]
+        return [
+            count * value_s + number * piece_s for count, number in zip(values, pieces, strict=True)
+        ]
 
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
         """One number for each value, or none where codes lose nothing."""

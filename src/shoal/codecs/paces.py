@@ -1,6 +1,8 @@
 """Measures what codecs take of a rank's processor, with every rank at it, as ranks may share cores.
 
-The values are new to the cache, as a gradient's are. Takes some hundredths of a second a codec.
+Large pieces tell what a value takes, small ones what each piece takes beside: the calls, and what
+is noted of errors. The values are new to the cache, as a gradient's are. Takes about a tenth of a
+second a codec.
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ import torch
 from torch import Tensor
 
 from shoal.codecs.coded import codec_named
-from shoal.codecs.runs import Runs
+from shoal.codecs.ledger import Ledger
+from shoal.codecs.runs import RUN, Runs
 from shoal.codecs.summed import made, read
-from shoal.contracts.codec import LinearCodec, State
+from shoal.contracts.codec import Codec, LinearCodec, State
 from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import LiveBucket
 from shoal.core.cost import CodingPace
 
-_VALUES = 1 << 18  # of a slice
+_LARGE, _SMALL = RUN, 1 << 12  # values of a piece
 _SLICES = 16
-_SECONDS = 0.03  # for each way
+_SECONDS = {_LARGE: 0.04, _SMALL: 0.03}  # for each way: some turns of ranks that share cores
+_WAYS = "encode", "decode", "terms", "sums"
 _PURPOSE = "measuring codecs"
+_Work = Callable[[int], None]
 
 
 def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> dict[str, CodingPace]:
-    """Seconds a value of each codec, the slowest rank's (a collective).
+    """Seconds of each codec, the slowest rank's (a collective).
 
     Args:
         comm: the ranks, which give the same codecs.
@@ -35,61 +41,100 @@ def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> di
         device: where the values are.
     """
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_SLICES, _VALUES, generator=generator).to(device)
+    values = torch.randn(_SLICES, _LARGE, generator=generator).to(device)
     lost, total = torch.zeros_like(values), torch.zeros_like(values)
     paces = {}
     for text in codecs:
-        runs = Runs(codec_named(text))
-        lost.zero_()
-        code = torch.empty(runs.nbytes(_VALUES, 4), dtype=torch.uint8, device=device)
-
-        def encode(at: int, runs: Runs = runs, code: Tensor = code) -> None:
-            runs.encode(values[at], code, lost[at], {})
-
-        def decode(at: int, runs: Runs = runs, code: Tensor = code) -> None:
-            runs.decode_add(code, total[at])
-
-        own_s = [_seconds(comm, encode, device), _seconds(comm, decode, device)]
-        if isinstance(runs.codec, LinearCodec):
-            own_s += _terms_s(comm, runs.codec, values, lost.zero_())
-        ranks: list[list[float]] = comm.gather_objects(own_s, _PURPOSE)
-        paces[text] = CodingPace(*(max(times) for times in zip(*ranks, strict=True)))
+        codec = codec_named(text)
+        of_sizes: list[list[float]] = []
+        for size, enough_s in _SECONDS.items():
+            own = [part[:, :size].contiguous() for part in (values, lost, total)]
+            works = _coding(codec, *own)
+            if isinstance(codec, LinearCodec):
+                works += _adding(codec, *own)
+            seconds = [_seconds(comm, work, device, enough_s) for work in works]
+            ranks: list[list[float]] = comm.gather_objects(seconds, _PURPOSE)
+            of_sizes.append([max(times) for times in zip(*ranks, strict=True)])
+        told: dict[str, float] = {}
+        for name, *seconds in zip(_WAYS, *of_sizes, strict=False):
+            told[f"{name}_s"], told[f"{name}_piece_s"] = _of_value_and_piece(*seconds)
+        paces[text] = CodingPace(**told)
     return paces
 
 
-def _terms_s(comm: Comm, codec: LinearCodec, values: Tensor, lost: Tensor) -> list[float]:
-    """Seconds a value to make terms, and to read their sums."""
-    shape = isqrt(_VALUES), isqrt(_VALUES)
+def _of_value_and_piece(large_s: float, small_s: float) -> tuple[float, float]:
+    """Seconds of a value, and of each piece beside, by those of a large one and of a small one."""
+    value_s = max(0.0, large_s - small_s) / (_LARGE - _SMALL)
+    if value_s * _SMALL > small_s:
+        return large_s / _LARGE, 0.0
+    return value_s, small_s - value_s * _SMALL
+
+
+def _coding(codec: Codec, values: Tensor, lost: Tensor, total: Tensor) -> list[_Work]:
+    """To encode a piece, and to decode one."""
+    runs, numel = Runs(codec), values.shape[1]
+    code = torch.empty(runs.nbytes(numel, 4), dtype=torch.uint8, device=values.device)
+    note = _noting(values)
+
+    def encode(at: int) -> None:
+        note(at, lost[at], lambda: runs.encode(values[at], code, lost[at], {}))
+
+    def decode(at: int) -> None:
+        runs.decode_add(code, total[at])
+
+    return [encode, decode]
+
+
+def _adding(codec: LinearCodec, values: Tensor, lost: Tensor, total: Tensor) -> list[_Work]:
+    """To make terms of a piece, and to read their sums: of one turn and of the other."""
+    side = isqrt(values.shape[1])
+    shape = side, side
     states: tuple[State, State] = {}, {}  # of each turn
-    total = torch.empty_like(values)
+    note = _noting(values)
     terms = [
         made(codec, values[0].view(shape), lost[0].view(shape), state, turn)
         for turn, state in enumerate(states)
     ]
 
     def make(at: int) -> None:
-        for turn, state in enumerate(states):
-            made(codec, values[at].view(shape), lost[at].view(shape), state, turn)
+        turn = at % 2
+        gradient, own = values[at].view(shape), lost[at].view(shape)
+        note(at, lost[at], lambda: made(codec, gradient, own, states[turn], turn))
 
     def read_sums(at: int) -> None:
-        for turn, state in enumerate(states):
-            read(codec, terms[turn], total[at].view(shape), state, turn)
+        turn = at % 2
+        read(codec, terms[turn], total[at].view(shape), states[turn], turn)
 
-    return [_seconds(comm, work, values.device) / 2 for work in (make, read_sums)]
+    return [make, read_sums]
 
 
-def _seconds(comm: Comm, work: Callable[[int], None], device: torch.device) -> float:
-    """Of one value."""
-    work(0)
+def _noting(values: Tensor) -> Callable[[int, Tensor, Callable[[], object]], None]:
+    """What has some work done, and notes what it lost, as carriers do."""
+    numel = values.shape[1]
+    bucket = LiveBucket.even(values[0], {"piece": numel}, 1)
+    ledger = Ledger(bucket, values.dtype)
+
+    def note(at: int, lost: Tensor, work: Callable[[], object]) -> None:
+        given, before = ledger.sample(0, values[at]), ledger.sample(0, lost)
+        work()
+        ledger.coded("probe", 0, given, before, ledger.sample(0, lost))
+
+    return note
+
+
+def _seconds(comm: Comm, work: _Work, device: torch.device, enough_s: float) -> float:
+    """Of one piece."""
+    for at in range(2):
+        work(at)
     comm.gather_objects(None, _PURPOSE)
     began = time.perf_counter()
     for times in count(1):
         work(times % _SLICES)
         _finish(device)
         passed_s = time.perf_counter() - began
-        if passed_s > _SECONDS:
+        if passed_s > enough_s and times % 2 == 0:  # as often of each turn
             break
-    return passed_s / times / _VALUES
+    return passed_s / times
 
 
 def _finish(device: torch.device) -> None:

@@ -78,7 +78,11 @@ class Summed(Exchange):
     ) -> tuple[float, float]:
         """Seconds to make terms, keep what they lose, and read their sums: on every rank all."""
         pace, num_values = cluster.coding(str(self.codec)), self._num_values(bucket)
-        return num_values * pace.terms_s, num_values * pace.sums_s
+        pieces = len(self._coded(bucket))
+        return (
+            num_values * pace.terms_s + pieces * pace.terms_piece_s,
+            num_values * pace.sums_s + pieces * pace.sums_piece_s,
+        )
 
     def memory_bytes(self, bucket: Bucket, ranks: int) -> float:
         """One number for each value that is coded."""

@@ -11,6 +11,7 @@ from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS_HERE
 from shoal.launch.lab import MAX_HOSTS, QUEUE, Lab
+from shoal.launch.quota import LEAST_CORES
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -57,6 +58,11 @@ from shoal.launch.lab import MAX_HOSTS, QUEUE, Lab
     help="TCP's congestion control (bbr, reno …).",
 )
 @click.option(
+    "--cores",
+    type=Finite(LEAST_CORES),
+    help="Of each rank, as by a quota (0.25); by default ranks share what there is.",
+)
+@click.option(
     "--grace",
     "grace_s",
     default=15.0,
@@ -74,6 +80,7 @@ def lab(
     delay: str | None,
     queue: str,
     congestion: str,
+    cores: float | None,
     grace_s: float,
     command: tuple[str, ...],
 ) -> None:
@@ -98,6 +105,7 @@ def lab(
         queue=queue,
         ranks_per_host=ranks_per_host,
         congestion=congestion,
+        cores=cores,
     )
     if missing := built.missing():
         raise UsageError(f"a lab cannot be built here: {missing}")

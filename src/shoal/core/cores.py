@@ -6,6 +6,9 @@ import math
 import os
 from pathlib import Path
 
+from shoal.core.errors import UsageError
+
+CORES = "SHOAL_CORES"  # cores' worth of time that a launcher gives to each rank by itself
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of each period, as a container sees it
 _CONTAINER = Path("/proc/self/ns/cgroup")
 
@@ -22,6 +25,27 @@ def quota_cores() -> float:
         return int(quota) / int(period)
     except (OSError, ValueError):  # none, or "max"
         return math.inf
+
+
+def given_cores() -> float:
+    """Cores' worth of time that this process has by itself, as its launcher says, else infinity.
+
+    Raises:
+        UsageError: it says no such number.
+    """
+    text = os.environ.get(CORES, "inf")
+    try:
+        cores = float(text)
+    except ValueError:
+        cores = math.nan
+    if cores > 0:
+        return cores
+    raise UsageError(
+        f"{CORES} is no number of cores",
+        got=repr(text),
+        expected="a number above 0, such as 0.5",
+        do="leave it unset where nothing bounds a rank by itself",
+    )
 
 
 def container() -> str:

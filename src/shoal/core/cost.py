@@ -107,7 +107,8 @@ class Pace:
 class CodingPace:
     """What a codec does to values of four bytes on a rank's processor, with all ranks at it.
 
-    Seconds a value. Unmeasured, they are those of about 2 GB/s.
+    Seconds a value, and of each piece: a run of a slice, or a matrix that has terms. Unmeasured,
+    they are those of about 2 GB/s.
     """
 
     encode_s: float = 2e-9  # what it loses is kept meanwhile
@@ -115,6 +116,10 @@ class CodingPace:
     # of terms that an exchange adds: to make them, keeping what they lose, and to read their sums
     terms_s: float = 2e-9
     sums_s: float = 2e-9
+    encode_piece_s: float = 0.0
+    decode_piece_s: float = 0.0
+    terms_piece_s: float = 0.0
+    sums_piece_s: float = 0.0
 
 
 class Direction(IntEnum):

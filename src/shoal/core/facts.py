@@ -128,11 +128,24 @@ class Cluster:
     apart: bool = False  # each steps by itself, and servers add what it has learned
     # of codecs, as plans write them
     codings: Mapping[str, CodingPace] = field(default_factory=lambda: MappingProxyType({}))
+    # whether each rank has its part of a core all the time, as by a quota. Else ranks that share
+    # cores take turns, and whoever computes has a whole one
+    steady: bool = False
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return self.topology.size
+
+    @property
+    def core_part(self) -> float:
+        """The part of a core that a rank's main thread had in the profile, at most 1."""
+        return min(1.0, self.cores_per_rank)
+
+    @property
+    def turn(self) -> float:
+        """The part of its computing time in which a rank has a core, where ranks take turns."""
+        return 1.0 if self.steady else self.core_part
 
     def pace(self, exchange: str) -> Pace:
         """An exchange's pace: as measured, else all that the link gives at the processor time that

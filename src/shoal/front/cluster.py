@@ -17,9 +17,10 @@ from torch import nn
 
 from shoal.codecs.coded import exchange_named
 from shoal.codecs.paces import probe_codings
+from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
-from shoal.core.cores import bound_cores, container, quota_cores
+from shoal.core.cores import bound_cores, container, given_cores, quota_cores
 from shoal.core.facts import Cluster, Link
 from shoal.core.registry import of
 from shoal.exchange.direct import Direct
@@ -80,23 +81,15 @@ def with_codings(
 def _measured(session: Session, device: torch.device) -> Cluster:
     if session.cluster is None:
         comm = session.comm
-        seats = comm.gather_objects(
-            (_machine(), (_machine(), container()), bound_cores(), quota_cores()),
-            "measuring the links: machines",
-        )
-        machines = Counter(machine for machine, _, _, _ in seats)
-        boxes = Counter(box for _, box, _, _ in seats)
-        cores = min(
-            min(bound / machines[machine], quota / boxes[box])
-            for machine, box, bound, quota in seats
-        )
+        cores, steady, sharing = _cores(comm)
         servers, tail = session.other(Servers), session.other(TailHosts)
         server_hosts = servers.hosts if servers else ()
         if comm.size == 1:
             link = Link(0.0, math.inf)
-            session.cluster = Cluster(comm.topology, link, cores, servers=server_hosts)
+            session.cluster = Cluster(
+                comm.topology, link, cores, servers=server_hosts, steady=steady
+            )
         else:
-            sharing = machines[_machine()]
             link = probe_link(comm, sharing=sharing)
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
             usable = {
@@ -123,8 +116,26 @@ def _measured(session: Session, device: torch.device) -> Cluster:
                 tail=tail.hosts if tail else (),
                 moves=moves,
                 duplex=duplex,
+                steady=steady,
             )
     return session.cluster
+
+
+def _cores(comm: Comm) -> tuple[float, bool, int]:
+    """Cores of a rank; whether it has them by a quota of its own; ranks on this machine."""
+    given = agreed(comm, given_cores, "measuring the links: cores")
+    seats = comm.gather_objects(
+        (_machine(), (_machine(), container()), bound_cores(), quota_cores(), given),
+        "measuring the links: machines",
+    )
+    machines = Counter(machine for machine, *_ in seats)
+    boxes = Counter(box for _, box, *_ in seats)
+    in_turns = own = math.inf
+    for machine, box, bound, quota, given in seats:
+        shared = quota / boxes[box] if boxes[box] > 1 else math.inf
+        in_turns = min(in_turns, bound / machines[machine], shared)
+        own = min(own, given, quota if boxes[box] == 1 else math.inf)
+    return min(in_turns, own), own <= in_turns, machines[_machine()]
 
 
 def _machine() -> str:

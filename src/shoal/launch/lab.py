@@ -12,23 +12,27 @@
 Why here: what Shoal decides depends on the network, and one must be able to see it decide without
 owning four machines. Nothing touches the machine's own network, so labs stand side by side with the
 same addresses. Hosts share processors, disk and host name ($SHOAL_HOST tells them apart); they do
-not see the outside world.
+not see the outside world. With `cores` each rank has a fixed part of the processors (quota.py).
 
 Cost: about 30 ms a host to build. Root, Linux, iproute2.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, final
 
 from shoal.contracts.launcher import TOKEN, Job, Launcher, Result
+from shoal.core.cores import CORES
 from shoal.core.errors import LabError
+from shoal.launch import quota
 from shoal.launch.namespaces import attempt, claim, execute, inside, name_hosts, sweep, take_down
 from shoal.launch.processes import Command, Interrupts, check, environment, missing_tools, run
 from shoal.launch.rendezvous import agreed, new_store, token_of, variables
@@ -70,6 +74,8 @@ class Lab(Launcher):
         queue: how long a packet may wait at a link before it is dropped. TCP fills what there is,
             so that all that is sent waits as long, acknowledgements of what comes the other way
             too: a switch with shallow buffers or a fair queue (fq_codel) has some milliseconds.
+        cores: each rank may take so many cores' worth of processor time, also while others leave
+            theirs; None for no limit.
 
     Raises: LabError for options that no lab can have.
 
@@ -89,6 +95,7 @@ class Lab(Launcher):
         ranks_per_host: int = 1,
         congestion: str = "cubic",
         queue: str = QUEUE,
+        cores: float | None = None,
     ) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise LabError(
@@ -102,12 +109,20 @@ class Lab(Launcher):
                 got=f"ranks_per_host={ranks_per_host}",
                 do="ask for another number",
             )
+        if cores is not None and not quota.LEAST_CORES <= cores < math.inf:
+            raise LabError(
+                "a rank of a lab has some part of a core, or several",
+                got=f"cores={cores}",
+                expected=f"at least {quota.LEAST_CORES:g}",
+            )
         self.hosts = hosts
         self.ranks_per_host = ranks_per_host
         self.rate = None if rate in UNSHAPED else rate
         self.delay = delay
         self.burst, self.queue = burst, queue
         self.congestion = congestion
+        self.cores = cores
+        self._groups: list[Path] = []  # of the ranks, while it is up and they have quotas
         # of the hosts in order, then of the switch; empty while it is down
         self.namespaces: tuple[str, ...] = ()
         for option, value in (
@@ -166,6 +181,7 @@ class Lab(Launcher):
             raise LabError("a lab cannot be built here", got=reason)
         self._check_kernel()
         sweep()
+        quota.sweep()
         prefix = claim("switch")
         self.namespaces = (*(f"{prefix}-h{host}" for host in range(self.hosts)), f"{prefix}-switch")
         try:
@@ -183,17 +199,26 @@ class Lab(Launcher):
     ) -> None:
         names, self.namespaces = self.namespaces, ()
         take_down(names)
+        quota.remove(self._groups)
+        self._groups = []
 
     def _command(self, job: Job, rank: int, port: int, token: str) -> Command:
         host, local_rank = divmod(rank, self.ranks_per_host)
         label = f"h{host}" if self.ranks_per_host == 1 else f"h{host}.{local_rank}"
         meeting = variables(SWITCH_ADDRESS, port, rank, job.ranks, local_rank, self.ranks_per_host)
+        own = {} if self.cores is None else {CORES: f"{self.cores:g}"}
         variables_here = environment(
-            job, GLOO_SOCKET_IFNAME=INTERFACE, SHOAL_HOST=f"h{host}", **meeting, **{TOKEN: token}
+            job,
+            GLOO_SOCKET_IFNAME=INTERFACE,
+            SHOAL_HOST=f"h{host}",
+            **meeting,
+            **own,
+            **{TOKEN: token},
         )
-        return Command(
-            ("ip", "netns", "exec", self.namespaces[host], *job.command), variables_here, label
-        )
+        command: tuple[str, ...] = ("ip", "netns", "exec", self.namespaces[host], *job.command)
+        if self.cores is not None:
+            command = quota.entering(self._groups[rank], command)
+        return Command(command, variables_here, label)
 
     def _check_kernel(self) -> None:
         """Try each queue on a short-lived loopback device: a kernel without one says so here."""
@@ -241,6 +266,9 @@ class Lab(Launcher):
             _ip(switch, f"link set {port} master bridge up")
             self._shape(host, INTERFACE, delayed=True)
             self._shape(switch, port, delayed=False)
+        if self.cores is not None:
+            for host, local_rank in product(hosts, range(self.ranks_per_host)):
+                self._groups.append(quota.make(f"{host}.{local_rank}", self.cores))
 
     def _set_congestion(self, host: str, address: str) -> None:
         """By the route, as a namespace may not set every sysctl."""

@@ -36,6 +36,8 @@ def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
         topology,
         replace(link, bytes_per_s=rate, latency_s=latency_s),
         network.cores_per_rank or measured.cores_per_rank,
+        # each on a host of its own; but those that took turns are like those that will
+        steady=measured.steady or network.cores_per_rank is not None,
         pack_byte_s=measured.pack_byte_s,
         duplex=measured.duplex,
         codings=measured.codings,

@@ -4,7 +4,8 @@ A lane does one job after the other. A job is parts of some seconds each, were i
 they take:
 
     lane 0   |─ compute ─|▒▒▒▒▒ link ▒▒▒▒▒|·latency·|─ compute ─|  its next job …
-    lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|  all on the link share it evenly
+    lane 1            |▒▒▒▒▒▒▒▒▒▒▒▒▒▒ link ▒▒▒▒▒▒▒▒▒▒|·latency·|  all on the link share it by what
+                                                                  they could take of it alone
 
 What goes to servers is on the link in one direction, what comes from them in the other; all else is
 in both. Where a token bucket shapes the link, what was not used of it in a pause passes afterwards
@@ -34,6 +35,7 @@ class Part(NamedTuple):
     seconds: float
     processor: float = 0.0  # how much of a processor it takes meanwhile, at most 1
     link: int = 0  # the directions of it that it takes
+    share: float = 1.0  # how much of the link: less where the processor is what limits it
 
 
 @final
@@ -60,12 +62,13 @@ class Speeds:
         self._known: dict[Any, tuple[list[float], float, float]] = {}
 
     def of(
-        self, taken: tuple[tuple[float, int], ...], computes: bool, bursts: bool
+        self, taken: tuple[tuple[float, int, float], ...], computes: bool, bursts: bool
     ) -> tuple[list[float], float, float]:
         """The speed of each part, what is used of the link (1 is all), the main thread's speed.
 
         Args:
-            taken: by part how much of a processor it takes, and which directions of the link.
+            taken: by part how much of a processor it takes, which directions of the link, and how
+                much of those.
             computes: whether the main thread does.
             bursts: whether there is something left of a burst.
         """
@@ -75,26 +78,35 @@ class Speeds:
         return self._known[key]
 
     def _worked_out(
-        self, taken: tuple[tuple[float, int], ...], computes: bool, bursts: bool
+        self, taken: tuple[tuple[float, int, float], ...], computes: bool, bursts: bool
     ) -> tuple[list[float], float, float]:
-        links = [link for _, link in taken]
-        shares = self._shares(links, _QUICK if bursts else 1.0)
-        wanted = [processor * shares[link] for processor, link in taken]
+        shares = self._shares(taken, _QUICK if bursts else 1.0)
+        wanted = [processor * shares[link] for processor, link, _ in taken]
         level = self._level([*wanted, 1.0] if computes else wanted)
         speeds = [
             shares[link] * (level / want if want > level else 1.0)
-            for link, want in zip(links, wanted, strict=True)
+            for (_, link, _), want in zip(taken, wanted, strict=True)
         ]
         used = max(
-            sum(speed for link, speed in zip(links, speeds, strict=True) if link & way)
+            sum(
+                speed * share
+                for (_, link, share), speed in zip(taken, speeds, strict=True)
+                if link & way
+            )
             for way in (Direction.OUT, Direction.IN)
         )
         return speeds, used, min(1.0, level)
 
-    def _shares(self, links: Sequence[int], quick: float) -> tuple[float, ...]:
-        """What a job gets of the link, by the directions that it takes, where jobs take these."""
+    def _shares(
+        self, taken: Sequence[tuple[float, int, float]], quick: float
+    ) -> tuple[float, ...]:
+        """The speed at which the link lets a job go, by the directions that it takes, where jobs
+        take these.
+        """
+        links = [link for _, link, _ in taken]
         there, back = (
-            sum(bool(link & way) for link in links) for way in (Direction.OUT, Direction.IN)
+            sum(share for _, link, share in taken if link & way)
+            for way in (Direction.OUT, Direction.IN)
         )
         kept = quick * (self._duplex if Direction.OUT in links and Direction.IN in links else 1.0)
         return 1.0, kept / max(there, 1), kept / max(back, 1), quick / max(there, back, 1)
@@ -121,7 +133,8 @@ class Lanes:
     def __init__(self, cluster: Cluster, number: int, speeds: Speeds, burst_s: float = 0.0) -> None:
         """So many lanes each way, on a link whose burst lasts so many seconds."""
         self._speeds = speeds
-        self.turn = min(1.0, cluster.cores_per_rank)  # the part of a core that one of those had
+        self.turn = cluster.turn
+        self.core_part = cluster.core_part
         directions = tuple(Direction) if cluster.servers else (Direction.BOTH,)
         self._lanes: dict[Direction, list[deque[Job]]] = {
             direction: [deque() for _ in range(number)] for direction in directions
@@ -170,9 +183,13 @@ class Lanes:
         nbytes = (
             phase.traffic.worst if phase.shown == 1 else phase.traffic.scaled(phase.shown).worst
         )
-        busy_byte_s, busy_s = pace.cpu.byte_s / self.turn, rounds * pace.cpu.round_s / self.turn
+        busy_byte_s = pace.cpu.byte_s / self.core_part
+        busy_s = rounds * pace.cpu.round_s / self.core_part
         byte_s = max(pace.wall.byte_s, busy_byte_s)
-        sent = Part(nbytes * byte_s, busy_byte_s / byte_s if byte_s else 0.0, phase.direction)
+        sent = Part(0.0, link=phase.direction)
+        if byte_s:
+            shares = busy_byte_s / byte_s, phase.direction, pace.wall.byte_s / byte_s
+            sent = Part(nbytes * byte_s, *shares)
         return [
             part
             for part in (

@@ -248,8 +248,8 @@ class Step:
     def _last_rank(self) -> Iterator[tuple[str, float]]:
         """The slowest rank's backward: each layer, and seconds since the one before.
 
-        Where ranks share cores they do not keep step, but take turns: the last has to wait, and is
-        then faster. They meet at each layer that is cut over them.
+        Where ranks share cores without a quota for each, they do not keep step, but take turns: the
+        last has to wait, and is then faster. They meet at each layer that is cut over them.
         """
         turn, changes = self._lanes.turn, self._changes()
         profiled_s, spared_s = 0.0, 0.0

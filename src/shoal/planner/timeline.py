@@ -236,7 +236,7 @@ class Predictor:
             costs.append(Cost(in_backward=self._of_state))
         costs += [Cost(in_backward=phase) for phase in self._norms or ()]
         lanes = Lanes(self.cluster, plan.lanes, self._speeds)
-        lanes_s = sum(cost.processor_s / lanes.turn + cost.lane_s for cost in costs)
+        lanes_s = sum(cost.processor_s / lanes.core_part + cost.lane_s for cost in costs)
         spared = owned = 0.0  # parts of the main thread's own updates
         for choice in plan.choices:
             site = Site((choice.layer,), choice.strategy, choice.exchange)

@@ -1,13 +1,14 @@
 """What the optimizers' step costs, measured on scratch copies: the real ones are not touched.
 
 A step is almost all memory traffic, so its time grows with the number of elements: what does not
-fit under the cap is scaled up from what does.
+fit under the cap is scaled up from what does. Of few elements there are several copies: caches
+would hold one from a measured step to the next. In training they hold what came between.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from shoal.profiling.updates import unhooked_step
 
 # 64 MB of float32: beyond every cache, and still small beside a model's own memory
 _MOST_ELEMENTS = 16_000_000
+# beyond most caches with their gradients and state; copies of each, at most
+_LEAST_ELEMENTS, _MOST_TIMES = 4_000_000, 32
 # over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
 _PASSES = 5
 
@@ -75,6 +78,18 @@ class _Scratch:
                 groups.append({**group, "params": copies})
         return cls(groups, touched / max(all_touched, 1), copied / max(total, 1))
 
+    def several(self) -> _Scratch:
+        """As many copies of all as caches do not hold."""
+        numel = sum(p.numel() for group in self.groups for p in group["params"])
+        times = min(_LEAST_ELEMENTS // max(numel, 1), _MOST_TIMES)
+        if times < 2:
+            return self
+        groups = [
+            {**group, "params": [*group["params"], *_again(group["params"], times - 1)]}
+            for group in self.groups
+        ]
+        return _Scratch(groups, self.share * times, self.held * times)
+
 
 def _num_touched(parameter: Tensor, rows: Mapping[Tensor, int], copy: Tensor | None = None) -> int:
     """Elements that a step touches of a parameter, or of its copy."""
@@ -85,7 +100,7 @@ def _num_touched(parameter: Tensor, rows: Mapping[Tensor, int], copy: Tensor | N
 
 
 def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
-    scratch = _Scratch.of(optimizer, rows)
+    scratch = _Scratch.of(optimizer, rows).several()
     tensors = [parameter for group in scratch.groups for parameter in group["params"]]
     if not tensors:
         return OptimizerCost(0.0, 0.0)
@@ -111,6 +126,15 @@ def _copy(parameter: Tensor, most: int, rows: int | None = None) -> Tensor:
     copy = part.clone().requires_grad_()
     copy.grad = torch.rand_like(copy) if rows is None else _rows_of(copy.detach(), rows)
     return copy
+
+
+def _again(copies: Sequence[Tensor], times: int) -> Iterator[Tensor]:
+    """So many more copies of each, with gradients of their own."""
+    for copy in (copy for _ in range(times) for copy in copies):
+        again = copy.detach().clone().requires_grad_()
+        assert copy.grad is not None
+        again.grad = copy.grad.clone()
+        yield again
 
 
 def _rows_of(table: Tensor, rows: int) -> Tensor:

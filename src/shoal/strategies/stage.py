@@ -95,7 +95,7 @@ class Stage(Strategy):
         )
         pace = cluster.move_pace
         # where ranks share cores, workers that wait leave theirs to the tail
-        turn = min(1.0, cluster.cores_per_rank)
+        turn = cluster.turn
         forward_s = _piped(
             tail, tail.body_forward_s, pace.wall.of(out), tail.forward_s * turn, served, joined
         )
