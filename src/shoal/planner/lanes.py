@@ -97,9 +97,7 @@ class Speeds:
         )
         return speeds, used, min(1.0, level)
 
-    def _shares(
-        self, taken: Sequence[tuple[float, int, float]], quick: float
-    ) -> tuple[float, ...]:
+    def _shares(self, taken: Sequence[tuple[float, int, float]], quick: float) -> tuple[float, ...]:
         """The speed at which the link lets a job go, by the directions that it takes, where jobs
         take these.
         """
