@@ -181,6 +181,19 @@ def test_local_steps_reach_training(
     assert [(options.local_steps, options.outer) for options in asked] == [expected]
 
 
+def test_update_periods_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PlanOptions] = []
+    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    path = str(recipe(tmp_path, COUNTED))
+    words = ["--update-every", "fc.*=4", "--update-every", "head=2"]
+    done = CliRunner().invoke(train_command, [path, *words])
+    assert done.exit_code == 0, done.output
+    assert [options.update_every for options in asked] == [{"fc.*": 4, "head": 2}]
+    for wrong in ("4", "head=", "head=many"):
+        done = CliRunner().invoke(train_command, [path, "--update-every", wrong])
+        assert done.exit_code and "is not LAYER=STEPS" in done.output
+
+
 def test_they_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe(tmp_path, NORMED)
 

@@ -46,6 +46,20 @@ def _local_steps(
     return steps
 
 
+def _periods(
+    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, int] | None:
+    periods: dict[str, int] = {}
+    for text in texts:
+        name, _, steps = text.rpartition("=")
+        if not name or (every := whole(steps)) is None:
+            raise click.BadParameter(
+                f"{text!r} is not LAYER=STEPS: write for instance --update-every 'classifier.*=4'"
+            )
+        periods[name] = every
+    return periods or None
+
+
 @click.command()
 @launching
 @recipe_command
@@ -80,6 +94,14 @@ def _local_steps(
     "rule",
     type=click.Choice(sorted(RULES)),
     help="The rule by which ranks come together, with --local-steps.",
+)
+@click.option(
+    "--update-every",
+    multiple=True,
+    metavar="LAYER=STEPS",
+    callback=_periods,
+    help="Update layers of that name or glob once in so many steps, by the mean of these. This "
+    "changes the mathematics.",
 )
 @click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
 @click.option(
@@ -116,6 +138,7 @@ def train(
     check_every: int,
     local_steps: int | str | None,
     rule: str | None,
+    update_every: dict[str, int] | None,
     save_plan: Path | None,
     epochs: int | None,
     steps: int | None,
@@ -133,6 +156,7 @@ def train(
             check_every=check_every,
             local_steps=local_steps,
             outer=Outer(rule=rule) if rule else None,
+            update_every=update_every,
         ),
         save=save_plan,
         epochs=epochs,

@@ -47,7 +47,8 @@ from shoal.session.local import global_weights
 from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
 
-_NOT_PLANNED = ("plan", "sync_batchnorm", "check_every", "local_steps", "outer")  # of the options
+# of the options
+_NOT_PLANNED = ("plan", "sync_batchnorm", "check_every", "local_steps", "outer", "update_every")
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
 _CHECK_S = 3600.0
@@ -73,6 +74,7 @@ class PlanOptions:
     check_every: int = EVERY
     local_steps: int | str | None = None
     outer: Outer | None = None
+    update_every: Mapping[str, int] | None = None
 
     def without_codecs(self) -> PlanOptions:
         """The same, exact: also what pins and a saved plan say."""

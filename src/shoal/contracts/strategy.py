@@ -12,6 +12,7 @@ from torch import nn
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.period import Period
 from shoal.contracts.probe import Probe
 from shoal.contracts.transfer import Transfer
 from shoal.contracts.ways import TableWay, TailWay
@@ -42,6 +43,7 @@ class Place:
     spans: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     # among the ranks that train, for the main thread: where any layer is cut over them,
     comm: Comm | None = None
+    period: Period | None = None  # of steps, where gradients are not applied in each
     chunks: int = 1  # whose rows come in so many
     codec: Codec | None = None  # in which they cross
     tables: TableWay | None = None  # where servers have tables

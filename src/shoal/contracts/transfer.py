@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shoal.contracts.cadence import Cadence
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Carrier
+from shoal.contracts.period import Period
 from shoal.core.pieces import Piece
 
 
@@ -101,6 +102,8 @@ class Transfer(ABC):
     tells: bool = False  # it may take a round's mark along: every worker then sees all of them
     carrier: Carrier | None = None  # what a bucket crosses by, and what that remembers
     cadence: Cadence = Cadence()  # when it goes
+    # of what goes as its gradients land: it goes in the backward that ends the period only
+    period: Period | None = None
     # it needs no gradient: it goes as the round opens, if all before it do
     at_once: bool = False
     rounds: Rounds  # given by `connect`

@@ -267,6 +267,21 @@ class Cost:
         """Seconds of the layer's own compute beside what the main thread waits for."""
         return sum(phase.beside_s for phase in self.phases)
 
+    def each(self, every: int) -> Cost:
+        """The same of a site that sends once in so many steps."""
+        if every == 1:
+            return self
+
+        def seldom(phase: Phase | None) -> Phase | None:
+            return phase and replace(phase, every=phase.every * every)
+
+        return replace(
+            self,
+            in_forward=seldom(self.in_forward),
+            in_backward=seldom(self.in_backward),
+            after_step=seldom(self.after_step),
+        )
+
     @property
     def mean(self) -> Cost:
         """The same of an average step, where some phases do not go in each."""

@@ -260,6 +260,7 @@ class Setting:
     chunks: int = 1  # that rows come in, and go back, to layers that are cut over ranks
     joined: bool = True  # tail hosts run all micro-batches at once
     codec: str = ""  # of this layer's rows, where it is cut
+    every: int = 1  # steps from one update of the layer to the next
 
 
 @dataclass(frozen=True)
@@ -408,6 +409,17 @@ class ModelProfile:
     def under(self, setting: Setting) -> ModelProfile:
         """The same profile under what a plan says of all layers at once."""
         return replace(self, layers=tuple(replace(layer, setting=setting) for layer in self.layers))
+
+    def updated(self, every: Mapping[str, int]) -> ModelProfile:
+        """The same profile whose layers, by name, are updated every so many steps."""
+        if not every:
+            return self
+        settings = {
+            layer.name: replace(layer.setting, every=every.get(layer.name, 1))
+            for layer in self.layers
+        }
+        layers = tuple(replace(layer, setting=settings[layer.name]) for layer in self.layers)
+        return replace(self, layers=layers)
 
     def excerpt(self, excerpt: Excerpt) -> ModelProfile:
         """The last layers of forward as a job of their own: those that it names, with its rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ _WRITTEN_BY = "shoal.plan"
 LEAST_PART_BYTES = 1 << 20  # smaller parts would cost more messages than they are worth
 _TABLES = 8  # layers whose rows go together
 _MOST = 1 << 50  # bytes, or anything else that is counted
+MOST_STEPS = 512  # of a period: a sum in 16 bits can count the shares of as many
 _BOUNDS: dict[str, tuple[float, float]] = {
     "ranks": (1, MOST_RANKS),
     "bucket_bytes": (1, _MOST),
@@ -122,10 +123,15 @@ class Site:
     exchange: str
     part: int = 0
     parts: int = 1
+    every: int = 1  # steps from one update of its parameters to the next
 
     def spans(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
         """What it has of its parameters, given their sizes: index, and from where to where."""
         return balanced(sizes, (1 / self.parts,) * self.parts)[self.part]
+
+
+def _site(layers: Sequence[str], strategy: str, exchange: str, every: int) -> Site:
+    return Site(tuple(layers), strategy, exchange, every=every)
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ class Plan:
     * With a `staleness` other than 0 workers run ahead of one another.
     * `placement` says who owns what: a policy's name, or ranks by dotted name or glob.
     * With `local_steps` ranks step by themselves, and come together every so many steps by `outer`.
+    * `update_every` says of layers, by name, every how many steps they are updated, if not in each.
 
     Examples:
         >>> import shoal
@@ -168,6 +175,7 @@ class Plan:
     least_part_bytes: int = LEAST_PART_BYTES
     local_steps: int = 0  # 0: gradients are exchanged in every step
     outer: Outer | None = None
+    update_every: dict[str, int] = field(default_factory=dict)
 
     def sites(
         self,
@@ -179,8 +187,8 @@ class Plan:
         """Cut the layers into sites, in the order in which their last gradients come.
 
         * Layers whose strategy takes an exchange, and that have the same, join until their bucket
-          is full. A layer that has owners and fills more than one bucket is cut into parts of about
-          one each.
+          is full, if they are updated as often. A layer that has owners and fills more than one
+          bucket is cut into parts of about one each.
         * Layers of which rows go join by eights.
         * All layers on tail hosts are one site, however these share them.
         * Any other layer is a site of its own.
@@ -202,15 +210,15 @@ class Plan:
                 yield replace(site, part=part, parts=parts) if parts > 1 else site
 
     def _joined(self, nbytes: Mapping[str, int], roles: Mapping[str, Role]) -> Iterator[Site]:
-        open_: dict[tuple[str, str], list[str]] = {}
-        filled: dict[tuple[str, str], int] = {}
+        open_: dict[tuple[str, str, int], list[str]] = {}
+        filled: dict[tuple[str, str, int], int] = {}
         used = {choice.strategy: roles[choice.strategy] for choice in self.choices}
         joining = {name for name, role in used.items() if role.joins_layers}
         carried = {name for name, role in used.items() if role.takes_exchange}
         ends = {name for name, role in used.items() if role.is_at_tail}
         at_tail = [choice for choice in self.choices if choice.strategy in ends]
         for choice in self.choices:
-            key = (choice.strategy, choice.exchange)
+            key = (choice.strategy, choice.exchange, self.update_every.get(choice.layer, 1))
             if choice.strategy in ends:
                 if choice == at_tail[-1]:
                     rows = {c.rows for c in at_tail}  # as codes only if all of them say so
@@ -218,21 +226,21 @@ class Plan:
                     yield Site(tuple(c.layer for c in at_tail), choice.strategy, coded)
                 continue
             if choice.strategy not in joining:
-                yield Site((choice.layer,), *key)
+                yield _site([choice.layer], *key)
                 continue
             size = self.bucket_bytes // _TABLES
             if choice.strategy in carried:
                 size = nbytes[choice.layer]
             if open_.get(key) and filled[key] + size > self.bucket_bytes:
-                yield Site(tuple(open_.pop(key)), *key)
+                yield _site(open_.pop(key), *key)
             if key not in open_:
                 open_[key], filled[key] = [], 0
             open_[key].append(choice.layer)
             filled[key] += size
             if filled[key] >= self.bucket_bytes:
-                yield Site(tuple(open_.pop(key)), *key)
+                yield _site(open_.pop(key), *key)
         for key, layers in open_.items():
-            yield Site(tuple(layers), *key)
+            yield _site(layers, *key)
 
     def owners(self, names: Mapping[str, Sequence[str]]) -> dict[str, Owner]:
         """The owners of whole parameters, by dotted name; `names` gives those of each layer."""
@@ -270,7 +278,11 @@ class Plan:
         head += [f"staleness {self.staleness}"] if self.staleness != 0 else []
         head += [self.locally] if self.local_steps else []
         width = max((len(choice.layer) for choice in self.choices), default=0)
-        rows = [f"  {choice.layer:{width}}  {choice.way}" for choice in self.choices]
+        often = {name: f", every {every} steps" for name, every in self.update_every.items()}
+        rows = [
+            f"  {choice.layer:{width}}  {choice.way}{often.get(choice.layer, '')}"
+            for choice in self.choices
+        ]
         return "\n".join([", ".join(head), *rows])
 
     def to_json(self) -> str:
@@ -319,6 +331,7 @@ class Plan:
         plan = _record(cls, {**data, "choices": choices}, source)
         if bool(plan.local_steps) != (plan.outer is not None):
             raise PlanError(f"{source}: local_steps and outer go together", do=redo)
+        check_periods(plan.update_every, source)
         check_form(plan.placement, f"{source}: the placement")
         if plan.staleness is not None and not 0 <= plan.staleness <= _MOST:
             raise PlanError(
@@ -345,6 +358,31 @@ class Plan:
         return cls.from_json(text, source=str(path))
 
 
+def check_periods(update_every: Any, source: str) -> None:
+    """Raise PlanError for what is no mapping from names to numbers of steps."""
+    form = 'write for instance {"classifier.*": 4}'
+    if not isinstance(update_every, Mapping):
+        raise PlanError(
+            f"{source}: update_every is not a mapping from layers to steps",
+            got=repr(update_every)[:80],
+            do=form,
+        )
+    for pattern, every in update_every.items():
+        if not isinstance(pattern, str):
+            raise PlanError(
+                f"{source}: update_every is by the name of a layer, or a glob",
+                got=repr(pattern)[:80],
+                do=form,
+            )
+        if type(every) is not int or not 1 <= every <= MOST_STEPS:
+            raise PlanError(
+                f"{source}: the update period of {pattern!r} is no number of steps",
+                got=repr(every)[:80],
+                expected=f"a whole number from 1 to {MOST_STEPS}",
+                do=form,
+            )
+
+
 def _no_constant(name: str) -> float:
     """JSON has no NaN and no Infinity, which Python's reader takes."""
     raise ValueError(f"{name} is no number of JSON's")
@@ -359,6 +397,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "int | None": (int, type(None)),
     "Placement": (str, dict),
     "Outer | None": (Outer, type(None)),
+    "dict[str, int]": (dict,),
     "tuple[Choice, ...]": (tuple,),
 }
 

@@ -47,6 +47,11 @@ class Role(Enum):
         return self in (Role.BUCKET, Role.ROWS, Role.LAYER)
 
     @property
+    def waits_for_updates(self) -> bool:
+        """Whether its gradients can be kept on each rank for some steps, and go with the last."""
+        return self in (Role.BUCKET, Role.OWNED)
+
+    @property
     def has_owners(self) -> bool:
         """Whether a placement says who updates what."""
         return self in (Role.OWNED, Role.SERVED)

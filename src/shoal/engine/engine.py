@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
-from shoal.contracts.transfer import Rounds, Transfer
+from shoal.contracts.transfer import OwnedTransfer, Rounds, Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
@@ -77,6 +77,8 @@ class Engine(Rounds):
         self._landing = tuple(
             transfer for transfer in transfers if transfer.cadence.on is Event.GRADIENTS_LANDED
         )
+        # of layers whose gradients are not applied in each step
+        self.periods = tuple(dict.fromkeys(t.period for t in self._landing if t.period))
         self._accumulating = 0  # contexts inside one another
         self._before_accumulating: Callable[[], None] = nothing
         self.hooks: list[RemovableHandle] = []  # on parameters that weigh their gradients
@@ -85,8 +87,11 @@ class Engine(Rounds):
             transfer.connect(self)
 
     def _next_round(self, latest: Weight | None = None) -> BackwardRound:
+        landing = self._landing
+        if self.periods:
+            landing = tuple(t for t in landing if t.period is None or t.period.is_due)
         return BackwardRound(
-            self._landing,
+            landing,
             self.routes,
             self.buckets,
             self._main,
@@ -125,10 +130,30 @@ class Engine(Rounds):
     def _finish(self) -> None:
         ended = self._round
         ended.finish()
+        if self.periods:
+            self._keep(ended)
         self.routes.step += 1
         self._round = self._next_round(ended.latest)
         self._timetable.happened(Event.BACKWARD_ENDED, ended)
         self.routes.reached(f"after backward {self.routes.step - 1}")
+
+    def _keep(self, ended: BackwardRound) -> None:
+        """Keep the gradients that are not due, and begin a period where they were."""
+        for transfer in self._landing:
+            is_kept = transfer.period is not None and not transfer.period.is_due
+            if is_kept and isinstance(transfer, OwnedTransfer) and transfer.held:
+                raise UsageError(
+                    "a gradient of a layer with an update period was not cleared since it was "
+                    "applied",
+                    where=transfer.label,
+                    do="call optimizer.zero_grad() behind each step; to accumulate, do all "
+                    "backwards but the last inside optimizer.accumulate()",
+                )
+        for period in self.periods:
+            if period.is_due:
+                period.begin()
+            else:
+                period.keep(ended.share)
 
     def called(self, weight: Weight, asks: bool) -> None:
         """The model is called, and what comes of it is to be weighed (BackwardRound.called)."""
@@ -153,7 +178,14 @@ class Engine(Rounds):
 
     def compare(self, common: Common) -> bool:
         """Have ranks compare what they have in common in each backward, if a transfer can tell."""
-        return self.routes.compare(common, self._landing)
+        return self.routes.compare(common, [t for t in self._landing if t.period is None])
+
+    def renew(self) -> None:
+        """Periods were set, as a checkpoint has them: the next backward sends what is due by now.
+
+        To be called between a step and the next forward.
+        """
+        self._round = self._next_round(self._round.latest)
 
     def release_weighing(self) -> None:
         """Weigh no parameter's gradient any more."""
@@ -244,6 +276,11 @@ class Engine(Rounds):
     def is_accumulating(self) -> bool:
         """Whether gradients are kept on this rank, or are going to be."""
         return self._round.accumulating or self._round.unsent
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are kept until their period ends."""
+        return any(period.steps for period in self.periods)
 
     @property
     def is_open(self) -> bool:

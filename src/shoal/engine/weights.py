@@ -138,7 +138,7 @@ class Weigher:
         if first:
             most = max(weight.counts() or ()) or 1.0
             self._usual = weight.usual = most if self._usual is None else self._usual
-            if not self._alike and weight.same_batch():
+            if not self._alike and self._comm.size > 1 and weight.same_batch():
                 raise same_batch(self._comm.size)
 
     def compare(self, common: Common) -> None:

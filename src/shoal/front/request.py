@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from shoal.contracts.sample import check_compute_loss
 from shoal.contracts.strategy import Strategy
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
-from shoal.core.facts import MovingState, SyncNorm
 from shoal.core.numbers import MOST_RANKS, is_count, is_positive
 from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED, Placement, check_placement
@@ -29,6 +28,7 @@ from shoal.core.registry import from_outside, named
 from shoal.engine.replicas import EVERY
 from shoal.front.carriers import check_most_error, codecs_of
 from shoal.front.locally import check_local_steps
+from shoal.front.periods import check_update_every
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
@@ -52,6 +52,7 @@ _COMPARED = (
     "least_part_bytes",
     "local_steps",
     "outer",
+    "update_every",
 )
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
@@ -79,6 +80,7 @@ class Request:
     max_error: float | None = None
     local_steps: int | str | None = None
     outer: Outer | None = None
+    update_every: Mapping[str, int] | None = None
 
 
 def in_a_tuple(names: Any) -> Any:
@@ -143,6 +145,12 @@ def checked(
     if asked.plan == "auto":
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         resolve(asked.pins or {}, list(layers))
+        check_update_every(
+            asked.update_every,
+            list(layers),
+            local_steps=asked.local_steps,
+            staleness=asked.staleness,
+        )
         check_placement(
             asked.placement, layers, session.comm.size, servers, stale=asked.staleness != 0
         )
@@ -221,6 +229,10 @@ def _require_nothing_beside_plan(asked: Request) -> None:
     if asked.local_steps is not None:
         raise PlanError(
             "there are both a plan and local_steps", do="write the local_steps into the plan"
+        )
+    if asked.update_every is not None:
+        raise PlanError(
+            "there are both a plan and update_every", do="write the update_every into the plan"
         )
     if asked.memory_limit is not None:
         raise PlanError(
@@ -367,37 +379,6 @@ def _check_optimizers(optimizers: list[Optimizer], parameters: set[int]) -> None
             )
 
 
-def check_moving(plan: Plan, moving: Sequence[MovingState]) -> None:
-    """Refuse state that is to agree where workers run ahead of one another, as they do not wait."""
-    if plan.staleness != 0 and moving:
-        raise PlanError(
-            "training changes buffers on each rank otherwise, and workers that run ahead of one "
-            "another cannot agree on them",
-            where=", ".join(state.name for state in moving[:3]),
-            do='give staleness=0, or buffers="local", with which each rank keeps its own',
-        )
-
-
-def check_sync_norms(plan: Plan, norms: Sequence[SyncNorm], *, has_tail: bool) -> None:
-    """Refuse norms over all ranks where these do not keep step, or do not have all of the model."""
-    if not norms or (plan.staleness == 0 and not has_tail):
-        return
-    do = "leave out sync_batchnorm, and use nn.BatchNorm in place of nn.SyncBatchNorm"
-    where = ", ".join(norm.name for norm in norms[:3])
-    if has_tail:
-        raise PlanError(
-            "batch norms over all ranks are not served where the end of the model has hosts of "
-            "its own",
-            where=where,
-            do=f'{do}; or leave "stage" out of strategies',
-        )
-    raise PlanError(
-        "workers that run ahead of one another cannot normalise by the rows of all",
-        where=where,
-        do=f"{do}; or give staleness=0",
-    )
-
-
 def listed(optimizer: Any) -> list[Optimizer]:
     """One optimizer, or several, as a list."""
     listed = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -435,6 +416,7 @@ def require_same(
         "compute_loss": "none" if asked.compute_loss is None else "a function",
         "local_steps": asked.local_steps,
         "outer": str(asked.outer),
+        "update_every": sorted((asked.update_every or {}).items()),
         "staleness": "unbounded" if asked.staleness is None else asked.staleness,
         "memory": asked.memory,
         "memory_limit": asked.memory_limit,

@@ -29,6 +29,7 @@ from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
 from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
 from shoal.session.local import begin_anew, latest_weights, outer_state, settle
+from shoal.session.periods import give_kept, is_kept, kept_sums
 from shoal.session.residuals import give_residuals, summed_residuals
 from shoal.session.session import current, found, ranks
 from shoal.session.standing import standing
@@ -153,7 +154,11 @@ def _taken(
     if all(randomness.is_alike(states[0], state) for state in states):
         states = states[:1]
     owed = {path: sums for path, model in _models(objects) if (sums := summed_residuals(model))}
-    outer = {path: state for path, model in _models(objects) if (state := outer_state(model))}
+    outer = {
+        path: state
+        for path, model in _models(objects)
+        if (state := outer_state(model) | kept_sums(model))
+    }
     software = versions()
     return State(
         objects=forms,
@@ -245,5 +250,8 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
     for path, model in _models(objects):
         plan = saved.state.models.get(path, {}).get("plan", {})
         give_residuals(model, owed.get(path, {}), local=bool(plan.get("local_steps")))
-        begin_anew(model, outer.get(path, {}))
+        state = outer.get(path, {})
+        kept = {name: of_name for name, of_name in state.items() if is_kept(of_name)}
+        begin_anew(model, {name: state[name] for name in state if name not in kept})
+        give_kept(model, kept)
     return plain

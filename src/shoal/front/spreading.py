@@ -26,10 +26,12 @@ from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named, of
 from shoal.engine.stragglers import Stragglers
 from shoal.engine.weights import inputs_alike
+from shoal.front.agreeing import check_moving, check_sync_norms
 from shoal.front.carriers import all_codecs, bound_errors, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.locally import check_local_norms
-from shoal.front.request import Request, check_moving, check_sync_norms
+from shoal.front.periods import periods_of
+from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
 from shoal.optim.extend import extend
 from shoal.planner.local import with_local_steps
@@ -99,6 +101,8 @@ def spread(session: Session, job: Job) -> Any:
         compute_loss=asked.compute_loss,
         counted=asked.count is not None,
     )
+    names = [layer.name for layer in profile.layers]
+    profile = profile.updated(periods_of(asked.update_every, names))
     alike = job.loss_fn is not None and inputs_alike(comm, *job.sample)
     stages.done("measuring the model")
     comm.reached("parallelize: measuring the links")

@@ -180,6 +180,7 @@ class _Search:
             bucket_bytes,
             lanes,
             predicted_s=step.step_s,
+            update_every=self._predictor.update_every,
         )
         return replace(plan, late=step.late, least_part_bytes=least_part_bytes)
 

@@ -31,7 +31,7 @@ _BURST = 0.01  # of the step: what is less does not change it
 def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
     """The profile with what the plan says of owners, of the end of the model, and of chunks."""
     setting = Setting(chunks=plan.chunks, joined=plan.joined)
-    return profile.placed(plan.owners(profile.names)).under(setting)
+    return profile.placed(plan.owners(profile.names)).under(setting).updated(plan.update_every)
 
 
 class Predictor:
@@ -42,6 +42,10 @@ class Predictor:
         self.cluster = cluster
         self._layers = {layer.name: layer for layer in profile.layers}
         self._nbytes = {layer.name: layer.nbytes for layer in profile.layers}
+        # of those that are not updated in each step
+        self.update_every = {
+            layer.name: layer.setting.every for layer in profile.layers if layer.setting.every > 1
+        }
         self._norms = phases_of(profile.norms, cluster)
         self._compute = _compute(profile, self._nbytes, self._norms)
         self._strategies = {name: kind() for name, kind in of(Strategy).items()}
@@ -61,6 +65,10 @@ class Predictor:
         kind = self._strategies[strategy]
         if self.cluster.ahead and not kind.role.takes_servers:
             return "workers run ahead of one another, so servers own every layer"
+        every = layer.setting.every
+        if every > 1 and not kind.role.waits_for_updates:
+            able = [name for name, role in self._roles.items() if role.waits_for_updates]
+            return f"it is updated every {every} steps, which goes with {', '.join(able)} only"
         return kind.refusal(layer, self.cluster)
 
     def unasked(self, layer: LayerProfile, strategy: str) -> str | None:
@@ -155,7 +163,11 @@ class Predictor:
         if strategy.codes_rows and codec:
             setting = replace(layers[0].setting, codec=codec)
             layers = [replace(layer, setting=setting) for layer in layers]
-        return strategy.estimate(layers, carrier, self.cluster).mean
+        cost, every = strategy.estimate(layers, carrier, self.cluster), layers[0].setting.every
+        if every > 1:
+            kept_bytes = sum(layer.nbytes for layer in layers)
+            cost = replace(cost.each(every), memory_bytes=cost.memory_bytes + kept_bytes)
+        return cost.mean
 
     def update_s(self, layer: LayerProfile) -> float:
         """Seconds that the optimizer takes for one layer."""
@@ -181,9 +193,19 @@ class Predictor:
             if any(served[other] != strategy for other, strategy in needed.items())
         ]
 
+    def _plan(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> Plan:
+        return Plan(
+            self.cluster.size,
+            self.profile.digest,
+            tuple(choices),
+            bucket_bytes,
+            lanes,
+            update_every=self.update_every,
+        )
+
     def memory_bytes(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """The busiest rank's parameters, optimizer state, gradients and buckets between steps."""
-        plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
+        plan = self._plan(choices, bucket_bytes, lanes)
         state_per_byte = self.profile.state_bytes / self._compute.total_nbytes
         held = 0.0
         for site in self._sites(plan):
@@ -206,7 +228,7 @@ class Predictor:
         least_part_bytes: int = LEAST_PART_BYTES,
     ) -> Timeline:
         """The timeline of a step under these choices; None: what is late at servers comes first."""
-        plan = Plan(self.cluster.size, self.profile.digest, tuple(choices), bucket_bytes, lanes)
+        plan = self._plan(choices, bucket_bytes, lanes)
         return self._run(replace(plan, least_part_bytes=least_part_bytes), late)
 
     def _run(self, plan: Plan, late: int | None) -> Timeline:

@@ -336,6 +336,9 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     state = f"; {moved(moving)}" if moving else ""
     if plan.local_steps:
         state += f"; {plan.locally}: this changes the mathematics"
+    if often := sum(every > 1 for every in plan.update_every.values()):
+        state += f"; {how_many(often, 'layer')} not updated in every step: this changes the "
+        state += "mathematics"
     state += f"; {synchronised(norms)}" if norms else ""
     of = f"{how_many(plan.ranks, 'rank')}, {how_many(len(plan.choices), 'layer')}"
     return f"{of}: {served}{predicted}{state}"

@@ -22,6 +22,7 @@ from torch import nn
 from shoal.codecs.coded import exchange_named
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange, SplitExchange
+from shoal.contracts.period import Period
 from shoal.contracts.probe import Layer
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Transfer
@@ -30,7 +31,7 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED, check_placement
-from shoal.core.plan import Plan, Site
+from shoal.core.plan import Plan, Site, check_periods
 from shoal.core.registry import named
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.strategies.carried import check_carried, row_codec
@@ -91,6 +92,7 @@ def placed(
         owners=plan.owners({name: list(layer.parameters) for name, layer in layers.items()}),
         chunks=plan.chunks,
     )
+    periods = {every: Period(every) for every in plan.update_every.values() if every > 1}
 
     def place(site: Site) -> Place:
         parameters = {
@@ -105,6 +107,7 @@ def placed(
             parameters={name: parameters[name] for name in spans or parameters},
             spans=spans,
             codec=row_codec(site.exchange),
+            period=periods.get(site.every),
         )
 
     return [
@@ -247,9 +250,41 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
                 got=f"{choice.exchange}, with a staleness of {plan.staleness}",
                 do=f'write "{choice.without_codec().exchange}", or set the staleness to 0',
             )
+    _check_periods(plan)
     if plan.local_steps:
         _check_local(plan, servers)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
+
+
+def _check_periods(plan: Plan) -> None:
+    """Refuse update periods of layers that there are not, or that are served otherwise."""
+    check_periods(plan.update_every, "the plan")
+    often = {name: every for name, every in plan.update_every.items() if every > 1}
+    layers = [choice.layer for choice in plan.choices]
+    for name, every in often.items():
+        if name not in layers:
+            raise PlanError(
+                "the plan's update_every names a layer that the model lacks",
+                got=repr(name)[:200],
+                expected=", ".join(difflib.get_close_matches(name, layers, n=3) or layers[:3]),
+                do="write the layer's dotted name",
+            )
+        strategy = plan.choice(name).strategy
+        if not named(Strategy, strategy).role.waits_for_updates:
+            raise PlanError(
+                "an update period goes with layers that replicate or sliced serve",
+                where=f"layer {name}",
+                got=f"{strategy}, every {every} steps",
+                do="serve it by one of these, or take it out of the plan's update_every",
+            )
+    if often and (plan.local_steps or plan.staleness != 0):
+        raise PlanError(
+            "an update period goes with ranks that keep step",
+            got=f"{plan.local_steps} local steps"
+            if plan.local_steps
+            else f"a staleness of {plan.staleness}",
+            do="leave out one of them",
+        )
 
 
 def _check_local(plan: Plan, servers: int) -> None:

@@ -45,6 +45,12 @@ class Running:
                 "gradients that were accumulated on this rank have not been sent",
                 do="do one more backward, outside optimizer.accumulate()",
             )
+        if self.engine.keeps_gradients:
+            raise UsageError(
+                "gradients are kept until the step that ends their period (update_every)",
+                got=", ".join(f"step {p.steps} of {p.every}" for p in self.engine.periods),
+                do="go on until these end, or save a checkpoint, which has them",
+            )
         if self.engine.is_open:
             raise WorldError(
                 "a backward has ended half-way, or goes on still",

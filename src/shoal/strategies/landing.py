@@ -12,13 +12,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from shoal.contracts.period import LEAST
 from shoal.contracts.transfer import Round, Transfer
 from shoal.core.errors import UsageError
 from shoal.core.pieces import local_gradient
 from shoal.profiling.identity import ROOT
-
-# multiplied and divided by, a number keeps its bits (float16: becomes 0); added to 1 it is nothing
-_LEAST = 2.0**-60
 
 
 def history() -> UsageError:
@@ -61,7 +59,9 @@ class Landing:
     ) -> None:
         self._transfer, self._take, self._sparse = transfer, take, sparse
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self._ranks = ranks
+        self._ranks, self._period = ranks, transfer.period
+        if self._period is not None:
+            self._period.join(parameters)
         self._waits = flat.device.type != "cpu" and flat.itemsize > 2 and not served
         self._waiting: list[tuple[Tensor, Tensor]] = []  # places, and what is brought there
         self._landed: set[nn.Parameter] = set()
@@ -78,7 +78,8 @@ class Landing:
         if gradient is not None and gradient.requires_grad:
             raise history()
         backward = self._transfer.rounds.current()  # walk 2
-        if backward.accumulating:
+        period = self._period
+        if backward.accumulating or not (period is None or period.is_due):
             return
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see
             return
@@ -98,6 +99,8 @@ class Landing:
             )
         if parameter is self._looked_at and _is_nan(gradient) and not _is_nan(parameter):
             backward.found_nan(self._names[parameter])
+        if period is not None:
+            period.complete(parameter, backward.share)
         self._take(parameter, backward)
         self._landed.add(parameter)
         if len(self._landed) == len(self._names):
@@ -120,6 +123,9 @@ class Landing:
                     "at .grad)",
                 )
         seen, take = self._landed, self._take
+        if self._period is not None:
+            for parameter in self._names.keys() - seen:
+                self._period.complete(parameter, backward.share)
         used = [parameter in seen or take(parameter, backward) for parameter in self._names]
         if self._waiting:
             places, gradients = zip(*self._waiting, strict=True)
@@ -133,6 +139,13 @@ class Landing:
             self._waiting.append((place, gradient))
         else:
             torch.mul(gradient, 1.0 / self._ranks, out=place)
+
+    def weigh(self, gradients: Sequence[Tensor], shares: Tensor, backward: Round) -> None:
+        """Multiply what this rank adds to a sum by its share of rows, which goes along."""
+        if self._period is None:
+            weigh(gradients, shares, backward.share, self._ranks)
+        else:  # each step's were multiplied as they were kept
+            weigh((), shares, self._period.share + backward.share, self._ranks)
 
     def divide(self, sums: Tensor, shares: Tensor) -> None:
         """Make the mean over ranks of sums of what was brought."""
@@ -223,7 +236,7 @@ def divide(sums: Sequence[Tensor], shares: Tensor, ranks: int, parts: int = 1) -
         digits = digits.ldexp(
             torch.arange(-_BEHIND_POINT, _DIGITS - _BEHIND_POINT, device=digits.device)
         )
-    mean = ((ranks - sharers + digits.sum()) / ranks).clamp(min=_LEAST)
+    mean = ((ranks - sharers + digits.sum()) / ranks).clamp(min=LEAST)
     for total in sums:
         if at_host:
             total.div_(float(mean))
@@ -258,7 +271,7 @@ def at_least(share: float) -> float:
 
     Where no rank has rows, what does not come of rows, as a penalty, is as it was.
     """
-    return share if share > _LEAST else _LEAST
+    return share if share > LEAST else LEAST
 
 
 def by_kind(parameters: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
+from shoal.contracts.period import Period
 from shoal.contracts.strategy import Place, Strategy
 from shoal.contracts.transfer import Mark, Round, Transfer
 from shoal.core.cost import Cost, Phase
@@ -35,7 +36,7 @@ from shoal.core.facts import Cluster, LayerProfile
 from shoal.core.pieces import lined_shape, unlined
 from shoal.core.role import Role
 from shoal.strategies.carried import coded_first, profiles_coded_first
-from shoal.strategies.landing import Landing, by_kind, mark, num_shares, weigh
+from shoal.strategies.landing import Landing, by_kind, mark, num_shares
 from shoal.strategies.marks import can_tell, check, num_marks, put
 
 
@@ -72,7 +73,10 @@ class Replicate(Strategy):
     def apply(self, place: Place, exchange: Exchange | None, label: str) -> list[Transfer]:
         assert exchange is not None
         kinds = by_kind(place.parameters)
-        return [BucketTransfer(parameters, exchange, place.ranks, label) for parameters in kinds]
+        return [
+            BucketTransfer(parameters, exchange, place.ranks, label, place.period)
+            for parameters in kinds
+        ]
 
 
 @final
@@ -80,9 +84,14 @@ class BucketTransfer(Transfer):
     """Gradients of one dtype and device, flat, behind them one flag a parameter, and the shares."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], exchange: Exchange, ranks: int, label: str
+        self,
+        parameters: dict[str, nn.Parameter],
+        exchange: Exchange,
+        ranks: int,
+        label: str,
+        period: Period | None = None,
     ) -> None:
-        self.label = label
+        self.label, self.period = label, period
         self.native = exchange.native
         self._ranks = ranks
         parameters, coded = coded_first(parameters, exchange)
@@ -116,7 +125,7 @@ class BucketTransfer(Transfer):
     def pack(self, backward: Round) -> None:
         self._used = self._landing.close(backward)  # walk 4
         mark(self._flags, self._used)
-        weigh([self._gradients], self._shares, backward.share, self._ranks)
+        self._landing.weigh([self._gradients], self._shares, backward)
         self._mark = backward.mark(self)
         put(self._mark, [self._marks])
 
@@ -134,7 +143,8 @@ class BucketTransfer(Transfer):
         self._landing.open()
 
     def kept(self) -> Sequence[Tensor]:
-        return [self._flat, *self.carrier.tensors()]
+        held = () if self.period is None else self.period.tensors()
+        return [self._flat, *self.carrier.tensors(), *held]
 
     def release(self) -> None:
         self._landing.release()

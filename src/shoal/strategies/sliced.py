@@ -50,7 +50,7 @@ from shoal.core.pieces import Piece, local_gradient, set_local_gradient
 from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.carried import coded_first, profiles_coded_first
-from shoal.strategies.landing import Landing, by_kind, mark, weigh
+from shoal.strategies.landing import Landing, by_kind, mark
 from shoal.strategies.marks import can_tell, check, put
 from shoal.strategies.slice_bucket import SliceBucket, placed, width
 from shoal.strategies.turns import Turns
@@ -172,7 +172,7 @@ class SlicedTransfer(OwnedTransfer):
     ) -> None:
         parameters, coded = coded_first(parameters, exchange)
         bucket = SliceBucket(parameters, place, shares)
-        self.label = label
+        self.label, self.period = label, place.period
         self.native = exchange.native
         self.served = len(shares) > place.ranks
         self.parameters = tuple(parameters.values())
@@ -231,7 +231,7 @@ class SlicedTransfer(OwnedTransfer):
         for owned, part in zip(self.owned, self._bucket.slices, strict=True):
             mark(part.flags, [used[piece.parameter] for piece in owned])
             if owned:
-                weigh(part.values, part.shares, backward.share, self._bucket.workers)
+                self._landing.weigh(part.values, part.shares, backward)
         self._mark = backward.mark(self)
         put(self._mark, [part.marks for part in self._bucket.slices])
         self.held = set(self.parameters)
@@ -338,7 +338,8 @@ class SlicedTransfer(OwnedTransfer):
         self._bucket.close()
 
     def kept(self) -> Sequence[Tensor]:
-        return [self._total.whole, *self.carrier.tensors()]
+        held = () if self.period is None else self.period.tensors()
+        return [self._total.whole, *self.carrier.tensors(), *held]
 
     def release(self) -> None:
         self._landing.release()
