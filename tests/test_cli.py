@@ -18,6 +18,7 @@ from command_line import RECIPE, prepare, shoal
 from shoal.cli import main
 from shoal.core.plan import Plan
 from shoal.launch.lab import Lab
+from shoal.report.run_file import load
 
 COMMANDS = (
     "bench",
@@ -273,6 +274,8 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
         str(path),
         "--trace",
         str(trace),
+        "--report",
+        str(tmp_path / "run.json"),
     )
     command = (sys.executable, "-m", "shoal", "bench", RECIPE, "-w", "2", *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -319,6 +322,10 @@ def test_bench_against_ddp_writes_what_it_measured(tmp_path: Path) -> None:
         for pid in (0, 2)
     ]
     assert begins[0] == begins[1], "side by side"
+    record = load(tmp_path / "run.json")
+    assert [contender.ratio is None for contender in record.contenders] == [True, False]
+    assert record.step_s == figures["median_s"]["shoal"]
+    assert len(record.tracks) == 3 and record.explanation is not None
     ratio = figures["ratio_to_shoal"]["ddp"]
     assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
     assert f"{ratio['median']:.2f}" in done.stdout

@@ -21,7 +21,7 @@ playwright = pytest.importorskip(
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
-MOST_BYTES, MOST_MS = 3_000_000, 2000
+MOST_BYTES, MOST_S = 3_000_000, 2.0
 WIDE, NARROW = (1280, 900), (390, 800)
 
 pytestmark = [
@@ -58,6 +58,13 @@ class Opened:
         self.page.on("request", lambda request: self.asked.append(request.url))
         self.page.goto(file.as_uri(), wait_until="load")
 
+    def processor_s(self) -> float:
+        """What it has taken so far, which does not grow while others have the machine."""
+        session = self.page.context.new_cdp_session(self.page)
+        session.send("Performance.enable")
+        metrics = session.send("Performance.getMetrics")["metrics"]
+        return next(float(each["value"]) for each in metrics if each["name"] == "ProcessTime")
+
     def window(self) -> list[int]:
         """What of the timeline is seen, in microseconds."""
         self.page.wait_for_timeout(50)
@@ -91,8 +98,7 @@ def test_a_page_is_right_small_and_quick(
     shown = opened(name, viewport={"width": width, "height": height}, color_scheme=theme)
     assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
     assert [url for url in shown.asked if not url.startswith(("file:", "data:"))] == []
-    took = shown.page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-    assert took < MOST_MS
+    assert shown.processor_s() < MOST_S
     assert int(shown.page.get_attribute("#timeline", "data-drawn")) > 10
     across = shown.page.evaluate("document.documentElement.scrollWidth")
     assert across <= width, "nothing is wider than the window"

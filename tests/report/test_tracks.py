@@ -25,19 +25,18 @@ def test_the_main_thread_comes_first_and_steps_have_no_row() -> None:
     assert data["tracks"][0]["steps"] == []
 
 
-def test_the_predicted_backward_begins_where_the_measured_one_does() -> None:
-    data = drawn((predicted(6), track("rank 0", 6, 2)))
-    begins = [
-        next(
-            begin
-            for label, begin, _, _ in lane(shown, MAIN)["events"]
-            if data["labels"][label][0] == "backward"
-        )
-        for shown in data["tracks"]
-    ]
-    assert begins == [200_000, 200_000]
-    assert data["end"] == 1_430_000
+def test_where_backward_begins_is_told_of_each_track() -> None:
+    data = drawn((predicted(6), track("rank 0", 6, 2), track("rank 1", 6, 2, slower=1.5)))
+    assert [shown["backward"] for shown in data["tracks"]] == [0, 200_000, 300_000]
+    assert data["end"] == 2_145_000
     assert data["window"] == [0, 870_000], "one measured step, and all of the predicted one"
+
+
+def test_all_of_the_predicted_step_can_be_seen() -> None:
+    short = Event("backward", MAIN, 0.3, 0.4), Event("step", STEPS, 0.2, 0.5)
+    data = drawn((predicted(6), Track("rank 0", short)))
+    assert data["end"] == 970_000
+    assert data["window"] == [0, 970_000]
 
 
 def test_without_measured_steps_the_prediction_begins_at_0() -> None:

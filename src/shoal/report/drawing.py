@@ -17,16 +17,16 @@ def duration(seconds: float) -> str:
     """Seconds as people read them.
 
     Examples:
-        >>> duration(0.0), duration(2.5e-5), duration(0.0421), duration(0.7041), duration(12.3)
-        ('0', '25 µs', '42.1 ms', '704 ms', '12.3 s')
+        >>> duration(0.0), duration(2.5e-5), duration(0.0421), duration(0.7041), duration(6.438)
+        ('0', '25 µs', '42.1 ms', '704 ms', '6.44 s')
     """
     if not seconds:
         return "0"
-    for least, unit, scale in ((10.0, "s", 1.0), (1e-3, "ms", 1e3)):
-        if abs(seconds) >= least:
-            digits = 0 if abs(seconds) * scale >= 100 else 1
-            return f"{seconds * scale:,.{digits}f} {unit}"
-    return f"{seconds * 1e6:,.0f} µs"
+    if abs(seconds) >= 1:
+        return f"{seconds:,.{2 if abs(seconds) < 10 else 1}f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.{0 if abs(seconds) >= 0.1 else 1}f} ms"
+    return f"{seconds * 1e6:.0f} µs"
 
 
 def size(nbytes: float) -> str:

@@ -1,13 +1,13 @@
 """Tracks of a step for a page: what its script draws, and the step by its parts.
 
     {"labels": [["backward", 1], …],                 each with the number of its colour
-     "tracks": [{"name": …, "steps": […],
+     "tracks": [{"name": …, "steps": […], "backward": …,
                  "lanes": [{"name": …, "depth": 1, "events": [[label, begin, length, depth], …]}],
                  "links": [{"name": …, "most": …, "rates": [[at, Mbit/s], …]}]}, …],
      "end": …}
 
-Times are whole microseconds. The predicted step stands so that its backward begins where the
-first measured one does. Reads core only.
+Times are whole microseconds. The script lays the predicted step so that its backward begins where
+the first one of the rank beside it does. Reads core only.
 """
 
 from __future__ import annotations
@@ -86,52 +86,42 @@ def _parts(track: Track) -> dict[str, float]:
 
 def drawn(tracks: Sequence[Track]) -> dict[str, Any]:
     """What the page's script draws."""
-    begin_s = _first_backward(tracks)
     labels: dict[str, int] = {}
-    shown = [_track(track, labels, begin_s if track.name == PREDICTED else 0.0) for track in tracks]
-    ends = [end for track in shown if (end := track.pop("end"))]
+    shown = [_track(track, labels) for track in tracks]
+    latest = max((track["backward"] for track in shown), default=0)
+    # of the predicted step, wherever it is laid
+    ends = [track["end"] + latest * (track["name"] == PREDICTED) for track in shown]
+    end = max(1, *ends)
     return {
         "labels": [[what, _colour(what)] for what in labels],
         "tracks": shown,
-        "end": max(ends, default=1),
-        "window": _window(shown, max(ends, default=1)),
+        "end": end,
+        "window": _window(shown, end),
     }
 
 
-def _first_backward(tracks: Sequence[Track]) -> float:
-    """When the first measured backward begins."""
-    begins = [
-        event.begin_s
-        for track in tracks
-        if track.name != PREDICTED
-        for event in track.events
-        if event.what == BACKWARD
-    ]
-    return min(begins, default=0.0)
-
-
-def _track(track: Track, labels: dict[str, int], shift_s: float) -> dict[str, Any]:
+def _track(track: Track, labels: dict[str, int]) -> dict[str, Any]:
     by_thread: dict[str, list[Event]] = defaultdict(list)
     for event in track.events:
         by_thread[event.thread].append(event)
     steps = by_thread.pop(STEPS, [])
-    ends = [_us(event.end_s + shift_s) for event in track.events]
+    ends = [_us(event.end_s) for event in track.events]
+    begins = [_us(event.begin_s) for event in track.events if event.what == BACKWARD]
     return {
         "name": track.name,
         "left_out": track.left_out,
-        "steps": [_us(event.begin_s + shift_s) for event in steps],
+        "steps": [_us(event.begin_s) for event in steps],
+        "backward": min(begins, default=0),
         "lanes": [
-            _lane(name, by_thread[name], labels, shift_s)
+            _lane(name, by_thread[name], labels)
             for name in sorted(by_thread, key=lambda name: (name != MAIN, name))
         ],
-        "links": _links(track.rates, shift_s),
+        "links": _links(track.rates),
         "end": max(ends, default=0),
     }
 
 
-def _lane(
-    name: str, events: Sequence[Event], labels: dict[str, int], shift_s: float
-) -> dict[str, Any]:
+def _lane(name: str, events: Sequence[Event], labels: dict[str, int]) -> dict[str, Any]:
     """A thread's events, each as deep as it lies inside others."""
     rows, open_ends, deepest = [], list[float](), 0
     for event in sorted(events, key=lambda event: (event.begin_s, -event.end_s)):
@@ -142,11 +132,11 @@ def _lane(
         deepest = max(deepest, depth)
         label = labels.setdefault(event.what, len(labels))
         long = max(0, _us(event.end_s - event.begin_s))
-        rows.append([label, _us(event.begin_s + shift_s), long, depth])
+        rows.append([label, _us(event.begin_s), long, depth])
     return {"name": name, "depth": deepest + 1, "events": rows}
 
 
-def _links(rates: Sequence[Rate], shift_s: float) -> list[dict[str, Any]]:
+def _links(rates: Sequence[Rate]) -> list[dict[str, Any]]:
     by_link: dict[str, list[Rate]] = defaultdict(list)
     for rate in rates:
         by_link[rate.link].append(rate)
@@ -154,7 +144,7 @@ def _links(rates: Sequence[Rate], shift_s: float) -> list[dict[str, Any]]:
         {
             "name": link,
             "most": round(most, 1),
-            "rates": [[_us(rate.at_s + shift_s), round(rate.mbit_per_s, 1)] for rate in told],
+            "rates": [[_us(rate.at_s), round(rate.mbit_per_s, 1)] for rate in told],
         }
         for link, told in sorted(by_link.items())
         if (most := max(rate.mbit_per_s for rate in told)) >= _LEAST_MBIT
@@ -162,16 +152,14 @@ def _links(rates: Sequence[Rate], shift_s: float) -> list[dict[str, Any]]:
 
 
 def _window(tracks: Sequence[Mapping[str, Any]], end: int) -> list[int]:
-    """What is seen at first: one step, as measured and as predicted."""
-    starts = [steps[1] for track in tracks if len(steps := track["steps"]) > 1]
-    predicted = [
-        begin + long
-        for track in tracks
-        if track["name"] == PREDICTED
-        for lane in track["lanes"]
-        for _, begin, long, _ in lane["events"]
-    ]
-    return [0, min(end, max([*starts, *predicted]) if starts else end)]
+    """What is seen at first: one step, as the first rank made it and as it was predicted."""
+    ranks = [track for track in tracks if track["name"] != PREDICTED]
+    if not ranks:
+        return [0, end]
+    first, steps = ranks[0], ranks[0]["steps"]
+    predicted = [track["end"] for track in tracks if track["name"] == PREDICTED]
+    ends = [steps[1] if len(steps) > 1 else end, *(first["backward"] + at for at in predicted)]
+    return [0, min(end, max(ends))]
 
 
 def _us(seconds: float) -> int:

@@ -44,6 +44,8 @@
   const ranks = data.tracks.filter((track) => track !== predicted);
   let rank = ranks[0];
   let rows = [], height = 0, left = 150, seen = data.window.slice();
+  // The predicted step begins its backward where the rank beside it does.
+  const shift = (row) => (row.track === predicted && rank ? rank.backward : 0);
 
   // Of each thread the predicted row first, the measured one below it; links come last.
   const arrange = () => {
@@ -71,7 +73,8 @@
   };
 
   const time = (us) => {
-    if (Math.abs(us) >= 1e7) return (us / 1e6).toFixed(1) + " s";
+    if (Math.abs(us) >= 1e6) return (us / 1e6).toFixed(2) + " s";
+    if (!us) return "0";
     if (Math.abs(us) >= 1e3) return (us / 1e3).toFixed(Math.abs(us) >= 1e5 ? 0 : 1) + " ms";
     return Math.round(us) + " µs";
   };
@@ -140,7 +143,8 @@
   };
   const events = (row, colour) => {
     let drawn = 0;
-    for (const [label, begin, long, depth] of row.what.events) {
+    for (const [label, start, long, depth] of row.what.events) {
+      const begin = start + shift(row);
       if (begin + long < seen[0] || begin > seen[1]) continue;
       const from = Math.max(x(begin), left), wide = Math.max(x(begin + long) - from, 1);
       const inset = 2 * depth;
@@ -159,14 +163,15 @@
     const { rates: told, most } = row.what, floor = row.y + row.tall;
     pen.fillStyle = colour("--k5");
     pen.beginPath();
-    pen.moveTo(x(told[0][0]), floor);
+    const by = shift(row);
+    pen.moveTo(x(told[0][0] + by), floor);
     told.forEach(([us, mbit], number) => {
       const y = floor - (mbit / most) * (row.tall - 2);
       const until = number + 1 < told.length ? told[number + 1][0] : us;
-      pen.lineTo(x(us), y);
-      pen.lineTo(x(until), y);
+      pen.lineTo(x(us + by), y);
+      pen.lineTo(x(until + by), y);
     });
-    pen.lineTo(x(told[told.length - 1][0]), floor);
+    pen.lineTo(x(told[told.length - 1][0] + by), floor);
     pen.fill();
     return told.length;
   };
@@ -196,9 +201,10 @@
 
   const told = (event) => {
     const frame = canvas.getBoundingClientRect();
-    const px = event.clientX - frame.left, py = event.clientY - frame.top, us = at(px);
+    const px = event.clientX - frame.left, py = event.clientY - frame.top;
     const row = rows.find((each) => py >= each.y && py < each.y + each.tall);
     if (!row || px < left) return "";
+    const us = at(px) - shift(row);
     if (row.what.rates) {
       const now = row.what.rates.filter((rate) => rate[0] <= us).pop();
       return now ? `${row.what.name}, ${row.track.name}: ${now[1]} Mbit/s` : "";
@@ -208,7 +214,7 @@
     const hit = row.what.events.filter(([, begin, long, deep]) =>
       deep === depth && us >= begin - slack && us <= begin + long + slack).pop();
     if (!hit) return "";
-    return `${data.labels[hit[0]][0]}, ${row.track.name}: ${time(hit[2])}, from ${time(hit[1])}`;
+    return `${data.labels[hit[0]][0]}, ${row.track.name}: ${time(hit[2])}, from ${time(hit[1] + shift(row))}`;
   };
   let held = null;
   canvas.addEventListener("pointerdown", (event) => {
