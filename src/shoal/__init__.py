@@ -10,6 +10,7 @@ Examples:
 
 from shoal.core.errors import ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.outcome import Outcome, Term
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
 from shoal.core.record import CodecRow
@@ -20,8 +21,11 @@ from shoal.front.codec_report import CodecReport, codec_report
 from shoal.front.distributed_checkpoint import Stateful
 from shoal.front.explaining import explain
 from shoal.front.joining import Served, init, serve
-from shoal.front.parallel import parallelize, plan, plan_of
+from shoal.front.outcomes import outcome
+from shoal.front.parallel import parallelize, plan
+from shoal.front.planned import plan_of
 from shoal.front.release import unparallelize
+from shoal.front.replanning import replan
 from shoal.front.saving import load, save
 from shoal.front.scaled_lr import scaled_lr
 from shoal.front.sharding import shard
@@ -39,6 +43,7 @@ __all__ = [
     "CodecRow",
     "Link",
     "Memory",
+    "Outcome",
     "Outer",
     "Plan",
     "SearchOptions",
@@ -47,6 +52,7 @@ __all__ = [
     "ShardedLoader",
     "ShoalError",
     "Stateful",
+    "Term",
     "Topology",
     "UsageError",
     "World",
@@ -59,10 +65,12 @@ __all__ = [
     "load",
     "mean",
     "memory",
+    "outcome",
     "parallelize",
     "plan",
     "plan_of",
     "register",
+    "replan",
     "save",
     "scaled_lr",
     "serve",

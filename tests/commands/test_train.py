@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,24 @@ def test_they_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
     run(2, work, timeout_s=30)
     assert "batch norm over all ranks: 1 layer" in capsys.readouterr().out
+
+
+def test_what_steps_took_is_printed_and_written_and_plans_may_follow_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, told = recipe(tmp_path, COUNTED), tmp_path / "steps.json"
+
+    def work(comm: ThreadComm) -> None:
+        with using(comm, HOSTS):
+            train(load(path), PlanOptions(replan=True), max_steps=14, json_path=told)
+
+    run(2, work, timeout_s=60)
+    printed = capsys.readouterr().out
+    assert "off most: " in printed and "between steps" in printed
+    found = json.loads(told.read_text())
+    outcome = found["outcome"]
+    assert found["ranks"] == 2 and len(found["plan"]["choices"]) == 1
+    assert outcome["off"] in [term["name"] for term in outcome["terms"]]
+    measured = {term["name"]: term["measured_s"] for term in outcome["terms"]}
+    between_s = measured.pop("between steps")
+    assert between_s >= 0 and outcome["measured_s"] == pytest.approx(sum(measured.values()))

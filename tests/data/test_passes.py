@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -170,3 +171,27 @@ def test_a_position_around_the_end_of_an_epoch(ahead: int) -> None:
     if ahead:  # the last of an epoch is not trained on as the first of the next one is drawn
         drawn = [num if batches == num + 1 else batches for batches in drawn]
     assert rows == [24 // num * batches for batches in drawn]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("peek", PEEKS)
+def test_an_epoch_ends_with_a_pass_that_was_trained_on(peek: Peek) -> None:
+    rank, ended = Rank(0), list[int]()
+    rank.passes.at_end = lambda: ended.append(rank.loader.state_dict()["epoch"])
+    peek(rank.loader, rank.other)
+    for number in range(3):
+        rank.epoch(lambda: peek(rank.loader, rank.other))
+        peek(rank.loader, rank.other)
+        assert ended == list(range(1, number + 2))
+
+
+@pytest.mark.quick
+def test_where_a_thread_draws_ahead_nobody_is_told_of_an_end() -> None:
+    rank, ended = Rank(0), list[int]()
+    rank.passes.at_end = lambda: ended.append(0)
+    rank.epoch()
+    with ThreadPoolExecutor(1) as pool:
+        drawn = pool.submit(list, rank.loader).result()
+    for _ in drawn:
+        rank.step()
+    assert len(ended) == 1

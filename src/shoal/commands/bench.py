@@ -39,6 +39,7 @@ from shoal.core.record import Track
 from shoal.core.trace import MAIN, STEPS, Recorder
 from shoal.front.codec_report import codec_report
 from shoal.front.joining import init
+from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
 from shoal.front.sharding import shard
@@ -226,6 +227,7 @@ def _report(
     sent: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
     """What is written as JSON."""
+    outcome = outcome_of_ranks(shoal.model)
     return {
         "command": ["shoal", *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -241,6 +243,7 @@ def _report(
         "processors_busy": {name: statistics.median(shares) for name, shares in busy.items()},
         "sent_bytes": _most_sent(sent),
         "predicted_s": attached.plan.predicted_s,
+        "outcome": outcome and outcome.to_json(),
         "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
         "memory_bytes": _memory(shoal.model),
         "memory_of_one_process_bytes": _told(of_one_process(attached.profile)),
@@ -394,6 +397,12 @@ def _print(recipe: Recipe, report: dict[str, Any], explanation: Any) -> None:
     console.print(
         f"predicted step {predicted * 1e3:.1f} ms, {predicted / measured:.2f} of the measured one"
     )
+    if (outcome := report["outcome"]) and outcome["off"]:
+        off = next(term for term in outcome["terms"] if term["name"] == outcome["off"])
+        console.print(
+            f"off most: {off['name']}, {off['predicted_s'] * 1e3:.1f} ms predicted, "
+            f"{off['measured_s'] * 1e3:.1f} ms measured"
+        )
     held = Memory(**report["memory_bytes"], process_peak=None)
     console.print(f"Shoal's memory, each kind on the rank with the most: {held}")
     alone = Memory(**report["memory_of_one_process_bytes"], process_peak=None)

@@ -18,7 +18,8 @@ from shoal.core.numbers import MOST_RANKS_HERE
 from shoal.core.registry import named
 from shoal.launch import rendezvous
 
-_WRITTEN = ("--checkpoint", "--save-plan", "--report")  # options whose paths ranks write to
+# options whose paths ranks write to
+_WRITTEN = ("--checkpoint", "--save-plan", "--report", "--json")
 _PATHS = (*_WRITTEN, "--plan", "--file")
 _OPTIONS = [
     click.option(

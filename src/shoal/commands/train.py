@@ -103,6 +103,12 @@ def _periods(
     help="Update layers of that name or glob once in so many steps, by the mean of these. This "
     "changes the mathematics.",
 )
+@click.option(
+    "--replan",
+    is_flag=True,
+    help="Make the plan anew as epochs end, from what steps took and links carry; another one is "
+    "followed where it is predicted to take a tenth less time.",
+)
 @click.option("--save-plan", type=NEW_FILE, callback=in_a_folder, help="Write the plan there.")
 @click.option(
     "--epochs", type=click.IntRange(1), help="Passes over the data; the recipe's EPOCHS by default."
@@ -131,6 +137,13 @@ def _periods(
     help="From one checkpoint to the next, as 30s, 10min or 2h.",
 )
 @REPORT
+@click.option(
+    "--json",
+    "json_path",
+    type=NEW_FILE,
+    callback=in_a_folder,
+    help="Write there what steps took beside the prediction, and the plan.",
+)
 def train(
     recipe: Recipe,
     options: PlanOptions,
@@ -139,12 +152,14 @@ def train(
     local_steps: int | str | None,
     rule: str | None,
     update_every: dict[str, int] | None,
+    replan: bool,
     save_plan: Path | None,
     epochs: int | None,
     steps: int | None,
     checkpoint: Path | None,
     every_s: float,
     report: Path | None,
+    json_path: Path | None,
     reasons: bool,
 ) -> None:
     """Train RECIPE, after showing its plan."""
@@ -157,6 +172,7 @@ def train(
             local_steps=local_steps,
             outer=Outer(rule=rule) if rule else None,
             update_every=update_every,
+            replan=replan,
         ),
         save=save_plan,
         epochs=epochs,
@@ -165,4 +181,5 @@ def train(
         every_s=every_s,
         reasons=reasons,
         report=report,
+        json_path=json_path,
     )

@@ -6,7 +6,9 @@ Each function is a collective: all ranks call it with the same arguments, and ra
 from __future__ import annotations
 
 import copy
+import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +25,7 @@ from shoal.contracts.batch import mapped
 from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
+from shoal.core.outcome import Outcome
 from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED
 from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
@@ -31,6 +34,7 @@ from shoal.front.carriers import all_codecs, codecs_of
 from shoal.front.cluster import measured_cluster, with_codings
 from shoal.front.codec_report import codec_report
 from shoal.front.joining import init, is_tail_host, serve_and_end
+from shoal.front.outcomes import outcome_of_ranks
 from shoal.front.parallel import parallelize
 from shoal.front.recipe import Recipe
 from shoal.front.sharding import shard
@@ -48,7 +52,15 @@ from shoal.session.memory import memory, of_one_process
 from shoal.session.session import Session, current, world
 
 # of the options
-_NOT_PLANNED = ("plan", "sync_batchnorm", "check_every", "local_steps", "outer", "update_every")
+_NOT_PLANNED = (
+    "plan",
+    "sync_batchnorm",
+    "check_every",
+    "local_steps",
+    "outer",
+    "update_every",
+    "replan",
+)
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
 _CHECK_S = 3600.0
@@ -75,6 +87,7 @@ class PlanOptions:
     local_steps: int | str | None = None
     outer: Outer | None = None
     update_every: Mapping[str, int] | None = None
+    replan: bool = False
 
     def without_codecs(self) -> PlanOptions:
         """The same, exact: also what pins and a saved plan say."""
@@ -100,10 +113,12 @@ def train(
     every_s: float = 600.0,
     reasons: bool = False,
     report: Path | None = None,
+    json_path: Path | None = None,
 ) -> None:
     """Train the recipe on all ranks.
 
-    Rank 0 prints the plan, progress, step times, memory and the test accuracy.
+    Rank 0 prints the plan, progress, step times beside the predicted one, memory and the test
+    accuracy.
 
     Args:
         recipe: what to train, on what.
@@ -115,6 +130,7 @@ def train(
         every_s: seconds from one checkpoint to the next.
         reasons: print also why each layer is served as it is.
         report: where to write the report of the run.
+        json_path: where to write what the steps took, beside the prediction.
     """
     # 1  join the others, and take a share of the data
     init()
@@ -146,7 +162,7 @@ def train(
     median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
     # 4  what came of it
     if median_step_s is not None:
-        _show_outcome(model, median_step_s)
+        _show_outcome(model, median_step_s, json_path)
         if report and history:
             report_training(report, recipe.path, model, history, median_step_s)
     if test_data is not None:
@@ -198,20 +214,27 @@ def _show_batch(own_rows: int) -> None:
         text.console().print(text.batch(rows))
 
 
-def _show_outcome(model: nn.Module, median_step_s: float) -> None:
+def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> None:
     """Have rank 0 print the prediction beside the measured step, what memory it holds, and what
     codecs save and lose.
     """
+    outcome = outcome_of_ranks(model)
     if world().rank > 0:
         return
     console, attached = text.console(), current().attached.get(model)
-    if attached is not None:
-        predicted_s = attached.plan.predicted_s
-        console.print(
-            f"predicted step {predicted_s * 1e3:.1f} ms: "
-            f"{abs(predicted_s - median_step_s) / median_step_s:.0%} "
-            f"{'under' if predicted_s < median_step_s else 'over'} the measured one"
-        )
+    if outcome is None and attached is not None:  # one step alone
+        outcome = Outcome(attached.plan.predicted_s, median_step_s, 1)
+    if outcome is not None:
+        console.print(str(outcome), markup=False, highlight=False, soft_wrap=True)
+    if json_path is not None:
+        told = {
+            "command": ["shoal", *sys.argv[1:]],
+            "ranks": world().size,
+            "median_step_s": median_step_s,
+            "outcome": outcome and outcome.to_json(),
+            "plan": json.loads(attached.plan.to_json()) if attached is not None else None,
+        }
+        json_path.write_text(json.dumps(told, indent=1) + "\n")
     console.print(f"memory of this rank: {memory(model)}")
     if attached is not None:
         console.print(f"one process would hold: {of_one_process(attached.profile)}")

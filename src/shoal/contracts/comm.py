@@ -44,6 +44,7 @@ class Comm(ABC):
     topology: Topology
     timeout_s: float | None  # how long a receive waits; None: for ever
     recorder: Recorder | None = None  # where set, notes what the main thread waits for
+    waited_s: float = 0.0  # seconds, for messages from every rank to every other
 
     @property
     def workers(self) -> int:
@@ -183,6 +184,7 @@ class Comm(ABC):
         def finish() -> None:
             begin_s = perf_counter()
             self.finish(pending)
+            self.waited_s += perf_counter() - begin_s
             if self.recorder is not None:
                 self.recorder.note("messages from every rank to every other", MAIN, begin_s)
 

@@ -90,6 +90,8 @@ class Link:
     cpu_s_per_byte: float = 0.0  # processor time that a sent-and-received byte costs on one rank
     # what passes for free after a pause, as where a token bucket shapes the link
     burst_bytes: float = 0.0
+    # bytes a second of a few messages, as it was measured, by which it is known again; 0: not tried
+    tried: float = field(default=0.0, repr=False)
 
     @property
     def burst_s(self) -> float:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol, final
 from weakref import WeakSet
 
+from shoal.core.nothing import nothing
+
 _MOST_DRAWN = 64  # passes that are kept until a backward comes
 
 
@@ -63,6 +65,7 @@ class Passes:
         self.is_trained = is_trained
         self.loaders = 0  # that were sharded
         self.waits = WeakSet[Waiting]()  # of the models that there are still
+        self.at_end: Callable[[], None] = nothing  # of an epoch: called on that thread
         self._trainer = 0  # the thread that calls models
         self._drawn: list[Pass] = []  # since the last backward
         self._current: Pass | None = None  # that the last backward belongs to
@@ -73,6 +76,12 @@ class Passes:
         if not self._drawn or self._drawn[-1] is not one:
             self._drawn.append(one)
             del self._drawn[:-_MOST_DRAWN]
+
+    def ended(self, one: Pass) -> None:
+        """Its end is met. Where it was trained on, and no thread draws ahead, an epoch is over."""
+        one.complete = True
+        if one.trained and one.thread == self._trainer:
+            self.at_end()
 
     def forward(self) -> None:
         """A parallelised model is called."""

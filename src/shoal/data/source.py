@@ -187,7 +187,7 @@ class _Given(Iterator[T]):
         try:
             step = next(self._steps)
         except StopIteration:
-            self._begun.noted.complete = True
+            self._passes.ended(self._begun.noted)
             raise
         self._begun.noted.batches += 1
         self._begun.position, self._begun.drawn = step.position, True

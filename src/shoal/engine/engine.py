@@ -40,6 +40,7 @@ from shoal.core.trace import Recorder
 from shoal.engine.common import Common
 from shoal.engine.round import BackwardRound
 from shoal.engine.routes import Routes
+from shoal.engine.spent import Spent
 from shoal.engine.timetable import Timetable
 from shoal.engine.weights import Weight
 
@@ -73,6 +74,7 @@ class Engine(Rounds):
         self.buckets = buckets or Buckets()
         self.routes = Routes(self.transfers, lanes, served, back, device)
         self._main = tuple(main)
+        self.spent = Spent(self.waited_s)
         self._timetable = Timetable(self.transfers, self.routes)
         self._landing = tuple(
             transfer for transfer in transfers if transfer.cadence.on is Event.GRADIENTS_LANDED
@@ -83,6 +85,8 @@ class Engine(Rounds):
         self._before_accumulating: Callable[[], None] = nothing
         self.hooks: list[RemovableHandle] = []  # on parameters that weigh their gradients
         self._round = self._next_round()
+        self.listen(Event.FORWARD_ENTERED, self.spent.forward)
+        self.listen(Event.BACKWARD_ENDED, self.spent.backward)
         for transfer in self.transfers:
             transfer.connect(self)
 
@@ -199,6 +203,10 @@ class Engine(Rounds):
         for transfer in self.transfers:
             transfer.release()
 
+    def waited_s(self) -> float:
+        """Seconds that the main thread has waited for transfers, and for rows of cut layers."""
+        return self.routes.waited_s() + sum(comm.waited_s for comm in self._main)
+
     def listen(self, event: Event, listener: Callable[[], None]) -> None:
         """Have a function called whenever that event happens, before transfers go on it."""
         self._timetable.listen(event, listener)
@@ -271,6 +279,7 @@ class Engine(Rounds):
         """
         self.check_sent()
         self._round.latest = None
+        self.spent.step_begun()
 
     @property
     def is_accumulating(self) -> bool:

@@ -78,6 +78,7 @@ class Routes:
         self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
         self._recorder: Recorder | None = None
         self._waits: dict[Transfer, float] = {}  # seconds of the main thread, so far
+        self._waited_s = 0.0  # the same of all
         self._common: Common | None = None
         self._teller: Transfer | None = None  # that takes its marks along
 
@@ -153,13 +154,15 @@ class Routes:
         """Wait for an errand of a transfer, and note it as `purpose` if that is given."""
         begin_s = perf_counter()
         errand.wait(f"step {self.step}, {errand.purpose}")
-        self._waits[transfer] = self._waits.get(transfer, 0.0) + perf_counter() - begin_s
+        seconds = perf_counter() - begin_s
+        self._waits[transfer] = self._waits.get(transfer, 0.0) + seconds
+        self._waited_s += seconds
         if purpose:
             self.note(purpose, begin_s)
 
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for transfers."""
-        return sum(self._waits.values())
+        return self._waited_s
 
     def waits(self) -> dict[str, float]:
         """The same by what a transfer is called."""

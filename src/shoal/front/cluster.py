@@ -26,9 +26,10 @@ from shoal.core.registry import of
 from shoal.exchange.direct import Direct
 from shoal.planner.search import LANES
 from shoal.planner.search_options import DEFAULT
-from shoal.profiling.links import probe_link
+from shoal.profiling.links import is_as_before, probe_link, probe_now
 from shoal.profiling.paces import CPU, probe_moves, probe_paces, probe_pack
 from shoal.remote.tail_hosts import TailHosts
+from shoal.report.stages import Stages
 from shoal.servers.servers import Servers
 from shoal.session.session import Session
 
@@ -50,9 +51,11 @@ def measured_cluster(
 ) -> Cluster:
     """The session's ranks and links, measured at the first call (a collective).
 
+    Later calls send a few messages, and measure again only where links are no longer as they were.
     Exchanges that are `asked` for are measured too, where others were and they were not, and
     `codecs`. Buckets are on the `device` as they are measured.
     """
+    _forget_changed(session)
     cluster = _measured(session, device)
     if cluster.paces:
         session.cluster = cluster = with_codings(cluster, session.comm, codecs, device)
@@ -78,6 +81,21 @@ def with_codings(
     return replace(cluster, codings={**cluster.codings, **probe_codings(comm, unknown, device)})
 
 
+def _forget_changed(session: Session) -> None:
+    """Have links measured again that carry far more or less than when they were."""
+    known = session.cluster
+    if known is None or not known.link.tried:  # as on every rank; or nobody has measured them
+        return
+    now = probe_now(session.comm, known.link)
+    if is_as_before(known.link, now):
+        return
+    Stages(speaks=session.comm.rank == 0).say(
+        f"links carry {now * 8e-6:,.0f} Mbit/s, and carried {known.link.tried * 8e-6:,.0f} when "
+        "they were measured, so they are measured again"
+    )
+    session.cluster = None
+
+
 def _measured(session: Session, device: torch.device) -> Cluster:
     if session.cluster is None:
         comm = session.comm
@@ -91,6 +109,7 @@ def _measured(session: Session, device: torch.device) -> Cluster:
             )
         else:
             link = probe_link(comm, sharing=sharing)
+            link = replace(link, tried=probe_now(comm, link))
             lanes = [comm.channel(f"probe{i}") for i in range(LANES)]
             usable = {
                 name: exchange

@@ -10,7 +10,7 @@ from torch import nn
 from shoal.codecs.remembering import Remembering, coded_carriers
 from shoal.core.plan import Choice
 from shoal.core.record import CodecRow
-from shoal.front.parallel import plan_of
+from shoal.front.planned import plan_of
 from shoal.planner.timeline import Predictor
 from shoal.session.additions import uncompiled
 from shoal.session.session import current

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from shoal.front.parallel import plan_of
+from shoal.front.outcomes import outcome
+from shoal.front.planned import plan_of
 from shoal.planner.explain import explain as explain_plan
 from shoal.report import text
 from shoal.session.additions import uncompiled
@@ -16,7 +17,8 @@ def explain(model: nn.Module) -> str:
 
     A table of the layers, with what each sends in a step. Then, for each layer, what else could
     serve it: the bytes, and the step that would be predicted. It is what `shoal plan --explain`
-    prints for a recipe. Each rank can ask for itself.
+    prints for a recipe. Once steps were made, also what they took beside the prediction, as
+    `shoal.outcome`. Each rank can ask for itself.
 
     Returns:
         The text. '' where a process trains the model by itself.
@@ -39,4 +41,5 @@ def explain(model: nn.Module) -> str:
         return ""
     attached = current().attached[uncompiled(model)]
     explanation = explain_plan(attached.plan, attached.profile, attached.cluster)
-    return text.plain(text.explained(explanation, reasons=True))
+    reasons, measured = text.plain(text.explained(explanation, reasons=True)), outcome(model)
+    return reasons if measured is None else f"{reasons}\n{measured}"

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from shoal.comm.agreement import agreed, from_first
 from shoal.contracts.sample import check_compute_loss
-from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.outer import Outer
 from shoal.core.plan import MICRO_BATCHES, Plan
@@ -28,13 +27,13 @@ from shoal.engine.replicas import EVERY
 from shoal.front.carriers import all_codecs, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster, with_codings
 from shoal.front.joining import is_tail_host, serve_and_end
+from shoal.front.replanning import at_epoch_ends
 from shoal.front.request import Request, checked, in_a_tuple, listed, require_same
 from shoal.front.spreading import Job, alone, profiled, spread
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.sharing import plan_for
 from shoal.profiling.moving import check_ways
 from shoal.remote.tail_hosts import TailHosts
-from shoal.session.additions import uncompiled
 from shoal.session.session import current, ranks
 
 _CHECKING = "parallelize: checking what was given"
@@ -66,6 +65,7 @@ def parallelize(
     local_steps: int | str | None = None,
     outer: Outer | None = None,
     update_every: Mapping[str, int] | None = None,
+    replan: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Change a model, its loss and optimizer in place: the usual loop then trains on all ranks.
 
@@ -139,6 +139,10 @@ def parallelize(
             {"classifier.*": 4}. Until then each rank adds up its gradients, and `.grad` is None.
             Then it is their mean over all rows. This changes the mathematics, and saves the bytes
             of the steps between.
+        replan: whether the plan is made anew as an epoch of a sharded loader ends, from what steps
+            took and links carry. Another one must be predicted to take a tenth less time. To ask
+            for it yourself, call `shoal.replan`. A given plan is the first one. Not with servers,
+            tail hosts, a staleness, local_steps or update_every.
 
     Rank 0 logs how long each stage took, and in one line the plan, at level INFO of the logger
     "shoal": to stderr where the program has set up no logging.
@@ -201,6 +205,7 @@ def parallelize(
         local_steps=local_steps,
         outer=outer,
         update_every=update_every,
+        replan=replan,
     )
     comm.reached("parallelize: comparing what the ranks were given")
     given_plan = agreed(comm, lambda: checked(asked, model, loss_fn, optimizer, session), _CHECKING)
@@ -215,6 +220,8 @@ def parallelize(
     loss = (alone if comm.size == 1 and not other else spread)(
         session, Job(model, loss_fn, optimizers, sample, asked, given_plan)
     )
+    if replan and model in session.attached:
+        at_epoch_ends(session, model)
     return model, loss, optimizer
 
 
@@ -298,39 +305,3 @@ def plan(
             codecs=allowed,
         ),
     )
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that a parallelised model follows; None where a process trains it by itself.
-
-    That is where there is one process only, and after `unparallelize`.
-
-    Print it, or have one rank `.save("plan.json")` it for `parallelize(plan="plan.json")`. The
-    model may be compiled since.
-
-    Raises:
-        UsageError: the model was not parallelised, or before `init`.
-
-    Examples:
-        >>> import shoal, torch
-        >>> alone = shoal.init().size == 1
-        >>> model, loss_fn = torch.nn.Linear(4, 2), torch.nn.MSELoss()
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> _ = shoal.parallelize(
-        ...     model, loss_fn, optimizer, sample=(torch.ones(8, 4), torch.zeros(8, 2))
-        ... )
-        >>> (shoal.plan_of(model) is None) == alone
-        True
-    """
-    session = current()
-    model = uncompiled(model)
-    if model in session.released:
-        return None
-    if model not in (session.attached if session.comm.size > 1 else session.optimizers):
-        raise UsageError(
-            "the model is not parallelised",
-            got=type(model).__name__,
-            do="call shoal.parallelize first",
-        )
-    attached = session.attached.get(model)
-    return attached.plan if attached else None

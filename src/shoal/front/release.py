@@ -20,6 +20,7 @@ from shoal.optim.extend import release as release_optimizer
 from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove, uncompiled
+from shoal.session.again import forget
 from shoal.session.local import settle, take_global
 from shoal.session.residuals import warn_of_residuals
 from shoal.session.running import Running
@@ -60,7 +61,7 @@ def unparallelize(model: nn.Module) -> None:
     running = agreed(
         session.comm, lambda: _checked(session, model), "unparallelize: checking the model"
     )
-    _require_same(session, running)
+    require_same_model(session, running, "unparallelize", "release")
     settle(model)
     warn_of_residuals(model)
     optimizers = session.optimizers.pop(model)
@@ -72,8 +73,9 @@ def unparallelize(model: nn.Module) -> None:
             release_optimizer(optimizer)
             session.ignore_steps(optimizer)
     if running is not None:
-        _release(session, model, running)
+        give_back(session, model, running)
     remove(model)
+    forget(model)
     session.released.add(model)
 
 
@@ -98,23 +100,24 @@ def _checked(session: Session, model: nn.Module) -> Running | None:
     return attached.running
 
 
-def _require_same(session: Session, running: Running | None) -> None:
+def require_same_model(session: Session, running: Running | None, call: str, doing: str) -> None:
+    """Raise RanksDiffer where ranks name other models in a call, which is for `doing` that."""
     numbers = session.comm.gather_objects(
-        None if running is None else running.number, "unparallelize: which model"
+        None if running is None else running.number, f"{call}: which model"
     )
     for rank, number in enumerate(numbers):
         if number != numbers[0]:
             raise RanksDiffer(
-                f"rank {rank} and rank 0 release different models",
+                f"rank {rank} and rank 0 {doing} different models",
                 got=f"rank {rank}: the model that was parallelised as number {number}",
                 expected=f"as on rank 0: number {numbers[0]}",
-                do="call unparallelize for the same models in the same order on every rank",
+                do=f"call {call} for the same models in the same order on every rank",
                 rank=rank,
             )
 
 
-def _release(session: Session, model: nn.Module, running: Running) -> None:
-    """Give the model back; its optimizers are ordinary already (2)."""
+def give_back(session: Session, model: nn.Module, running: Running) -> None:
+    """Make the model ordinary; its optimizers are so already (2)."""
     threads = session.threads.pop(running.number)
     if running.owners is not None:
         running.owners.release()  # 3

@@ -29,6 +29,7 @@ from shoal.engine.replicas import EVERY
 from shoal.front.carriers import check_most_error, codecs_of
 from shoal.front.locally import check_local_steps
 from shoal.front.periods import check_update_every
+from shoal.front.replanned import check_replan, check_replanned
 from shoal.planner.options import check_pins, known, resolve
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.profiling.identity import content, trainable_layers
@@ -81,6 +82,7 @@ class Request:
     local_steps: int | str | None = None
     outer: Outer | None = None
     update_every: Mapping[str, int] | None = None
+    replan: bool = False
 
 
 def in_a_tuple(names: Any) -> Any:
@@ -119,12 +121,6 @@ def checked(
     _check_limits(asked)
     check_ways(asked.buffers, model, loss)
     _check_norms(asked, model)
-    if not is_count(asked.check_every) or asked.check_every < 0:
-        raise UsageError(
-            "check_every is a whole number of steps, or 0",
-            got=repr(asked.check_every)[:80],
-            do="give 100, or 0 for no check of replicas",
-        )
     check_pins({} if asked.pins is None else asked.pins)
     known(asked.strategies)
     codecs_of(asked.codecs)
@@ -142,6 +138,8 @@ def checked(
     )
     server_hosts = session.other(Servers)
     servers = len(server_hosts.hosts) if server_hosts else 0
+    apart = {name: getattr(asked, name) for name in ("staleness", "local_steps", "update_every")}
+    check_replan(asked.replan, session, apart)
     if asked.plan == "auto":
         layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
         resolve(asked.pins or {}, list(layers))
@@ -165,6 +163,8 @@ def checked(
         )
     check(plan, model, session.comm.size, servers)
     _check_staleness(plan.staleness, asked, session)
+    if asked.replan:
+        check_replanned(plan)
     return plan
 
 
@@ -186,6 +186,12 @@ def _check_limits(asked: Request) -> None:
             "micro_batches is a whole number, at least 1",
             got=repr(asked.micro_batches),
             do="give 4, say",
+        )
+    if not is_count(asked.check_every) or asked.check_every < 0:
+        raise UsageError(
+            "check_every is a whole number of steps, or 0",
+            got=repr(asked.check_every)[:80],
+            do="give 100, or 0 for no check of replicas",
         )
     if asked.count is not None and not callable(asked.count):
         raise UsageError(
@@ -425,6 +431,7 @@ def require_same(
         "sync_batchnorm": asked.sync_batchnorm,
         "max_error": asked.max_error,
         "codecs": list(codecs_of(asked.codecs)),
+        "replan": asked.replan,
         "check_every": asked.check_every,
         "buffers": asked.buffers if isinstance(asked.buffers, str) else list(asked.buffers.items()),
         **{

@@ -48,10 +48,12 @@ from shoal.report.text import summary
 from shoal.rewrite.align import of_first
 from shoal.rewrite.apply import check_served
 from shoal.session.additions import add
+from shoal.session.again import Again, keep
 from shoal.session.attach import attach
 from shoal.session.memory import give_back_freed, keep_freed
 from shoal.session.running import Running
 from shoal.session.session import Attached, Session
+from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
 from shoal.strategies.sync_batchnorm import SyncNorms
 from shoal.strategies.sync_batchnorm import alone as sync_norms_alone
@@ -68,6 +70,15 @@ class Job:
     sample: Any
     asked: Request
     given_plan: Plan | None  # None: to be made
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan, and the facts that it was made from."""
+
+    plan: Plan
+    profile: ModelProfile
+    cluster: Cluster
 
 
 def alone(session: Session, job: Job) -> Any:
@@ -117,7 +128,35 @@ def spread(session: Session, job: Job) -> Any:
     comm.reached("parallelize: planning and rewriting")
     plan, values = _planned(session, job, profile, cluster)
     stages.done("planning")
-    _check_plan(session, plan, profile)
+    check_plan(session, plan, profile)
+    again = Again(job.loss_fn, asked, norms, alike)
+    loss = follow(session, job, Found(plan, profile, cluster), again, values)
+    if asked.replan:
+        keep(model, again)
+    stages.say(summary(plan, profile.moving, profile.norms))
+    return loss
+
+
+def follow(
+    session: Session,
+    job: Job,
+    found: Found,
+    again: Again[Request],
+    values: Mapping[str, Tensor],
+    before: Watched | None = None,
+) -> Any:
+    """Rewrite the model for a plan, and watch it; the loss to train by (a collective).
+
+    Args:
+        session: the ranks.
+        job: the model, and what trains it.
+        found: the plan, and the facts that it was made from.
+        again: what was found beside the profile.
+        values: rank 0's of what differs between ranks.
+        before: what watched the model under the plan before, which has been released.
+    """
+    model, asked = job.model, again.asked
+    plan, profile, cluster = found.plan, found.profile, found.cluster
     loss, running = attach(
         session,
         model,
@@ -127,14 +166,15 @@ def spread(session: Session, job: Job) -> Any:
         count=asked.count,
         memory=asked.memory,
         stage=_open_tail(session, model, job.loss_fn, plan, profile),
-        inputs_alike=alike,
+        inputs_alike=again.alike,
         left_alone=asked.left_alone,
         moving=profile.moving,
         terms=profile.terms,
-        norms=norms,
+        norms=again.norms,
         compute_loss=asked.compute_loss,
         check_every=asked.check_every,
         values=values,
+        before=before,
     )
     bound_errors(running.engine.transfers, asked.max_error, running.owners)
     placed = as_planned(profile, plan)
@@ -142,7 +182,6 @@ def spread(session: Session, job: Job) -> Any:
     session.served.update(dict.fromkeys(filter(attrgetter("requires_grad"), model.parameters())))
     cluster = _as_trained(cluster, plan.staleness, plan.local_steps)
     session.attached[model] = Attached(running, plan, placed, cluster)
-    stages.say(summary(plan, profile.moving, profile.norms))
     return loss
 
 
@@ -171,7 +210,7 @@ def _planned(
     beside = comm.channel(f"model{session.models}-values")
     with ThreadPoolExecutor(1, thread_name_prefix="values") as pool:
         comparing = pool.submit(of_first, job.model, beside)
-        plan = from_first(comm, Plan, lambda: _chosen(job.given_plan, profile, cluster, job.asked))
+        plan = from_first(comm, Plan, lambda: chosen(job.given_plan, profile, cluster, job.asked))
         values = comparing.result()
     beside.close()
     return plan, values
@@ -185,7 +224,7 @@ def _micro_batches(session: Session, job: Job) -> int | None:
     return (job.given_plan or job.asked).micro_batches
 
 
-def _check_plan(session: Session, plan: Plan, profile: ModelProfile) -> None:
+def check_plan(session: Session, plan: Plan, profile: ModelProfile) -> None:
     """Refuse a plan under which something would be wrong, and warn of what rounds."""
     if session.comm.rank == 0:
         warn_of_rounding(session.comm.topology, plan)
@@ -260,12 +299,13 @@ def _codec_of_tail(at_tail: Iterable[Choice]) -> Codec | None:
     return row_codec(next(iter(rows)))
 
 
-def _chosen(
+def chosen(
     given_plan: Plan | None,
     profile: ModelProfile,
     cluster: Cluster,
     asked: Request,
 ) -> Plan:
+    """The plan that is asked for, or that was given, with the step that it is predicted to take."""
     if given_plan is None:
         stale, local = asked.staleness != 0, asked.local_steps
         cluster = _as_trained(cluster, asked.staleness, local)

@@ -125,6 +125,7 @@ class _Extension:
         self._whole = WholePart(optimizer, self._parts, self._left_alone)
         self._open = 0  # a step that calls its base class's runs the hooks of both
         self._check: RemovableHandle | None = None
+        self._timed: RemovableHandle | None = None
         self._spread: Callable[[Tensor, OverRanks], Any] | None = None  # while a state is taken
         self._declared = signature(type(optimizer).step)
         self._added, self._replaced = Methods(optimizer), Methods(optimizer)
@@ -140,6 +141,7 @@ class _Extension:
         """Let a model's parts take over what is theirs."""
         if self._check is None:
             self._check = self._optimizer.register_step_pre_hook(self._check_step)
+            self._timed = self._optimizer.register_step_post_hook(self._stepped)
         if (trained.parts or trained.engine.follows_steps) and not self._follows_steps:
             self._stepping.replace("step", self._step)
         if trained.parts and not self._parts:
@@ -166,8 +168,9 @@ class _Extension:
             self._stepping.restore()
         if not self.trained:
             self._added.restore()
-            if self._check is not None:
-                self._check.remove()
+            for hook in (self._check, self._timed):
+                if hook is not None:
+                    hook.remove()
 
     @property
     def _follows_steps(self) -> bool:
@@ -183,6 +186,10 @@ class _Extension:
         known = [self._left_alone, *(trained.parameters for trained in self.trained)]
         check_known(optimizer, known)
         return changed
+
+    def _stepped(self, *_: object) -> None:
+        for trained in self.trained:
+            trained.engine.spent.step_ended()
 
     def _check_sent(self) -> None:
         for trained in self.trained:

@@ -62,6 +62,24 @@ def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
     return replace(cluster, paces=MappingProxyType(paces), moves=moves)
 
 
+def at_rate(cluster: Cluster, times: float) -> Cluster:
+    """The same hosts on links that carry so many times as much."""
+
+    def like(pace: Pace) -> Pace:
+        return replace(pace, wall=replace(pace.wall, byte_s=pace.wall.byte_s / times))
+
+    return replace(
+        cluster,
+        link=replace(
+            cluster.link,
+            bytes_per_s=cluster.link.bytes_per_s * times,
+            tried=cluster.link.tried * times,
+        ),
+        paces={name: like(pace) for name, pace in cluster.paces.items()},
+        moves=cluster.moves and like(cluster.moves),
+    )
+
+
 def stretched(profile: ModelProfile, times: float) -> ModelProfile:
     """The profile of ranks that compute so many times as long."""
     layers = tuple(

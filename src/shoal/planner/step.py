@@ -71,11 +71,23 @@ class Timeline:
     late: int  # sites that are still on their way to servers when backward ends
     burst_s: float = 0.0  # of the link that pass for free when it ends
     used: tuple[tuple[float, float], ...] = ()  # from when on how much of the link
+    # of forward_s and backward_s: seconds that the main thread waits for rows of other ranks
+    crossing_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of the whole step."""
         return self.forward_s + self.waited_s + self.end_s + self.optimizer_s
+
+    @property
+    def computed_s(self) -> float:
+        """Seconds of forward and backward in which the main thread waits for nobody."""
+        return self.forward_s + self.backward_s - self.crossing_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that the main thread waits for exchanges, wherever in the step."""
+        return self.waited_s + self.end_s - self.backward_s + self.crossing_s
 
     @property
     def sent_bytes(self) -> float:
@@ -171,6 +183,7 @@ class Step:
         self._of_state, self._state_is_late = of_state, state_is_late
         self._cut = {p.site.layers[-1]: p for p in sites if p.cost.on_main_thread}
         self._on_lanes = [p for p in sites if any(map(_on_lane, p.cost.phases))]
+        self._crossing_s = 0.0  # in backward
 
     def run(self, late: int | None = None) -> Timeline:
         """The timeline; so many sites at servers come first, by default those that are late."""
@@ -200,6 +213,7 @@ class Step:
             late,
             lanes.burst_s,
             (*lanes.used, (lanes.now_s, 0.0)),
+            self._crossing_s,
         )
 
     def _backward(self) -> list[_Flight]:
@@ -282,7 +296,10 @@ class Step:
             return lanes.pay(clock)
         # as `_last_rank` has that compute
         beside_s = min(lanes.turn * phase.beside_s, max(0.0, clock - lanes.now_s))
-        return lanes.wait(lanes.pay(clock - beside_s), phase, beside_s)
+        begin_s = lanes.pay(clock - beside_s)
+        end_s = lanes.wait(begin_s, phase, beside_s)
+        self._crossing_s += max(0.0, end_s - begin_s - beside_s)
+        return end_s
 
     def _returned(
         self, flights: Sequence[_Flight], first: Sequence[_Flight], end_s: float

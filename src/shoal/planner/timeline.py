@@ -243,7 +243,10 @@ class Predictor:
             timeline = Step(self._compute, sites, anew, *moved).run(late)
         if self._norms is not None:
             sent = (phase.traffic for phase in self._norms)
-            timeline = replace(timeline, traffics=(*timeline.traffics, *sent))
+            crossing_s = timeline.crossing_s + sum(phase.alone_s for phase in self._norms)
+            timeline = replace(
+                timeline, traffics=(*timeline.traffics, *sent), crossing_s=crossing_s
+            )
         return timeline
 
     def floor_s(self, plan: Plan) -> float:

@@ -32,6 +32,12 @@ _PAUSE_S, _LONGEST_S = 0.05, 0.5  # of a pause; of all trains
 _GROUPS, _MOST_IN_GROUP = 9, 16
 # groups, of so many seconds, that are enough where they differ by no more than so much
 _FEWEST, _QUICK_S, _AGREE = 3, 0.1, 0.05
+# a trial: seconds, and bytes, of one of so many messages
+_TRIAL_S, _TRIAL_BYTES, _TRIALS = 0.02, (1 << 16, 1 << 22), 3
+_ALIKE = 1.7  # times as fast, or as slow: what a link may be that was measured before
+
+
+_TRYING = "trying the links"
 
 
 def probe_link(
@@ -73,6 +79,40 @@ def probe_link(
         link,
         burst_bytes=_burst(comm, link, seconds.get(_CAR, link.latency_s + _CAR / link.bytes_per_s)),
     )
+
+
+def probe_now(comm: Comm, link: Link) -> float:
+    """What the slowest rank's way to the others carries now, by a few messages (a collective).
+
+    Not as exact as `probe_link`, and done in about 0.1 s. Compare it with another trial only.
+
+    Args:
+        comm: the ranks, all of which call this at once.
+        link: as it was measured.
+
+    Returns:
+        Bytes a second, the same on every rank.
+    """
+    least, most = _TRIAL_BYTES
+    nbytes = int(min(max(link.bytes_per_s * _TRIAL_S, link.burst_bytes, least), most))
+    shift = _shifter(comm, nbytes)
+    comm.gather_objects(None, _TRYING)
+    shift(1)  # which may profit from the pause before
+    best_s = min(shift(1) for _ in range(_TRIALS))
+    sent_s = max(best_s - link.latency_s, best_s / 2)
+    found: list[float] = comm.gather_objects(nbytes / max(sent_s, 1e-9), _TRYING)
+    return min(found)
+
+
+def is_as_before(link: Link, now: float) -> bool:
+    """Whether a link that was tried as it was measured carries about as much `now`.
+
+    Examples:
+        >>> link = Link(1e-4, 125e6, tried=110e6)
+        >>> is_as_before(link, 100e6), is_as_before(link, 12e6)
+        (True, False)
+    """
+    return 1 / _ALIKE <= now / link.tried <= _ALIKE
 
 
 def _burst(comm: Comm, link: Link, steady_s: float) -> float:

@@ -57,7 +57,7 @@ from shoal.session.additions import add
 from shoal.session.local import begin, set_off
 from shoal.session.running import Running
 from shoal.session.session import Session, Threads
-from shoal.session.watch import watch
+from shoal.session.watch import Watched, watch
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.moving import transfers_of
 from shoal.strategies.stage import loss_at_tail
@@ -83,6 +83,7 @@ def attach(
     compute_loss: ComputeLoss | None = None,
     check_every: int = EVERY,
     values: Mapping[str, Tensor] | None = None,
+    before: Watched | None = None,
 ) -> tuple[Callable[..., Any] | None, Running]:
     """Rewrite a model for a plan, on every rank of the session alike; the loss to use from now on.
 
@@ -92,7 +93,8 @@ def attach(
     `norms` which batch norms go by the rows of all ranks. Where there is a `compute_loss`, that to
     use from now on is returned. Replicas are compared every `check_every` backwards; 0: never.
 
-    `values` are rank 0's of what differs between ranks; None: they are compared here.
+    `values` are rank 0's of what differs between ranks; None: they are compared here. `before` was
+    watched under another plan, and has been released: the loss goes on.
     """
     keep_eager()
     session.end_gone()
@@ -152,7 +154,9 @@ def attach(
         parts = _parts(optimizer, number, owners, boundary if is_cut else None, stage, tables)
         add_parts(optimizer, model, engine, parts, left_alone)
         all_parts += parts
-    loss, watched = watch(model, loss_fn, count, engine, weigher, owners, terms, compute_loss)
+    loss, watched = watch(
+        model, loss_fn, count, engine, weigher, owners, terms, compute_loss, before
+    )
     _join(weighing, watched.border)
     add(model, engine)
     return loss, Running(

@@ -81,13 +81,16 @@ def watch(
     owners: Owners | None,
     terms: Terms = OF_ROWS,
     compute_loss: ComputeLoss | None = None,
+    before: Watched | None = None,
 ) -> tuple[Callable[..., Any] | None, Watched]:
     """Hang the hooks on the model, and on a loss that weighs itself; the loss to use from now on.
 
     `terms` says what a loss without a `count` is a mean over, or that it is a sum. Of a
-    `compute_loss`, which is returned in place of a loss, `count` takes the batch.
+    `compute_loss`, which is returned in place of a loss, `count` takes the batch. The hooks of the
+    plan `before` have been released. The loss that was returned then is as good as this one.
     """
     border, calls = Border(model, engine), Calls()
+    kept = before.counted() if before is not None and before.counted is not None else None
     leaves_behind(type(model))
     engine.before_accumulating(border.weigh_parameters)
     hooks = []
@@ -97,6 +100,9 @@ def watch(
         hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
         of_batch = Counting(border, weigher, terms, by_loss=terms.summed, count=count)
         computed = Computed(model, compute_loss, of_batch, calls, summed=terms.summed)
+        if isinstance(kept, Computed):
+            kept.go_on(of_batch, calls)
+            computed = kept
         if count is not None or terms.summed:  # else others than it are right, too
             border.awaited_loss = _NOT_COMPUTED
         function = computed.function()
@@ -110,6 +116,9 @@ def watch(
     if not counting.by_loss:
         return loss_fn, Watched(hooks, ref(border))
     counted = _Counted(border, weigher, counting, count, loss_fn)
+    if isinstance(kept, _Counted):
+        kept.go_on(border, weigher, counting)
+        counted = kept
     border.awaited_loss = _NOT_CALLED
     if loss_fn is None:
         hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
@@ -232,6 +241,10 @@ class _Counted:
     def release(self) -> None:
         """Leave losses as they are, from here on."""
         self._border = None
+
+    def go_on(self, border: Border, weigher: Weigher, counting: Counting) -> None:
+        """Weigh again, under another plan."""
+        self._border, self._weigher, self._counting = border, weigher, counting
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> Any:
         if self._border is None or not torch.is_grad_enabled():

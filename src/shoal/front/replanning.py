@@ -1,0 +1,212 @@
+"""`replan`: the plan made anew from what training has measured, where that chooses otherwise.
+
+    1  compare   every rank names the same model, and has no reason to leave its plan alone
+    2  measure   each rank tells what its steps took; a few messages tell what links carry now
+    3  plan      rank 0 makes a plan from these facts, and predicts the present one by them, too
+    4  switch    where the step gets a tenth shorter, all ranks release the model and follow the new
+                 plan, in place: between two steps, so that results stay those of one process
+
+Costs rank 0 a search, and all ranks its seconds, an epoch.
+Guarded by tests/front/test_replanning.py.
+"""
+
+from __future__ import annotations
+
+from typing import final
+from weakref import ref
+
+from torch import nn
+
+from shoal.comm.agreement import agreed, from_first
+from shoal.core.errors import UsageError
+from shoal.core.outcome import Outcome, Spending
+from shoal.core.plan import Plan
+from shoal.front.outcomes import links_now, spending
+from shoal.front.planned import plan_of
+from shoal.front.release import give_back, require_same_model
+from shoal.front.request import Request
+from shoal.front.spreading import Found, Job, check_plan, chosen, follow
+from shoal.optim.extend import release as release_optimizer
+from shoal.planner.measured import corrected, outcome_of
+from shoal.planner.search import repredicted
+from shoal.report.stages import Stages
+from shoal.report.text import summary
+from shoal.session.additions import remove, uncompiled
+from shoal.session.again import Again, kept
+from shoal.session.local import settle
+from shoal.session.residuals import give_residuals, summed_residuals
+from shoal.session.session import Attached, Session, current
+
+_WORTH = 0.1  # of the step: what another plan must gain
+_FEWEST = 3  # steps that must have been measured
+_CALL = "replan"
+
+
+def replan(model: nn.Module) -> bool:
+    """Make the plan anew from what training has measured, and follow it if it is a tenth faster.
+
+    A collective: every rank calls it, between a step and the next forward, as at the end of an
+    epoch. With `parallelize(…, replan=True)` a loader of `shoal.shard` calls it at the end of each
+    pass that was trained on. Model, optimizer and loss stay the same objects, and results those of
+    one process. Where no other plan is predicted to take a tenth less time, nothing changes.
+
+    Each rank needs memory for the whole model and the optimizer's state while the plan changes.
+
+    Args:
+        model: one that `parallelize` was given with `replan=True`.
+
+    Returns:
+        Whether the model follows another plan now, the same on every rank.
+
+    Raises:
+        UsageError: the model is not parallelised, or was so without `replan=True`.
+        RanksDiffer: another rank names another model.
+        WorldError: a rank was lost; then start again from a checkpoint.
+
+    Examples:
+        >>> import torch, shoal
+        >>> _ = shoal.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> _ = shoal.parallelize(model, None, optimizer, replan=True)
+        >>> shoal.replan(model)  # one process has no plan
+        False
+    """
+    session, model = current(), uncompiled(model)
+    session.comm.reached("replan: comparing what the ranks were given")
+    again = agreed(session.comm, lambda: _checked(session, model), "replan: checking the model")
+    if again is None:
+        return False
+    attached = session.attached[model]
+    require_same_model(session, attached.running, _CALL, _CALL)  # 1
+    stages = Stages(speaks=session.comm.rank == 0)
+    outcome = _measured(session, model, attached, stages)  # 2
+    if outcome is None:
+        return False
+    profile, cluster = corrected(attached.profile, attached.cluster, outcome)
+    facts = Found(attached.plan, profile, cluster)
+    plan = from_first(session.comm, Plan, lambda: _better(facts, again.asked, outcome))  # 3
+    if plan == attached.plan:
+        stages.done("making the plan anew: it stays")
+        return False
+    _switch(session, model, again, Found(plan, profile, cluster))  # 4
+    stages.done("making the plan anew")
+    stages.say(f"from here on: {summary(plan, profile.moving, profile.norms)}")
+    return True
+
+
+def _checked(session: Session, model: nn.Module) -> Again[Request] | None:
+    """What the model keeps for it; None where this process is alone."""
+    if plan_of(model) is None and model not in session.released:
+        return None
+    again = kept(model)
+    if again is None:
+        raise UsageError(
+            "the model's plan is not to be made anew",
+            got="parallelize without replan=True, or undone since",
+            do="call parallelize(…, replan=True)",
+        )
+    return again
+
+
+def _measured(
+    session: Session, model: nn.Module, attached: Attached, stages: Stages
+) -> Outcome | None:
+    """The step as it goes, the same on every rank; None where some rank must keep its plan."""
+    comm = session.comm
+    why_not = comm.gather_objects(_why_not(model, attached), "replan: whether it can be")
+    ranks = comm.gather_objects(spending(attached), "replan: what steps took", Spending)
+    links = links_now(session, attached)
+    few = [rank for rank, spent in enumerate(ranks) if spent.steps < _FEWEST]
+    reasons = [f"rank {rank}: {why}" for rank, why in enumerate(why_not) if why]
+    reasons += [f"rank {rank} has measured fewer than {_FEWEST} steps under it" for rank in few]
+    if reasons:
+        stages.say(f"the plan stays as it is: {reasons[0]}")
+        return None
+    return outcome_of(attached.plan, attached.profile, attached.cluster, ranks, links)
+
+
+def _why_not(model: nn.Module, attached: Attached) -> str:
+    """Why this rank cannot follow another plan now, or ''."""
+    try:
+        attached.running.check_release(model)
+    except UsageError as error:
+        return error.what
+    if attached.engine.spent.is_called:
+        return "the model was called, and its backward has not come yet"
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            return f"module {name or '(model)'} is compiled, and would run as it was compiled"
+    return ""
+
+
+def _better(facts: Found, asked: Request, outcome: Outcome) -> Plan:
+    """The plan that the facts choose, if it gains enough; else the present one, as it is."""
+    made = chosen(None, facts.profile, facts.cluster, asked)
+    predicted_s = repredicted(facts.plan, facts.profile, facts.cluster).predicted_s
+    present_s = min(predicted_s, outcome.measured_s)
+    return made if made.predicted_s <= (1 - _WORTH) * present_s else facts.plan
+
+
+def _switch(session: Session, model: nn.Module, again: Again[Request], found: Found) -> None:
+    """Release the model, and follow another plan (a collective)."""
+    running, size = session.attached[model].running, session.comm.size
+    check_plan(session, found.plan, found.profile)
+    settle(model)
+    owed = summed_residuals(model)
+    loaded = session.usual_rows.pop(model, None)
+    if (usual := running.weigher.usual) is not None:
+        session.usual_rows[model] = {size: usual}
+    optimizers = session.optimizers[model]
+    for optimizer in optimizers:
+        release_optimizer(optimizer, running.engine)
+    give_back(session, model, running)
+    remove(model)
+    job = Job(model, again.loss_fn, optimizers, None, again.asked, found.plan)
+    # ranks have the same values already, but for buffers that each keeps for itself
+    follow(session, job, found, again, {}, running.watched)
+    give_residuals(model, owed)
+    session.comm.gather_objects(None, "replan: all follow the new plan")  # or all hear of one
+    session.usual_rows.pop(model, None)
+    if loaded is not None:
+        session.usual_rows[model] = loaded
+
+
+@final
+class EpochEnds:
+    """Makes plans anew as epochs end: of all models of a session that were parallelised so.
+
+    It is called on every rank alike, as their loaders give as many batches.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = ref(session)
+        self._models: list[ref[nn.Module]] = []  # the same, in the same order, on every rank
+
+    def add(self, model: nn.Module) -> None:
+        """From here on this model's, too."""
+        self._models.append(ref(model))
+
+    def __call__(self) -> None:
+        """An epoch has ended, on the thread that trains."""
+        session = self._session()
+        if session is None or not self._models:
+            return
+        models = [model() for model in self._models]
+        there = [
+            number
+            for number, model in enumerate(models)
+            if model is not None and model in session.attached and kept(model) is not None
+        ]
+        everywhere = session.comm.gather_objects(there, "replan: at the end of an epoch")
+        for number in sorted(set.intersection(*map(set, everywhere))):
+            model = models[number]
+            assert model is not None
+            replan(model)
+
+
+def at_epoch_ends(session: Session, model: nn.Module) -> None:
+    """Have a model's plan made anew as epochs end (on every rank alike)."""
+    if not isinstance(session.passes.at_end, EpochEnds):
+        session.passes.at_end = EpochEnds(session)
+    session.passes.at_end.add(model)

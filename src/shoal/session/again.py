@@ -1,0 +1,52 @@
+"""What a model keeps of `parallelize(…, replan=True)`, so that its plan can be made anew.
+
+It hangs on the model, which the loss may lead to: so it goes when the model goes. A copy or a
+pickle takes none of it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, final
+
+from torch import nn
+
+from shoal.strategies.copies import StaysBehind, leaves_behind
+from shoal.strategies.sync_batchnorm import SyncNorms
+
+_SLOT = "_shoal_again"
+Asked = TypeVar("Asked")
+
+
+@final
+class Again(StaysBehind, Generic[Asked]):
+    """What `parallelize` was given, and what it found beside the profile.
+
+    Args:
+        loss_fn: as it was given.
+        asked: the request.
+        norms: which batch norms go by the rows of all ranks.
+        alike: whether ranks are given the same inputs on purpose.
+    """
+
+    def __init__(
+        self, loss_fn: Callable[..., Any] | None, asked: Asked, norms: SyncNorms, alike: bool
+    ) -> None:
+        self.loss_fn, self.asked, self.norms, self.alike = loss_fn, asked, norms, alike
+
+
+def keep(model: nn.Module, again: Again[Any]) -> None:
+    """Hang it on a model."""
+    leaves_behind(type(model))
+    model.__dict__[_SLOT] = again
+
+
+def kept(model: nn.Module) -> Again[Any] | None:
+    """What hangs there, if anything does."""
+    again: Again[Any] | None = model.__dict__.get(_SLOT)
+    return again
+
+
+def forget(model: nn.Module) -> None:
+    """Take it off."""
+    model.__dict__.pop(_SLOT, None)

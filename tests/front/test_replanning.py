@@ -1,0 +1,372 @@
+"""A plan is made anew where measured facts choose otherwise, and training goes on as in one
+process.
+
+What was measured is put in by hand: ranks are threads, whose times say nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from one_process import (
+    Batch,
+    State,
+    adamw,
+    assert_same_bits,
+    built,
+    difference,
+    features,
+    on_threads,
+    plain,
+    rows_of,
+    state,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.comm.threads import ThreadComm
+from shoal.core.errors import PeerLost, PlanError, UsageError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.core.outcome import Spending
+from shoal.core.plan import Choice, Plan
+from shoal.front import replanning
+from shoal.front.joining import using
+from shoal.profiling.identity import model_digest, trainable_layers
+from shoal.session.session import current
+
+RANKS, WIDTH, CLASSES = 2, 64, 3
+FAST = Link(latency_s=1e-6, bytes_per_s=1e12)
+WAITS = Spending(steps=20, compute_s=1e-3, waiting_s=1.0, optimizer_s=1e-4)
+SLOWER = FAST.bytes_per_s, 1e7
+BATCHES = features(WIDTH, CLASSES, steps=6)
+
+
+def net() -> nn.Module:
+    """Of layers whose factors are far smaller than they are."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)
+    )
+
+
+MODEL = built(net)
+
+
+def plain_plan(model: nn.Module = MODEL) -> Plan:
+    """All layers as under DDP: on a slow link any other plan is better."""
+    layers = tuple(
+        Choice(layer.name, "replicate", "allreduce") for layer in trainable_layers(model)
+    )
+    return Plan(RANKS, model_digest(model), layers, 1 << 20, 3)
+
+
+def cluster(ranks: int = RANKS) -> Cluster:
+    return Cluster(Topology(tuple(f"h{rank}" for rank in range(ranks))), FAST)
+
+
+@pytest.fixture
+def links(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[float, float] | None], None]:
+    """Has ranks wait for exchanges, and sets what links carried, and carry now."""
+
+    def carry(rates: tuple[float, float] | None) -> None:
+        monkeypatch.setattr(replanning, "spending", lambda attached: WAITS)
+        monkeypatch.setattr(replanning, "links_now", lambda session, attached: rates)
+
+    return carry
+
+
+Links = Callable[[tuple[float, float] | None], None]
+
+
+def choices(model: nn.Module) -> tuple[Choice, ...]:
+    plan = shoal.plan_of(model)
+    assert plan is not None
+    return plan.choices
+
+
+def in_one_process(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = adamw) -> State:
+    model = copy.deepcopy(MODEL)
+    plain(model, F.cross_entropy, optimizer(model.parameters()), BATCHES)
+    return state(model)
+
+
+def counted(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def of_batch(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_batch(model: nn.Module, loss: Any, optimizer: Optimizer, batches: list[Batch]) -> None:
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "function": {"loss_fn": F.cross_entropy},
+    "module": {"loss_fn": nn.CrossEntropyLoss(), "count": lambda output, y: len(y)},
+    "counted": {"loss_fn": counted, "count": lambda output, y: len(y)},
+    "compute_loss": {"loss_fn": None, "compute_loss": of_batch},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "uneven"),
+    [("function", False), ("module", True), ("counted", True), ("compute_loss", True)],
+)
+def test_another_plan_in_mid_training_changes_no_result_and_no_object(
+    kind: str, uneven: bool, links: Links
+) -> None:
+    links(SLOWER)
+    how = LOSSES[kind]
+
+    def work(comm: ThreadComm) -> State:
+        model, loss_fn = copy.deepcopy(MODEL), copy.deepcopy(how["loss_fn"])
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS, uneven) for batch in BATCHES]
+        rest = {name: value for name, value in how.items() if name != "loss_fn"}
+        with using(comm, cluster()):
+            _, loss, _ = shoal.parallelize(
+                model, loss_fn, optimizer, sample=own[0], plan=plain_plan(), replan=True, **rest
+            )
+            train = by_batch if loss_fn is None else plain
+            train(model, loss, optimizer, own[:3])
+            before, groups = choices(model), list(map(id, optimizer.param_groups))
+            parameters = list(map(id, model.parameters()))
+            assert shoal.replan(model)
+            assert choices(model) != before
+            assert list(map(id, model.parameters())) == parameters
+            assert list(map(id, optimizer.param_groups)) == groups
+            train(model, loss, optimizer, own[3:])
+            shoal.unparallelize(model)
+        assert not [name for name in vars(model) if "shoal" in name]
+        return state(model)
+
+    got = on_threads(RANKS, work)
+    assert_same_bits(got)
+    assert difference(in_one_process(), got[0]) <= 1e-10
+
+
+@pytest.mark.parametrize("rates", [None, (1e9, 0.95e9)], ids=["as measured", "hardly slower"])
+def test_facts_that_choose_no_other_plan_change_nothing(
+    rates: tuple[float, float] | None, links: Links
+) -> None:
+    links(rates)
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
+        with using(comm, cluster()) as session:
+            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], replan=True)
+            plain(model, F.cross_entropy, optimizer, own[:3])
+            before = session.attached[model]
+            assert not shoal.replan(model)
+            assert session.attached[model] is before
+            plain(model, F.cross_entropy, optimizer, own[3:])
+
+    on_threads(RANKS, work)
+
+
+def test_it_is_made_anew_as_an_epoch_of_a_sharded_loader_ends(links: Links) -> None:
+    links(SLOWER)
+    whole = TensorDataset(torch.cat([x for x, _ in BATCHES]), torch.cat([y for _, y in BATCHES]))
+    rows = len(BATCHES[0][0])
+
+    def epochs(model: nn.Module, optimizer: Optimizer, loader: Any, seen: list[Any]) -> None:
+        for _ in range(3):
+            plain(model, F.cross_entropy, optimizer, loader)
+            with torch.no_grad():
+                list(loader)  # a look at all of it, which is no epoch
+            seen.append(shoal.plan_of(model))
+
+    def work(comm: ThreadComm) -> tuple[State, list[Any]]:
+        model, seen = copy.deepcopy(MODEL), list[Any]()
+        optimizer = adamw(model.parameters())
+        with using(comm, cluster()):
+            loader = shoal.shard(DataLoader(whole, batch_size=rows), batch="global")
+            sample = next(iter(loader))
+            shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=sample, plan=plain_plan(), replan=True
+            )
+            seen.append(shoal.plan_of(model))
+            epochs(model, optimizer, loader, seen)
+            return state(model), seen
+
+    (got, seen), (other, _) = on_threads(RANKS, work)
+    assert seen[0].choices != seen[1].choices
+    alone = copy.deepcopy(MODEL)
+    with using(ThreadComm()):
+        optimizer = adamw(alone.parameters())
+        shoal.parallelize(alone, F.cross_entropy, optimizer, replan=True)
+        epochs(alone, optimizer, DataLoader(whole, batch_size=rows), [])
+        assert not shoal.replan(alone)
+    assert_same_bits([got, other])
+    assert difference(state(alone), got) <= 1e-10
+
+
+def test_buffers_that_each_rank_keeps_stay_its_own(links: Links) -> None:
+    links(SLOWER)
+    normed = built(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), net()))
+
+    def work(comm: ThreadComm) -> State:
+        model = copy.deepcopy(normed)
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
+        with using(comm, cluster()):
+            shoal.parallelize(
+                model,
+                F.cross_entropy,
+                optimizer,
+                sample=own[0],
+                buffers="local",
+                plan=plain_plan(normed),
+                replan=True,
+            )
+            plain(model, F.cross_entropy, optimizer, own)
+            before = state(model)
+            assert shoal.replan(model)
+            after = state(model)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        return after
+
+    one, other = on_threads(RANKS, work)
+    assert not torch.equal(one["1.running_mean"], other["1.running_mean"])
+
+
+def test_a_rank_that_cannot_follow_another_plan_keeps_all_at_the_present_one(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links(SLOWER)
+    why_not = {1: "module 0 is compiled"}
+    monkeypatch.setattr(replanning, "_why_not", lambda *_: why_not.get(current().comm.rank, ""))
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = rows_of(BATCHES[0], comm.rank, RANKS)
+        with using(comm, cluster()) as session:
+            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own, replan=True)
+            before = session.attached[model]
+            assert not shoal.replan(model)
+            assert session.attached[model] is before
+
+    on_threads(RANKS, work)
+
+
+def test_gradients_that_were_not_sent_keep_the_plan(links: Links) -> None:
+    links(SLOWER)
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer: Any = adamw(model.parameters())
+        x, y = rows_of(BATCHES[0], comm.rank, RANKS)
+        with using(comm, cluster()):
+            shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=(x, y), plan=plain_plan(), replan=True
+            )
+            with optimizer.accumulate():
+                F.cross_entropy(model(x), y).backward()
+            assert not shoal.replan(model)
+            loss = F.cross_entropy(model(x), y)
+            assert not shoal.replan(model)  # nor between forward and backward
+            loss.backward()
+            assert shoal.replan(model)
+
+    on_threads(RANKS, work)
+
+
+def test_steps_that_were_not_measured_choose_nothing() -> None:
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = rows_of(BATCHES[0], comm.rank, RANKS)
+        with using(comm, cluster()):
+            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own, replan=True)
+            plain(model, F.cross_entropy, optimizer, [own])
+            assert not shoal.replan(model)
+
+    on_threads(RANKS, work)
+
+
+def test_a_rank_that_fails_half_way_ends_the_others(
+    links: Links, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links(SLOWER)
+    follow, lost = replanning.follow, []
+
+    def broken(session: Any, *others: Any) -> Any:
+        if session.comm.rank == 1:
+            raise RuntimeError("no memory is left")
+        return follow(session, *others)
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = rows_of(BATCHES[0], comm.rank, RANKS)
+        with using(comm, cluster()):
+            shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=own, plan=plain_plan(), replan=True
+            )
+            try:
+                shoal.replan(model)
+            except PeerLost as error:
+                lost.append(error.rank)
+                raise
+
+    monkeypatch.setattr(replanning, "follow", broken)
+    with pytest.raises(RuntimeError, match="no memory is left"):
+        on_threads(RANKS, work)
+    assert lost == [1]
+
+
+def test_who_did_not_ask_for_it_is_told() -> None:
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = rows_of(BATCHES[0], comm.rank, RANKS)
+        with using(comm, cluster()):
+            with pytest.raises(UsageError, match="not parallelised"):
+                shoal.replan(model)
+            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own)
+            with pytest.raises(UsageError, match="replan=True"):
+                shoal.replan(model)
+
+    on_threads(RANKS, work)
+
+
+@pytest.mark.parametrize(
+    ("how", "servers", "said"),
+    [
+        ({"local_steps": 2}, 0, "leave out replan, or local_steps"),
+        ({"update_every": {"0": 2}}, 0, "leave out replan, or update_every"),
+        ({}, 1, "start without servers, or leave out replan"),
+        ({"replan": "yes"}, 0, "replan is True or False"),
+    ],
+)
+def test_it_is_refused_before_anything_is_measured(
+    how: dict[str, Any], servers: int, said: str
+) -> None:
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = rows_of(BATCHES[0], comm.rank, RANKS)
+        hosts = ("server",) * servers
+        with using(comm, Cluster(cluster().topology, FAST, servers=hosts)) as session:
+            with pytest.raises(UsageError, match=said) as caught:
+                shoal.parallelize(
+                    model, F.cross_entropy, optimizer, sample=own, **({"replan": True} | how)
+                )
+            assert isinstance(caught.value, PlanError) or said.startswith("replan is")
+            assert not session.attached
+
+    on_threads(RANKS, work, servers)
