@@ -13,8 +13,8 @@ A rank profiles and plans as `parallelize` does. The step is the median of the s
 few more steps are recorded: forward, backward, the wait for gradients and the update, means over
 ranks. The term that was off is the one that differs most from the timeline's.
 
-In twelve cells the planner's plan takes turns with the four others that are predicted to come
-nearest, two rounds each.
+In twelve cells the planner's plan takes turns with the three others that are predicted to come
+nearest, two rounds each; of each plan the shorter round counts.
 
 By default hosts have equal parts of the processors by a quota (`shoal lab --cores`), 0.9 cores at
 most: each is then as a host of its own. Other programs need the rest; where they need more, give
@@ -76,7 +76,7 @@ MOST_CUT = 2  # layers
 PROCESSORS = 0.9  # of the machine's, that ranks have together, unless said otherwise
 TURN_S, FEWEST, MOST = 4.0, 5, 60  # seconds of measuring, and numbers of steps
 # of a turn in a race, and the fewest steps; plans, and how much longer than the planner's they are
-RACE_S, FEWEST_IN_RACE, ROUNDS, RIVALS, HOPELESS = 2.0, 3, 2, 4, 1.6
+RACE_S, FEWEST_IN_RACE, ROUNDS, RIVALS, HOPELESS = 2.0, 3, 2, 3, 1.6
 RECORDED = 3
 ONE_S = 40.0  # a cell, at most mostly
 
@@ -226,7 +226,8 @@ def turn(
 ) -> float:
     """The median step of the slowest rank."""
     steps = max(fewest, min(int(enough_s / expected_s), MOST))
-    return slowest_rank(list(step_times(peer, batch, steps, num_warm_up=2)))
+    warm_up = 2 if fewest == FEWEST else 1
+    return slowest_rank(list(step_times(peer, batch, steps, warm_up)))
 
 
 def raced(cell: Cell, work: Workload, own: Peer, its: Attached) -> dict[str, list[float]]:
@@ -245,9 +246,7 @@ def raced(cell: Cell, work: Workload, own: Peer, its: Attached) -> dict[str, lis
         for name, peer in peers.items():
             expected_s = plans[name].predicted_s
             rounds[name].append(turn(peer, work.batch, expected_s, RACE_S, FEWEST_IN_RACE))
-    return {
-        name: [plans[name].predicted_s, statistics.fmean(times)] for name, times in rounds.items()
-    }
+    return {name: [plans[name].predicted_s, min(times)] for name, times in rounds.items()}
 
 
 def recorded(peer: Peer, batch: tuple[Any, Any]) -> dict[str, float]:

@@ -11,7 +11,7 @@
 planner's own plan. Then `simulate` is asked for 6 and 8 hosts by the profile of 2, of 3 and of 4.
 
 `plot` fits nothing: links give their payload rate, and a message takes 0.2 ms. What it simulates is
-the planner's price of one bucket (`Predictor.alone_s`). FireCaffe's tree sends whole buckets level
+the planner's price of one bucket (`Predictor.cost`). FireCaffe's tree sends whole buckets level
 by level, which Shoal has only as a contender of exchanges.py; its line is the formula there.
 
 Figures in results/laws-hosts.json and laws-exchanges.json. Laws: Iandola et al., "FireCaffe",
@@ -38,7 +38,7 @@ from shoal.commands.peers import Peer, Workload, slowest_rank, step_times
 from shoal.contracts.launcher import Job
 from shoal.core.facts import Cluster, LayerProfile, Link, ModelProfile, ParameterProfile, Topology
 from shoal.core.foresight import Network, Question
-from shoal.core.plan import Choice
+from shoal.core.plan import Site
 from shoal.launch.lab import Lab
 from shoal.planner.imagined import imagined
 from shoal.planner.simulate import simulate
@@ -153,8 +153,10 @@ def simulated_s(law: str, size: int) -> float:
     if strategy == "server":
         # workers own nothing, as where they run ahead: else they would take a part of its work
         cluster = Cluster(cluster.topology, cluster.link, 16.0, servers=("server",), ahead=True)
-    predictor = Predictor(profile, cluster)
-    return predictor.alone_s(Choice("layer", strategy, exchange))[1]
+    cost = Predictor(profile, cluster).cost(Site(("layer",), strategy, exchange))
+    seconds = [phase.alone_s for phase in cost.phases]
+    # the contender sends back what is summed while the rest comes in
+    return max(seconds) if strategy == "server" else sum(seconds)
 
 
 def plot() -> None:

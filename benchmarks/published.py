@@ -101,9 +101,20 @@ VGG16 = convolutions(
 )
 _POSEIDON = "sliced", "factor", "replicate"
 _TREE = "Shoal's tree flows in chunks, beside backward"
+_RATE = "the network's rate and the GPU's are from memory"
 CURVES = [
     Curve("Poseidon, VGG19-22K", vgg(VGG19, 21841), 34.6, 32, 32, 29.5, 40 * GIGABIT, _POSEIDON),
-    Curve("… by slices alone", vgg(VGG19, 21841), 34.6, 32, 32, 21.4, 40 * GIGABIT, ("sliced",)),
+    Curve(
+        "… by slices alone",
+        vgg(VGG19, 21841),
+        34.6,
+        32,
+        32,
+        21.4,
+        40 * GIGABIT,
+        ("sliced",),
+        why="not explained: here links give all, to three lanes of 1 ns a byte each",
+    ),
     Curve("… at 10 Gbit/s", vgg(VGG19, 21841), 34.6, 32, 16, 15.5, 10 * GIGABIT, _POSEIDON),
     Curve("Poseidon, VGG19", vgg(VGG19, 1000), 35, 32, 32, 30, 40 * GIGABIT, _POSEIDON),
     Curve("Poseidon, Inception-V3", even(94, 27e6), 43, 32, 32, 31.5, 40 * GIGABIT, _POSEIDON),
@@ -117,6 +128,7 @@ CURVES = [
         25 * GIGABIT,
         ("replicate",),
         byte_s=0.0,
+        why="not explained: here RoCE gives all that the link has, and takes no processor",
     ),
     *(
         Curve(
@@ -131,7 +143,7 @@ CURVES = [
             strong=True,
             byte_s=0.0,
             levels=levels,
-            why="" if levels else _TREE,
+            why=_RATE if levels else _TREE,
         )
         for name, layers, parameters, samples_per_s, times in (
             ("GoogLeNet", 59, 13.5e6, 48, 47),
