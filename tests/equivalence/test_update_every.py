@@ -169,6 +169,25 @@ def test_a_layer_is_updated_by_the_mean_of_its_steps(ranks: int, way: str, make:
     assert difference(plain(make, data(), {}), expected) > 1e-3, "it is what each step gives"
 
 
+def fused(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True)
+
+
+@pytest.mark.parametrize(
+    "way", ["replicate:direct", pytest.param("sliced:direct", marks=pytest.mark.slow)]
+)
+def test_a_fused_optimizer_begins_with_some_layers_later(way: str) -> None:
+    assert difference(plain(sgd, data()), trained(2, fused, way, data())[0]) <= 1e-10
+
+
+def test_a_fused_optimizer_with_a_dampening_is_refused() -> None:
+    def damped(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        return SGD(parameters, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+
+    with pytest.raises(PlanError, match="fused=False"):
+        trained(2, damped, "replicate:direct", data())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["replicate:direct", "sliced:direct"])
 def test_with_low_memory_the_same(way: str) -> None:

@@ -30,7 +30,7 @@ from shoal.front.agreeing import check_moving, check_sync_norms
 from shoal.front.carriers import all_codecs, bound_errors, codecs_of, exchanges_of
 from shoal.front.cluster import device_of, measured_cluster
 from shoal.front.locally import check_local_norms
-from shoal.front.periods import periods_of
+from shoal.front.periods import begin_momentum, periods_of
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
 from shoal.optim.extend import extend
@@ -157,6 +157,7 @@ def follow(
     """
     model, asked = job.model, again.asked
     plan, profile, cluster = found.plan, found.profile, found.cluster
+    begin_momentum(plan.update_every, model, job.optimizers)
     loss, running = attach(
         session,
         model,
