@@ -7,6 +7,7 @@
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
 #                 apt-get install openjdk-17-jre-headless)
+# make test-browser pages in Chromium, taken from PATH (on Debian: apt-get install chromium)
 # make lint       ruff and mypy
 # make docs       the documentation as a site, in build/site
 #
@@ -22,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # cores. What fails again fails the target.
 ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 20
 
-.PHONY: demo test test-all test-rest test-gpu test-spark java lint docs lab clean
+.PHONY: demo test test-all test-rest test-gpu test-spark test-browser java lint docs lab clean
 
 demo: .venv/ready
 	$(BIN)/shoal train examples/digits.py --ranks 2
@@ -42,6 +43,10 @@ test-gpu: .venv/ready
 test-spark: java .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,spark]'
 	$(BIN)/python -m pytest -m spark tests/integrations
+
+test-browser: .venv/ready
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
+	$(BIN)/python -m pytest tests/report/test_browser.py
 
 java:
 	@command -v java >/dev/null || test -x "$$JAVA_HOME/bin/java" || { echo "Spark needs Java 17 or newer: \

@@ -68,6 +68,7 @@ def test_train_writes_curves_steps_and_the_plan_with_its_reasons(tmp_path: Path)
     assert record.training is not None and record.training.steps == 11
     assert len(record.training.loss.values) == len(record.training.step_s.values) == 11
     assert record.step_s == record.training.median_step_s
+    assert record.outcome is not None and record.outcome.measured_s > 0
     assert record.explanation is not None
     for layer in record.explanation.layers:
         assert layer.reason and layer.others and layer.forward_s > 0

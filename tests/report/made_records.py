@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from shoal.core.explanation import Alternative, Explanation, LayerExplanation
 from shoal.core.foresight import Foresight, Help, Question, Scale
+from shoal.core.outcome import COMPUTE, EXCHANGES, Outcome, Term
 from shoal.core.plan import Choice, Plan
 from shoal.core.record import (
     PREDICTED,
@@ -182,10 +183,17 @@ def timed(layers: int) -> Record:
     return replace(trained(layers), training=None, contenders=contenders)
 
 
+def outcome() -> Outcome:
+    """Of a prediction that knew too little of links."""
+    terms = Term(COMPUTE, 0.6, 0.62), Term(EXCHANGES, 0.06, 0.16)
+    return Outcome(0.7, 0.82, 40, terms, ("site 3 (factor: head)", 0.1), (2, 0.05), (1e8, 5e7))
+
+
 def everything(layers: int, exchanges: int = 12) -> Record:
     """Every part at once."""
     return replace(
         trained(layers, exchanges),
         contenders=timed(layers).contenders,
         simulation=simulation(),
+        outcome=outcome(),
     )

@@ -16,7 +16,7 @@ from made_records import everything, timed, trained
 from shoal.report.page import page
 
 playwright = pytest.importorskip(
-    "playwright.sync_api", reason="no playwright here: pip install playwright"
+    "playwright.sync_api", reason="no playwright here: make test-browser installs it"
 )
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

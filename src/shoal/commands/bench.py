@@ -35,6 +35,7 @@ from shoal.commands.peers import (
 from shoal.commands.recording import gathered, machine, predicted, report_benchmark
 from shoal.commands.worker import PlanOptions, at_own_device
 from shoal.core.errors import UsageError
+from shoal.core.outcome import Outcome
 from shoal.core.record import Track
 from shoal.core.trace import MAIN, STEPS, Recorder
 from shoal.front.codec_report import codec_report
@@ -187,7 +188,8 @@ def run(
             sent[name].append(turn.sent_bytes)
         steps_s = ", ".join(f"{name} {times[-1] * 1e3:.1f} ms" for name, times in figures.items())
         _tell(f"round {number} of {rounds}: {steps_s}")
-    report = _report(shoal, attached, contenders, figures, busy, sent)
+    outcome = outcome_of_ranks(shoal.model)
+    report = _report(shoal, attached, contenders, figures, busy, sent, outcome)
     if current().comm.rank == 0:
         _print(
             recipe,
@@ -203,7 +205,7 @@ def run(
         if current().comm.rank == 0 and trace_path:
             _write_trace(trace_path, attached, tracks)
         if current().comm.rank == 0 and report_path:
-            report_benchmark(report_path, recipe.path, report, shoal.model, tracks)
+            report_benchmark(report_path, recipe.path, report, shoal.model, tracks, outcome)
     return report
 
 
@@ -225,9 +227,9 @@ def _report(
     figures: Mapping[str, Sequence[float]],
     busy: Mapping[str, Sequence[float]],
     sent: Mapping[str, Sequence[float]],
+    outcome: Outcome | None,
 ) -> dict[str, Any]:
     """What is written as JSON."""
-    outcome = outcome_of_ranks(shoal.model)
     return {
         "command": ["shoal", *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -22,6 +22,7 @@ from torch import nn
 from shoal.contracts.comm import Comm
 from shoal.core.facts import Cluster
 from shoal.core.foresight import Foresight
+from shoal.core.outcome import Outcome
 from shoal.core.record import (
     MOST_EVENTS,
     PREDICTED,
@@ -63,7 +64,7 @@ class History:
         self._recorder: Recorder | None = None  # while steps are recorded
         self._recorded = Recorder()
         self._first = _UNMEASURED
-        self._steps = 0
+        self._steps, self._median_step_s = 0, 0.0
         self._loss, self._seconds = Series(), Series()
 
     def begin(self, num_steps: int) -> None:
@@ -94,19 +95,25 @@ class History:
         self._seconds.add(seconds)
         self._loss.add(loss)
 
+    def ended(self, median_step_s: float) -> None:
+        """The run is over; its median step took so long."""
+        self._median_step_s = median_step_s
+
     def close(self) -> None:
         """Record no longer."""
         self._recorder = None
         self._recording.close()
 
-    def training(self, comm: Comm, median_step_s: float) -> Training:
+    def training(self, comm: Comm) -> Training:
         """The curves, of which the loss is the mean over ranks (a collective)."""
         own = self._loss.curve
         ranks: list[Curve] = comm.gather_objects(own, "report: losses", Curve)
         # a rank with other numbers of steps may have put more of them into a point
         alike = [curve.values for curve in ranks if curve.steps_a_point == own.steps_a_point]
         loss = tuple(map(_mean, zip(*alike, strict=False)))
-        return Training(self._steps, median_step_s, replace(own, values=loss), self._seconds.curve)
+        return Training(
+            self._steps, self._median_step_s, replace(own, values=loss), self._seconds.curve
+        )
 
     def tracks(self, comm: Comm) -> tuple[Track, ...]:
         """What ranks have recorded (a collective)."""
@@ -163,11 +170,19 @@ def step_as_track(timeline: Timeline, cluster: Cluster) -> Track:
 
 
 def report_training(
-    path: Path, recipe: Path, model: nn.Module, history: History, median_step_s: float
+    path: Path, recipe: Path, model: nn.Module, history: History, outcome: Outcome | None
 ) -> None:
-    """Have rank 0 write the report of a training run (a collective)."""
+    """Have rank 0 write the report of a training run (a collective).
+
+    Args:
+        path: where to.
+        recipe: that was trained.
+        model: as it is trained.
+        history: of the run, on this rank.
+        outcome: of the prediction.
+    """
     comm, attached = current().comm, current().attached.get(model)
-    training, tracks = history.training(comm, median_step_s), history.tracks(comm)
+    training, tracks = history.training(comm), history.tracks(comm)
     if comm.rank > 0:
         return
     record = _begun(recipe)
@@ -178,7 +193,8 @@ def report_training(
             codecs=codec_report(model).rows,
         )
     tracks = (*(predicted(attached) if attached else ()), *kept(tracks))
-    write(replace(record, step_s=median_step_s, tracks=tracks, training=training), path)
+    step_s = training.median_step_s
+    write(replace(record, step_s=step_s, tracks=tracks, training=training, outcome=outcome), path)
 
 
 def report_benchmark(
@@ -187,6 +203,7 @@ def report_benchmark(
     figures: dict[str, Any],
     model: nn.Module,
     tracks: Sequence[Track],
+    outcome: Outcome | None,
 ) -> None:
     """Write the report of a benchmark, on rank 0.
 
@@ -196,6 +213,7 @@ def report_benchmark(
         figures: what `shoal bench --json` writes.
         model: Shoal's.
         tracks: what ranks have recorded.
+        outcome: of the prediction.
     """
     attached = current().attached[model]
     ratios = figures["ratio_to_shoal"]
@@ -215,6 +233,7 @@ def report_benchmark(
         step_s=figures["median_s"]["shoal"],
         tracks=(*predicted(attached), *kept(tracks)),
         contenders=contenders,
+        outcome=outcome,
         codecs=codec_report(model).rows,
     )
     write(record, path)

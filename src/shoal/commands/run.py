@@ -77,6 +77,8 @@ class Run:
             progress = stack.enter_context(Progress(console, left, world().size, speaks=speaks))
             ended = self._loop(epochs, left, progress, checkpoints)
             progress.end()
+            if self.history is not None:
+                self.history.ended(progress.median_step_s)
             if checkpoints is not None:
                 if not ended:
                     checkpoints.save()

@@ -162,9 +162,9 @@ def train(
     median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
     # 4  what came of it
     if median_step_s is not None:
-        _show_outcome(model, median_step_s, json_path)
+        outcome = _show_outcome(model, median_step_s, json_path)
         if report and history:
-            report_training(report, recipe.path, model, history, median_step_s)
+            report_training(report, recipe.path, model, history, outcome)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
 
@@ -214,13 +214,13 @@ def _show_batch(own_rows: int) -> None:
         text.console().print(text.batch(rows))
 
 
-def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> None:
+def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> Outcome | None:
     """Have rank 0 print the prediction beside the measured step, what memory it holds, and what
     codecs save and lose.
     """
     outcome = outcome_of_ranks(model)
     if world().rank > 0:
-        return
+        return None
     console, attached = text.console(), current().attached.get(model)
     if outcome is None and attached is not None:  # one step alone
         outcome = Outcome(attached.plan.predicted_s, median_step_s, 1)
@@ -241,6 +241,7 @@ def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None
         report = codec_report(model)
         if report.rows:
             console.print(report.summary)
+    return outcome
 
 
 def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any]) -> None:

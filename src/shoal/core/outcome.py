@@ -137,9 +137,10 @@ class Outcome:
             f"{_SAID[term.name]}"
             for term in self.terms
         ]
-        return "\n".join([*lines, *self._causes()])
+        return "\n".join([*lines, *self.causes()])
 
-    def _causes(self) -> list[str]:
+    def causes(self) -> list[str]:
+        """What is known of why, a line each."""
         causes = []
         label, longest_s = self.longest
         if label and longest_s > 0.01 * self.measured_s:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from shoal.core.explanation import Explanation
 from shoal.core.foresight import Foresight
+from shoal.core.outcome import Outcome
 from shoal.core.trace import Event, Rate
 
 PREDICTED = "predicted"  # the track of the planner's step
@@ -111,6 +112,7 @@ class Record:
     contenders: tuple[Contender, ...] = ()  # Shoal first
     codecs: tuple[CodecRow, ...] = ()
     simulation: Foresight | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass

@@ -60,13 +60,21 @@ def page(record: Record) -> str:
             sum(part.predicted_s or 0.0 for part in parts),
             sum(part.measured_s or 0.0 for part in parts),
         ),
-        most_off=tracks.most_off(parts),
+        most_off=_most_off(record, parts),
         timeline=tracks.drawn(record.tracks) if record.tracks else None,
         contenders=_bars(record.contenders),
         training=_training(record.training, explanation.step_s if explanation else None),
         scaling=simulation and {"curve": scaling.curve, "bars": scaling.bars},
         told=notes(simulation) if simulation is not None else (),
     )
+
+
+def _most_off(record: Record, parts: tuple[tracks.StepPart, ...]) -> tracks.StepPart | None:
+    """What the prediction was off by most: of many steps if they are known, else of some."""
+    off = record.outcome and record.outcome.off
+    if off:
+        return tracks.StepPart(off.name, off.predicted_s, off.measured_s)
+    return tracks.most_off(parts)
 
 
 def _answer(record: Record, model: ModelPicture | None) -> str:
