@@ -367,6 +367,8 @@ def test_train_starts_ranks_that_say_what_was_chosen_and_no_more() -> None:
         (("train", RECIPE, "--local-steps", "many"), 'nor "auto"'),
         (("train", RECIPE, "--outer", "adam"), "--outer"),
         (("train", RECIPE, "--outer", "bmuf"), "no local_steps"),
+        (("train", RECIPE, "--islands"), "no local_steps"),
+        (("train", RECIPE, "--warmup-steps", "-1"), "-1 is not in the range"),
         (("train", RECIPE, "--pin", "2=fctor"), "did you mean 'factor'?"),
         (("train", RECIPE, "--plan", "no\0where.json"), "where.json cannot be read"),
         (("train", RECIPE, "--memory-limit", "nan"), "--memory-limit"),

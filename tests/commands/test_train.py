@@ -170,6 +170,10 @@ def test_ranks_step_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[
         ([], (None, None)),
         (["--local-steps", "16"], (16, None)),
         (["--local-steps", "auto", "--outer", "bmuf"], ("auto", Outer(rule="bmuf"))),
+        (
+            ["--local-steps", "4", "--no-islands", "--warmup-steps", "10"],
+            (4, Outer(islands=False, warmup_steps=10)),
+        ),
     ],
 )
 def test_local_steps_reach_training(

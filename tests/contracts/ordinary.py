@@ -6,7 +6,7 @@ import copy
 import io
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -110,7 +110,7 @@ class CountedChannels(Around):
         self.channels.append(name)
         return CountedChannels(self.inner.channel(name, idle=idle), name, self.channels)
 
-    def group(self, ranks: range) -> CountedChannels:
+    def group(self, ranks: Sequence[int]) -> CountedChannels:
         return CountedChannels(self.inner.group(ranks), "", self.channels)
 
     def close(self) -> None:

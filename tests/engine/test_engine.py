@@ -89,6 +89,34 @@ def test_a_ready_transfer_waits_for_those_before_it() -> None:
     assert [entry for entry in log if "publish" in entry] == ["publish b", "publish c", "publish a"]
 
 
+def test_other_ranks_exchange_gradients_from_one_backward_to_the_next() -> None:
+    log: list[str] = []
+    among_all, inside = ThreadComm(), ThreadComm()
+
+    class Noted(Scripted):
+        def run(self, comm: Comm) -> None:
+            super().run(comm)
+            log.append("inside" if comm is inside else "among all")
+
+        def release(self) -> None:
+            log.append(f"release {self.label}")
+
+    parameter = nn.Parameter(torch.ones(2))
+    engine = Engine([Noted("first", parameter, log)], [among_all], inside=[inside])
+    parameter.exp().sum().backward()
+    second = Noted("second", parameter, log)
+    engine.take([second], inside=True)
+    parameter.exp().sum().backward()
+    engine.take([])
+    parameter.exp().sum().backward()
+    engine.close()
+    assert log == [
+        *("pack first", "run first", "among all", "publish first", "release first"),
+        *("pack second", "run second", "inside", "publish second", "release second"),
+    ]
+    assert engine.transfers == ()
+
+
 class Streams:
     """Stand for a GPU's, all of them one, which notes what waits for which of its moments."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.front.joining import using
 
 RULES = {
@@ -60,6 +62,7 @@ class Plain:
     optimizers: list[Optimizer]
     outer: shoal.Outer
     every: int
+    warmup: int = 0  # exact steps first: everybody has all rows
     old: list[Tensor] = field(init=False)
     velocity: list[Tensor] = field(init=False)
     rows: list[int] = field(init=False)
@@ -72,12 +75,22 @@ class Plain:
         self.rows = [0] * len(self.models)
 
     def step(self, batches: Sequence[Batch]) -> None:
+        if self.warmup:
+            batches = [joined(batches)] * len(self.models)
         for number, (x, y) in enumerate(batches):
             model, optimizer = self.models[number], self.optimizers[number]
             optimizer.zero_grad()
             F.cross_entropy(call(model, x), y).backward()
             optimizer.step()
             self.rows[number] += len(y)
+        self.stepped()
+
+    def stepped(self) -> None:
+        if self.warmup:
+            self.warmup -= 1
+            self.old = [p.detach().clone() for p in self.models[0].parameters()]
+            self.rows = [0] * len(self.rows)
+            return
         self.steps += 1
         if self.steps % self.every == 0:
             self.come_together()
@@ -118,6 +131,52 @@ class Plain:
         self.rows = [0] * n
 
 
+@dataclass
+class Grouped(Plain):
+    """A model for each rank: those of a group exchange gradients and buffers in each step."""
+
+    groups: Sequence[Sequence[int]] = ()
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        for number, (x, y) in enumerate(batches):
+            self.optimizers[number].zero_grad()
+            F.cross_entropy(call(self.models[number], x), y).backward()
+            self.rows[number] += len(y)
+        everybody = [range(len(self.models))]
+        for group in everybody if self.warmup else self.groups:
+            rows = [len(batches[number][1]) for number in group]
+            shares = [own / sum(rows) for own in rows]
+            models = [self.models[number] for number in group]
+            for ps in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(share * p.grad for share, p in zip(shares, ps, strict=True))
+                for p in ps:
+                    p.grad = mean.clone()
+            for buffers in zip(*(model.buffers() for model in models), strict=True):
+                if buffers[0].is_floating_point():
+                    mean = sum(share * b for share, b in zip(shares, buffers, strict=True))
+                    for buffer in buffers:
+                        buffer.copy_(mean)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.stepped()
+
+
+def joined(batches: Iterable[Batch]) -> Batch:
+    """The rows of several batches as one."""
+    xs, ys = zip(*batches, strict=True)
+    return torch.cat(xs), torch.cat(ys)
+
+
+def islands_of(hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of each host."""
+    return list(Topology(tuple(hosts)).ranks_on.values())
+
+
+def on_hosts(hosts: Sequence[str]) -> Cluster:
+    """Ranks on these hosts, and links that nobody need measure."""
+    return Cluster(Topology(tuple(hosts)), Link(latency_s=1e-4, bytes_per_s=1e9))
+
+
 def plain(
     make_model: Callable[[], nn.Module],
     make: Make,
@@ -127,11 +186,16 @@ def plain(
     *,
     uneven: bool = False,
     schedule: bool = False,
+    hosts: Sequence[str] | None = None,
 ) -> Plain:
-    models = [copy.deepcopy(make_model()) for _ in range(ranks)]
-    workers = Plain(models, [make(m.parameters()) for m in models], outer, ROUND)
+    """A worker for each rank, or for each of these hosts."""
+    islands = [(rank,) for rank in range(ranks)] if hosts is None else islands_of(hosts)
+    models = [copy.deepcopy(make_model()) for _ in islands]
+    optimizers = [make(m.parameters()) for m in models]
+    workers = Plain(models, optimizers, outer, ROUND, outer.warmup_steps)
     for number, batch in enumerate(batches):
-        workers.step([rows_of(batch, rank, ranks, uneven) for rank in range(ranks)])
+        mine = [rows_of(batch, rank, ranks, uneven) for rank in range(ranks)]
+        workers.step([joined(mine[rank] for rank in island) for island in islands])
         if schedule:
             set_rates(workers.optimizers, number)
     return workers
@@ -152,15 +216,17 @@ def on_ranks(
     *,
     uneven: bool = False,
     schedule: bool = False,
+    hosts: Sequence[str] | None = None,
     **options: Any,
 ) -> tuple[list[State], list[State]]:
     """Each rank's own state after training, and what all have in common."""
+    cluster = cluster_of(ranks) if hosts is None else on_hosts(hosts)
     models = [copy.deepcopy(make_model()) for _ in range(ranks)]
 
     def work(comm: ThreadComm) -> tuple[State, State]:
         mine = [rows_of(batch, comm.rank, ranks, uneven) for batch in batches]
         model = models[comm.rank]
-        with using(comm, cluster_of(ranks)):
+        with using(comm, cluster):
             model, loss_fn, optimizer = shoal.parallelize(
                 model,
                 F.cross_entropy,
@@ -184,5 +250,93 @@ def on_ranks(
             assert_same_bits([own, state(model)])
             return own, common
 
-    own, common = zip(*run(ranks, work, timeout_s=20), strict=True)
+    own, common = zip(*run(ranks, work, timeout_s=20, hosts=hosts), strict=True)
     return list(own), list(common)
+
+
+def nothing(model: nn.Module, optimizer: Optimizer) -> None:
+    """Look at nothing."""
+
+
+def train(
+    hosts: Sequence[str],
+    models: Sequence[nn.Module],
+    batches: Sequence[Batch],
+    *,
+    make: Make = sgd,
+    loads: Path | None = None,
+    saves: Path | None = None,
+    each: Callable[[nn.Module, Optimizer], Any] = nothing,
+    **options: Any,
+) -> list[list[Any]]:
+    """Train a model on each rank, unevenly; what each of them saw behind each step.
+
+    Args:
+        hosts: of the ranks.
+        models: theirs.
+        batches: of all ranks.
+        make: makes the optimizer.
+        loads: the checkpoint that they go on from.
+        saves: where they save at the end.
+        each: looks behind each step.
+        options: of `parallelize`.
+    """
+
+    def work(comm: ThreadComm) -> list[Any]:
+        mine = [rows_of(batch, comm.rank, comm.size, True) for batch in batches]
+        with using(comm, on_hosts(hosts)):
+            model, loss_fn, optimizer = shoal.parallelize(
+                models[comm.rank],
+                F.cross_entropy,
+                make(models[comm.rank].parameters()),
+                sample=mine[0],
+                **({"local_steps": ROUND} | options),
+            )
+            if loads is not None:
+                shoal.load(loads, model=model, optimizer=optimizer)
+            seen = []
+            for x, y in mine:
+                optimizer.zero_grad()
+                loss_fn(call(model, x), y).backward()
+                optimizer.step()
+                seen.append(each(model, optimizer))
+            if saves is not None:
+                shoal.save(saves, model=model, optimizer=optimizer)
+            return seen
+
+    return run(len(hosts), work, timeout_s=20, hosts=hosts)
+
+
+def mean_of(states: Sequence[Any]) -> Any:
+    """The mean of optimizers' states."""
+    mean = copy.deepcopy(states[0])
+    for number, values in mean["state"].items():
+        for name in values:
+            every = [each["state"][number][name] for each in states]
+            values[name] = torch.stack(every).mean(0)
+    return mean
+
+
+def going_on(workers: Plain, count: int, make: Make) -> Plain:
+    """So many workers that go on from a checkpoint of these."""
+    exact = bool(workers.warmup)
+    models = [copy.deepcopy(workers.models[0]) for _ in range(count)]
+    others = Plain(
+        models, [make(m.parameters()) for m in models], workers.outer, ROUND, workers.warmup
+    )
+    for model, optimizer in zip(models, others.optimizers, strict=True):
+        for p, old in zip(model.parameters(), workers.old, strict=True):
+            p.data.copy_(old)
+        states = [o.state_dict() for o in workers.optimizers]
+        optimizer.load_state_dict(copy.deepcopy(states[0]) if exact else mean_of(states))
+    others.velocity = [v.clone() for v in workers.velocity]
+    others.old = [old.clone() for old in workers.old]
+    return others
+
+
+def shares(batch: Batch, hosts: Sequence[str], *, islands: bool) -> list[Batch]:
+    """What each worker has of a batch: a host, or a rank."""
+    mine = [rows_of(batch, rank, len(hosts), True) for rank in range(len(hosts))]
+    return (
+        [joined(mine[rank] for rank in island) for island in islands_of(hosts)] if islands else mine
+    )

@@ -437,6 +437,7 @@ def test_the_plan_says_it_and_is_taken_again() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "islands": ({"outer": Outer(rule="average", islands=True)}, PlanError, "pushes by itself"),
     "another strategy": ({"pins": {"*": "replicate"}}, PlanError, "weights of every layer"),
     "rows of tables": ({"pins": {"0": "server_rows"}}, PlanError, "weights of every layer"),
     "a codec": ({"pins": {"*": "server:direct+int8"}}, PlanError, "weights of every layer"),
@@ -473,6 +474,7 @@ def test_a_plan_of_other_ways_is_refused() -> None:
         assert plan is not None
         for wrong, said in (
             (replace(plan, outer=Outer()), "no other outer rule"),
+            (replace(plan, outer=Outer(rule="average", warmup_steps=3)), "pushes by itself"),
             (replace(plan, placement="hash"), "equal share"),
             (plan.with_choice(replace(plan.choices[0], strategy="sliced")), "every layer"),
         ):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from locally import (
     ROUND,
     RULES,
@@ -20,6 +19,7 @@ from locally import (
     Make,
     Plain,
     adamw,
+    mean_of,
     net,
     on_ranks,
     plain,
@@ -176,13 +176,3 @@ def test_goes_on_with_other_ranks(rule: str, first: int, second: int, tmp_path: 
     trained = on(second, after, loads=True)
     for model, expected in zip(trained, going_on.models, strict=True):
         assert difference(state(expected), state(model)) <= 1e-10
-
-
-def mean_of(states: Sequence[Any]) -> Any:
-    """The mean of optimizers' states."""
-    mean = copy.deepcopy(states[0])
-    for number, values in mean["state"].items():
-        for name in values:
-            every = [each["state"][number][name] for each in states]
-            values[name] = torch.stack(every).mean(0)
-    return mean

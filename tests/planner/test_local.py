@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from made_up import cluster, layer, model
 
+from shoal.core.cost import Pace, Price
+from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outer import Outer
-from shoal.core.plan import Plan
+from shoal.core.plan import Choice, Plan
 from shoal.planner.local import with_local_steps
 from shoal.planner.search_options import SearchOptions
 from shoal.planner.sharing import plan_for
@@ -70,3 +72,52 @@ def test_servers_have_all_weights_up_and_down() -> None:
     plan = with_local_steps(made, NET, where, "auto", Outer(rule="average"))
     assert plan.local_steps == 5
     assert plan.predicted_s == pytest.approx(3.5)
+
+
+# two hosts of two ranks: a link carries 2 MB/s, and a byte inside a host takes a processor 1 µs
+ON_HOSTS = Cluster(
+    Topology(("a", "a", "b", "b")),
+    Link(0.0, 1e6),
+    paces={
+        "hierarchical": Pace(Price(0.0, 0.0), Price(0.0, 0.0)),
+        "direct": Pace(Price(0.0, 1e-6), Price(0.0, 1e-6)),
+    },
+)
+
+
+def on_hosts(steps: int | str, islands: bool | None) -> Plan:
+    choices = tuple(Choice(layer.name, "replicate", "hierarchical") for layer in NET.layers)
+    exact = Plan(4, "made up", choices, bucket_bytes=1 << 30, lanes=1)
+    return with_local_steps(exact, NET, ON_HOSTS, steps, Outer(islands=islands))
+
+
+def test_steps_of_islands_have_their_exchange_in_them() -> None:
+    """Of 8 MB two ranks of a host send half and half, which takes 8 s, all behind backward."""
+    apart, together = on_hosts(16, False), on_hosts(16, True)
+    # 8 MB leave a host whose link carries 2 MB/s, every 16 steps
+    assert apart.predicted_s == pytest.approx(3.5 + 4 / 16, rel=1e-3)
+    assert together.predicted_s == pytest.approx(3.5 + 8 + 4 / 16, rel=1e-3)
+
+
+def test_steps_that_hide_are_those_of_what_crosses() -> None:
+    """The exchange inside a host makes steps longer, so that fewer hide the 4 s between hosts."""
+    assert on_hosts("auto", False).local_steps == 2
+    assert on_hosts("auto", True).local_steps == 1
+    assert on_hosts("auto", None).local_steps == 1  # several hosts of several ranks
+
+
+def test_block_momentum_goes_by_islands() -> None:
+    def momentum(islands: bool) -> float | None:
+        outer = Outer(rule="bmuf", islands=islands)
+        exact = on_hosts(16, False)
+        plan = with_local_steps(exact, NET, ON_HOSTS, 16, outer)
+        return plan.outer.momentum if plan.outer else None
+
+    assert (momentum(True), momentum(False)) == (0.5, 0.75)
+
+
+def test_hosts_of_several_ranks_come_together_by_way_of_collectors() -> None:
+    choices = tuple(Choice(layer.name, "replicate", "tree") for layer in NET.layers)
+    exact = Plan(4, "made up", choices, bucket_bytes=1 << 30, lanes=1)
+    plan = with_local_steps(exact, NET, ON_HOSTS, 16, None)
+    assert {choice.exchange for choice in plan.choices} == {"hierarchical"}

@@ -150,7 +150,7 @@ class FaultyComm(Around):
         """A channel of its own with the same faults, its operations numbered on from this one's."""
         return FaultyComm(self.inner.channel(name, idle=idle), (), self._state)
 
-    def group(self, ranks: range) -> FaultyComm:
+    def group(self, ranks: Sequence[int]) -> FaultyComm:
         """Those ranks only, with the same faults, its operations numbered on from this one's."""
         return FaultyComm(self.inner.group(ranks), (), self._state)
 

@@ -184,12 +184,13 @@ class ProcessGroupComm(Comm):
                 )
         return self._among(name, range(self.size), idle=idle)
 
-    def group(self, ranks: range) -> ProcessGroupComm:
+    def group(self, ranks: Sequence[int]) -> ProcessGroupComm:
         """A process group of those ranks."""
-        return self._among(f"ranks{ranks.start}to{ranks.stop}", ranks)
+        return self._among(f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}", ranks)
 
-    def _among(self, name: str, members: range, *, idle: bool = False) -> ProcessGroupComm:
-        ranks = dist.get_process_group_ranks(self._group)[members.start : members.stop]
+    def _among(self, name: str, members: Sequence[int], *, idle: bool = False) -> ProcessGroupComm:
+        everyone = dist.get_process_group_ranks(self._group)
+        ranks = [everyone[member] for member in members]
         topology = self.topology if len(members) == self.size else self.topology.among(members)
         by_themselves = len(ranks) < dist.get_world_size()  # else it needs every rank there is
         make = partial(
@@ -321,9 +322,8 @@ class ProcessGroupComm(Comm):
     def diagnose(self, error: BaseException, where: str) -> BaseException:
         if isinstance(error, RanksDiffer) and error.rank is None:
             return self._heartbeat.explained(error)
-        return (
-            error.struck(f"rank {self.rank} at {where}") if isinstance(error, WorldError) else error
-        )
+        own = self._record.members[self.rank]  # of all ranks there are
+        return error.struck(f"rank {own} at {where}") if isinstance(error, WorldError) else error
 
     def free(self) -> None:
         """Let what is blocked on this channel fail: there is a verdict, or this rank ends.

@@ -190,7 +190,7 @@ class ThreadComm(Comm):
         name: str = "world",
         topology: Topology | None = None,
         idle: bool = False,
-        seat: int | None = None,
+        seats: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.hub = hub or Hub()
@@ -198,44 +198,48 @@ class ThreadComm(Comm):
         self.size = self.topology.size
         self.name = name
         self.timeout_s = None if idle else self.hub.timeout_s
-        # which of the hub's ranks it is, also within a group
-        self._seat = rank if seat is None else seat
+        # which of the hub's ranks those are that it is among
+        self._seats = tuple(range(self.size) if seats is None else seats)
         self._channels = 0
         self._journal = self.hub.journals[self._seat]
-        self._record = self._journal.opened(name, range(self.size), numbered=not idle)
+        self._record = self._journal.opened(name, self._seats, numbered=not idle)
+
+    @property
+    def _seat(self) -> int:
+        return self._seats[self.rank]
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Copy `tensor` into the mailbox; it must be contiguous, as for gloo."""
         assert tensor.is_contiguous()
         # a GPU's by way of the host, as between processes: the receiver computes on another stream
         at_host = tensor.detach().clone() if tensor.device.type == "cpu" else staged(tensor)
-        self.hub.put(self.name, self.rank, to, at_host)
+        self.hub.put(self.name, self._seat, self._seats[to], at_host)
         return DONE
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Take the next message from `source`; the wait copies it into `tensor`."""
-        return _Receive(self, tensor, source, self.hub.post(self.name, source, self.rank))
+        number = self.hub.post(self.name, self._seats[source], self._seat)
+        return _Receive(self, tensor, source, number)
 
     def channel(self, name: str, *, idle: bool = False) -> ThreadComm:
         """A new channel, also where the name was given before."""
         self._channels += 1
-        return self._among(self.rank, f"{self.name}/{name}#{self._channels}", self.topology, idle)
+        name = f"{self.name}/{name}#{self._channels}"
+        return ThreadComm(self.rank, self.hub, name, self.topology, idle, self._seats)
 
-    def group(self, ranks: range) -> ThreadComm:
+    def group(self, ranks: Sequence[int]) -> ThreadComm:
         """A channel of those ranks only."""
-        name = f"{self.name}/{ranks.start} to {ranks.stop}"
-        return self._among(ranks.index(self.rank), name, self.topology.among(ranks))
-
-    def _among(self, rank: int, name: str, topology: Topology, idle: bool = False) -> ThreadComm:
-        return ThreadComm(rank, self.hub, name, topology, idle, self._seat)
+        name = f"{self.name}/{len(ranks)} from {ranks[0]} to {ranks[-1]}"
+        seats, topology = [self._seats[rank] for rank in ranks], self.topology.among(ranks)
+        return ThreadComm(ranks.index(self.rank), self.hub, name, topology, seats=seats)
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         """Every rank's value, packed as between processes: no two ranks share an object."""
         self.begins(purpose)
         (parcel, records), ranks = packed(value, kinds), range(self.size)
-        for to in ranks:
-            self.hub.put(self.name, self.rank, to, (purpose, parcel))
-        numbers = [self.hub.post(self.name, source, self.rank) for source in ranks]
+        for seat in self._seats:
+            self.hub.put(self.name, self._seat, seat, (purpose, parcel))
+        numbers = [self.hub.post(self.name, seat, self._seat) for seat in self._seats]
         told = [self.take(source, numbers[source]) for source in ranks]
         for rank, theirs in enumerate(told):
             theirs = theirs if isinstance(theirs, tuple) else ("", theirs)
@@ -254,7 +258,8 @@ class ThreadComm(Comm):
             self.check(self._record.purpose)
 
         look_or_not = look if not is_lane else lambda: None
-        message = self.hub.take(self.name, source, self.rank, number, self.timeout_s, look_or_not)
+        seats = self._seats[source], self._seat
+        message = self.hub.take(self.name, *seats, number, self.timeout_s, look_or_not)
         if looked:
             self.reached(self._record.purpose)
         return message
@@ -262,7 +267,7 @@ class ThreadComm(Comm):
     def close(self) -> None:
         """Drop messages that were not fetched."""
         self._journal.closed(self._record)
-        self.hub.forget(self.name, self.rank)
+        self.hub.forget(self.name, self._seat)
 
     def begins(self, purpose: str) -> None:
         """Note that this rank begins something on this channel."""

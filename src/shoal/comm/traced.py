@@ -5,6 +5,7 @@ Wraps any Comm at no cost but the counting; nothing crosses uncounted but `gathe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import final
@@ -63,6 +64,6 @@ class TracedComm(Around):
         """A channel of its own, counted together with this one."""
         return TracedComm(self.inner.channel(name, idle=idle), self.counts)
 
-    def group(self, ranks: range) -> TracedComm:
+    def group(self, ranks: Sequence[int]) -> TracedComm:
         """Those ranks only, counted together with this one."""
         return TracedComm(self.inner.group(ranks), self.counts)

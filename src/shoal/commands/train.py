@@ -60,6 +60,13 @@ def _periods(
     return periods or None
 
 
+def _outer(rule: str | None, islands: bool | None, warmup_steps: int) -> Outer | None:
+    if rule is None and islands is None and not warmup_steps:
+        return None
+    outer = Outer() if rule is None else Outer(rule=rule)
+    return replace(outer, islands=islands, warmup_steps=warmup_steps)
+
+
 @click.command()
 @launching
 @recipe_command
@@ -94,6 +101,19 @@ def _periods(
     "rule",
     type=click.Choice(sorted(RULES)),
     help="The rule by which ranks come together, with --local-steps.",
+)
+@click.option(
+    "--islands/--no-islands",
+    default=None,
+    help="Whether the ranks of a host step together, with --local-steps. By default where there "
+    "are several hosts.",
+)
+@click.option(
+    "--warmup-steps",
+    type=click.IntRange(0),
+    default=0,
+    metavar="STEPS",
+    help="Exact steps of all ranks first, with --local-steps.",
 )
 @click.option(
     "--update-every",
@@ -151,6 +171,8 @@ def train(
     check_every: int,
     local_steps: int | str | None,
     rule: str | None,
+    islands: bool | None,
+    warmup_steps: int,
     update_every: dict[str, int] | None,
     replan: bool,
     save_plan: Path | None,
@@ -170,7 +192,7 @@ def train(
             staleness=staleness,
             check_every=check_every,
             local_steps=local_steps,
-            outer=Outer(rule=rule) if rule else None,
+            outer=_outer(rule, islands, warmup_steps),
             update_every=update_every,
             replan=replan,
         ),

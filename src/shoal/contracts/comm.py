@@ -85,8 +85,10 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def group(self, ranks: range) -> Comm:
+    def group(self, ranks: Sequence[int]) -> Comm:
         """A channel among these ranks only, who alone make it; there they count from 0.
+
+        They are given in ascending order.
 
         Ranks of one group have made as many channels and groups before it as each other.
         """

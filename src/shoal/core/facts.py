@@ -61,10 +61,10 @@ class Topology:
         """How many ranks train."""
         return self.size - self.servers - self.tail
 
-    def among(self, ranks: range) -> Topology:
+    def among(self, ranks: Sequence[int]) -> Topology:
         """Some ranks by themselves."""
-        some = slice(ranks.start, ranks.stop)
-        return Topology(self.hosts[some], processors=self.processors[some])
+        processors = [self.processors[rank] for rank in ranks] if self.processors else []
+        return Topology(tuple(self.hosts[rank] for rank in ranks), processors=tuple(processors))
 
     @property
     def ranks_per_host(self) -> int:

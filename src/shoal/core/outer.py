@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal.core.errors import UsageError
+from shoal.core.facts import Topology
 from shoal.core.numbers import is_count, is_positive
 
 # a rule's learning rate and momentum; None: 1 − 1/N of N ranks
@@ -47,6 +48,11 @@ class Outer:
         lag: steps from when weights are sent until the result is taken over, while training goes
             on; buckets then take turns. 0 waits. By default as many as hide it where `local_steps`
             is "auto", and else 0.
+        islands: whether the ranks of one host step together, as one rank: they exchange gradients
+            in each step, and hosts come together every H steps. By default where there are several
+            hosts, of which any has several ranks.
+        warmup_steps: exact steps before the first round, in which all ranks exchange gradients as
+            without local steps.
 
     Raises:
         UsageError: there is no such rule, or a number is out of its bounds.
@@ -61,6 +67,8 @@ class Outer:
     momentum: float | None = None
     rule: str = "nesterov"
     lag: int | None = None
+    islands: bool | None = None
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or self.rule not in RULES:
@@ -82,6 +90,18 @@ class Outer:
             raise UsageError(
                 "the lag is a number of steps", got=repr(self.lag)[:80], do="give 0 to wait"
             )
+        if self.islands is not None and not isinstance(self.islands, bool):
+            raise UsageError(
+                "islands is True or False, or None for what suits the hosts",
+                got=repr(self.islands)[:80],
+                do="give islands=True to have the ranks of a host step as one",
+            )
+        if not is_count(self.warmup_steps) or self.warmup_steps < 0:
+            raise UsageError(
+                "warmup_steps is a number of steps, at least 0",
+                got=repr(self.warmup_steps)[:80],
+                do="give 100, or leave it out to begin with local steps",
+            )
 
     def _check_momentum(self) -> None:
         momentum: Any = self.momentum
@@ -101,15 +121,21 @@ class Outer:
                 do='leave momentum out, or give rule="nesterov"',
             )
 
-    def on(self, ranks: int) -> Outer:
-        """The same with all that depends on the number of ranks."""
-        momentum = 1 - 1 / ranks if self.momentum is None else self.momentum
-        return replace(self, momentum=momentum, lag=self.lag or 0)
+    def on(self, topology: Topology) -> Outer:
+        """The same with all that depends on where the ranks are."""
+        hosts, ranks = len(topology.ranks_on), topology.size
+        islands = hosts > 1 if self.islands is None else self.islands
+        islands = islands and hosts < ranks  # else each rank is one
+        workers = hosts if islands else ranks
+        momentum = 1 - 1 / workers if self.momentum is None else self.momentum
+        return replace(self, momentum=momentum, islands=islands)
 
     def __str__(self) -> str:
         momentum = "" if self.momentum is None else f", momentum={self.momentum:g}"
         lag = f", lag={self.lag}" if self.lag else ""
-        return f"{self.rule}(lr={self.lr:g}{momentum}{lag})"
+        islands = ", islands=True" if self.islands else ""
+        warmup = f", warmup_steps={self.warmup_steps}" if self.warmup_steps else ""
+        return f"{self.rule}(lr={self.lr:g}{momentum}{lag}{islands}{warmup})"
 
     def step(self, old: Tensor, difference: Tensor, momentum: Tensor) -> Tensor:
         """New values, of old ones and of how far the mean of the ranks is below them.

@@ -395,6 +395,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "float": (float, int),
     "float | None": (float, int, type(None)),
     "int | None": (int, type(None)),
+    "bool | None": (bool, type(None)),
     "Placement": (str, dict),
     "Outer | None": (Outer, type(None)),
     "dict[str, int]": (dict,),
@@ -416,7 +417,7 @@ def _record(kind: type[T], row: Any, source: str) -> T:
         )
     for name, value in row.items():
         if not isinstance(value, _TYPES[fields[name].type]) or (
-            isinstance(value, bool) != (fields[name].type == "bool")
+            isinstance(value, bool) and "bool" not in fields[name].type
         ):
             raise PlanError(
                 f"{source}: {name} is of the wrong type",

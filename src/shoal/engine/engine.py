@@ -58,6 +58,7 @@ class Engine(Rounds):
         buckets: Buckets | None = None,
         device: torch.device | None = None,
         main: Sequence[Comm] = (),
+        inside: Sequence[Comm] = (),
     ) -> None:
         """Start the lanes, and connect the transfers.
 
@@ -69,10 +70,11 @@ class Engine(Rounds):
             buckets: the memory that the transfers' buckets have.
             device: where the model is, if that computes in streams.
             main: channels that the main thread itself waits for, in forward or backward.
+            inside: channels among the ranks of an island, each for a lane.
         """
         self.transfers = tuple(transfers)
         self.buckets = buckets or Buckets()
-        self.routes = Routes(self.transfers, lanes, served, back, device)
+        self.routes = Routes(self.transfers, lanes, served, back, device, inside)
         self._main = tuple(main)
         self.spent = Spent(self.waited_s)
         self._timetable = Timetable(self.transfers, self.routes)
@@ -102,6 +104,23 @@ class Engine(Rounds):
             bool(self._accumulating),
             latest,
         )
+
+    def take(self, landing: Sequence[Transfer], *, inside: bool = False) -> None:
+        """Exchange gradients otherwise from here on. Between a backward and the next, on all alike.
+
+        Args:
+            landing: what goes as its gradients land, in place of all that did so far, and that is
+                released.
+            inside: whether only the ranks of an island take part in it.
+        """
+        before, self._landing = self._landing, tuple(landing)
+        for transfer in before:
+            transfer.release()
+        self.transfers = (*landing, *(t for t in self.transfers if t not in before))
+        self.routes.take(landing, inside, before)
+        self._round.take(self._landing)
+        for transfer in landing:
+            transfer.connect(self)
 
     def current(self) -> BackwardRound:
         backward = self._round  # walk 2

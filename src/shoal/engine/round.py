@@ -85,6 +85,10 @@ class BackwardRound(Round):
         """Whether a backward has opened it; it may have ended with an error."""
         return self._task is not None
 
+    def take(self, transfers: Sequence[Transfer]) -> None:
+        """Before it opens: be the round of these transfers, in place of those it was to have."""
+        self._transfers = transfers
+
     def called(self, weight: Weight, asks: bool) -> None:
         """The model is called, and what comes of it is to be weighed.
 

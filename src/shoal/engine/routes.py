@@ -3,6 +3,8 @@
     to peers        transfer i of its kind takes lane i mod L. On a GPU all that is NCCL's takes the
                     first: NCCL's communicators, called in another order on each rank, may wait for
                     one another
+    inside          what the ranks of one host exchange by themselves has lanes of its own, as it
+                    must not wait behind what crosses a slow link
     to servers      over lanes that they are on
     from servers    over others: what goes there and what comes back do not share a link
 
@@ -15,7 +17,7 @@ behind it (`later`), and whoever needs it waits (`settle`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from operator import attrgetter
 from threading import RLock
@@ -41,6 +43,7 @@ class Routes:
         served: channels among all ranks, for transfers that servers take part in.
         back: channels for these transfers' way back; without any they come back as they went.
         device: where the model is, if that computes in streams.
+        inside: channels among the ranks of an island, for transfers that only these take part in.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Routes:
         served: Sequence[Comm] = (),
         back: Sequence[Comm] = (),
         device: torch.device | None = None,
+        inside: Sequence[Comm] = (),
     ) -> None:
         self.device = device
         self._comm = next(iter((*lanes, *served)), None)
@@ -63,7 +67,10 @@ class Routes:
             Lane(comm, f"server lane {number}", device) for number, comm in enumerate(served)
         ]
         self.going = among_workers + self.served
-        self.lanes = self.going + from_servers
+        self._inside = [
+            Lane(comm, f"lane {number} inside", device) for number, comm in enumerate(inside)
+        ]
+        self.lanes = self.going + from_servers + self._inside
         by_nccl = {t for t in transfers if t.native} if device is not None else set()
         rest = among_workers[1:] if by_nccl and len(among_workers) > 1 else among_workers
         ways = {False: cycle(rest), True: cycle(self.served)}
@@ -77,28 +84,46 @@ class Routes:
         self._last: dict[Transfer, Errand] = {}
         self._changing_last = RLock()  # a checkpoint's thread may wait for parameters, too
         self._recorder: Recorder | None = None
-        self._waits: dict[Transfer, float] = {}  # seconds of the main thread, so far
-        self._waited_s = 0.0  # the same of all
-        self._common: Common | None = None
-        self._teller: Transfer | None = None  # that takes its marks along
+        self._waits: dict[str, float] = {}  # seconds of the main thread, by what it waited for
+        # what ranks have in common, and the transfer that takes its marks along
+        self._told: tuple[Common, Transfer] | None = None
 
     @property
     def among_workers(self) -> Lane | None:
         """The first lane that only workers are on, if there is one."""
         return next((lane for lane in self.going if lane not in self.served), None)
 
+    def take(
+        self, transfers: Iterable[Transfer], inside: bool, instead: Iterable[Transfer]
+    ) -> None:
+        """Have transfers go from here on, `inside` an island or among all workers.
+
+        Args:
+            transfers: that need no servers.
+            inside: by the lanes inside the island.
+            instead: of these, which have come back and are forgotten.
+        """
+        for gone in instead:
+            self._there.pop(gone, None)
+            self._back.pop(gone, None)
+        self._told = None
+        lanes = self._inside if inside else [lane for lane in self.going if lane not in self.served]
+        for transfer, lane in zip(transfers, cycle(lanes), strict=False):
+            self._there[transfer] = self._back[transfer] = lane
+
     def compare(self, common: Common, transfers: Sequence[Transfer]) -> bool:
         """From here on one of these transfers tells what ranks have in common, if any can."""
         able = [transfer for transfer in transfers if transfer.tells]
         first = [transfer for transfer in able if not isinstance(transfer, OwnedTransfer)]
-        self._common, self._teller = common, next(iter(first or able), None)
-        return self._teller is not None
+        teller = next(iter(first or able), None)
+        self._told = None if teller is None else (common, teller)
+        return teller is not None
 
     def mark(self, transfer: Transfer) -> Mark | None:
         """What goes with this transfer of the running round."""
-        if self._common is None or transfer is not self._teller:
+        if self._told is None or transfer is not self._told[1]:
             return None
-        return self._common.mark(f"backward {self.step}")
+        return self._told[0].mark(f"backward {self.step}")
 
     def send(self, transfer: Transfer) -> Errand:
         """Have a transfer's lane run it. It has been packed, and nothing of it is under way."""
@@ -155,18 +180,17 @@ class Routes:
         begin_s = perf_counter()
         errand.wait(f"step {self.step}, {errand.purpose}")
         seconds = perf_counter() - begin_s
-        self._waits[transfer] = self._waits.get(transfer, 0.0) + seconds
-        self._waited_s += seconds
+        self._waits[transfer.label] = self._waits.get(transfer.label, 0.0) + seconds
         if purpose:
             self.note(purpose, begin_s)
 
     def waited_s(self) -> float:
         """Seconds that the main thread has waited for transfers."""
-        return self._waited_s
+        return sum(self._waits.values())
 
     def waits(self) -> dict[str, float]:
         """The same by what a transfer is called."""
-        return {transfer.label: seconds for transfer, seconds in self._waits.items()}
+        return dict(self._waits)
 
     def is_busy(self, transfer: Transfer) -> bool:
         """Whether a lane has something to do with a transfer that nobody has waited for."""

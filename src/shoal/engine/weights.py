@@ -49,15 +49,29 @@ class Weigher:
     """
 
     def __init__(self, comm: Comm | None, inputs_alike: bool = False) -> None:
-        self._comm, self._alike = comm, inputs_alike
-        self._lane = None if comm is None else Lane(comm, "row counts")
-        self._counts = None if comm is None or self._lane is None else Counts(comm, self._lane)
+        self._alike = inputs_alike
+        self._lanes: dict[Comm, tuple[Lane, Counts]] = {}  # of all ranks that it was ever among
+        self.among(comm)
         self._asked = 0
         self._first = True  # no call has counted yet
-        self._common: Common | None = None
         self._usual: float | None = None  # rows of the rank that has most in the first forward
-        self._own = [0.0, 0.0]  # this rank's rows and terms so far, where all weigh the same
-        self._first_batch = 0.0  # its digest, likewise
+        self._own = [0.0, 0.0]  # this rank's rows and terms so far
+        self._first_batch = 0.0  # its digest
+
+    def among(self, comm: Comm | None) -> None:
+        """Weigh this rank among those from here on; None: all weigh the same.
+
+        Between two backwards, on every rank alike.
+        """
+        if comm is not None and comm not in self._lanes:
+            lane = Lane(comm, "row counts")
+            self._lanes[comm] = lane, Counts(comm, lane)
+        self._comm = comm
+        self._lane: Lane | None = None
+        self._counts: Counts | None = None
+        if comm is not None:
+            self._lane, self._counts = self._lanes[comm]
+        self._common: Common | None = None
 
     def begin(self) -> Weight:
         """The weight of a call that begins, whose rows are counted later."""
@@ -74,14 +88,12 @@ class Weigher:
         return self._usual
 
     def own(self) -> float:
-        """What this rank has counted so far where all weigh the same: terms, or else rows."""
+        """What this rank has counted so far: terms, or else rows."""
         rows, terms = self._own
         return terms or rows
 
     def first_batch(self) -> float:
-        """A digest of the first batch where all weigh the same; 0 of none, or of one that ranks
-        have alike on purpose.
-        """
+        """A digest of the first batch; 0 of none, or of one that ranks have alike on purpose."""
         return self._first_batch
 
     def go_on(self, usual: float) -> None:
@@ -94,8 +106,7 @@ class Weigher:
         Raises:
             RanksDiffer: every rank was fed the same batch.
         """
-        if self._comm is None:
-            self._own[0] += count
+        self._own[0] += count
         self._count(weight, count, count, batch)
 
     def of_loss(self, count: float, rows: Weight | None, batch: Any = None) -> Weight:
@@ -107,8 +118,7 @@ class Weigher:
         weight.base = rows
         if rows is not None and not rows.is_asked:
             weight.carry(rows)
-        if self._comm is None:
-            self._own[1] += count
+        self._own[1] += count
         self._count(weight, count, count if rows is None else rows.count, batch)
         return weight
 
@@ -117,22 +127,21 @@ class Weigher:
         return Weight(self._comm, 1.0, "", base=rows, summed=True)
 
     def _count(self, weight: Weight, count: float, rows: float, batch: Any) -> None:
-        if self._comm is None or self._counts is None:
-            if self._first and batch is not None and not self._alike and tensors_of(batch):
-                self._first_batch = float(_digest(batch))
-            self._first = self._first and batch is None
-            return
-        counts, call = self._counts, self._counts.called()
         first = self._first and batch is not None
         self._first = self._first and not first
         digest = float(_digest(batch)) if first and tensors_of(batch) else 0.0
-        mark = None
+        if first and not self._alike:
+            self._first_batch = digest
+        if self._comm is None or self._counts is None:
+            return
+        counts, lane, mark = self._counts, self._lane, None
+        call = counts.called()
         if self._common is not None and not (first or self._first):
             mark = self._common.mark(f"forward {self._asked - 1}")
             digest = float(mark.word)
 
         def ask() -> _Asked:
-            return self._compared(counts.ask(call, (count, digest, rows)), mark)
+            return _compared(counts.ask(call, (count, digest, rows)), mark, lane)
 
         weight.counted(count, ask)
         if first:
@@ -145,23 +154,6 @@ class Weigher:
         """Have each count tell what ranks have in common: where no transfer does."""
         self._common = common
 
-    def _compared(self, asked: _Asked, mark: Mark | None) -> _Asked:
-        """The same; once all counts are there, the ranks compare what differs."""
-        if mark is None:
-            return asked
-        compared: list[bool] = []
-
-        def arrived(where: str) -> list[Tensor] | None:
-            found = asked(where)
-            if found is not None and not compared:
-                compared.append(True)
-                if any(int(values[_DIGEST]) != mark.word for values in found):
-                    assert self._lane is not None
-                    self._lane.run(mark.compare, "comparing what ranks have in common").wait(where)
-            return found
-
-        return arrived
-
     def opened(self) -> None:
         """A backward that sends has begun: calls from here on belong to the next."""
         if self._counts is not None:
@@ -169,18 +161,18 @@ class Weigher:
 
     def drain(self) -> None:
         """Wait for the counts that were asked for."""
-        if self._lane is not None:
-            self._lane.drain()
+        for lane, _ in self._lanes.values():
+            lane.drain()
 
     def abandon(self) -> None:
-        """Leave what the lane has still to do: this rank ends for an error."""
-        if self._lane is not None:
-            self._lane.abandon()
+        """Leave what lanes have still to do: this rank ends for an error."""
+        for lane, _ in self._lanes.values():
+            lane.abandon()
 
     def close(self) -> None:
-        """End the lane."""
-        if self._lane is not None:
-            self._lane.close()
+        """End the lanes."""
+        for lane, _ in self._lanes.values():
+            lane.close()
 
 
 @final
@@ -299,8 +291,8 @@ class Weight:
 
     def same_batch(self) -> bool:
         """Whether every rank's digest is the same. Waits for the counts."""
-        digests = {float(values[_DIGEST]) for values in self._arrived() or ()}
-        return len(digests) == 1 and digests != {0.0}
+        digests = [float(values[_DIGEST]) for values in self._arrived() or ()]
+        return len(digests) > 1 and len(set(digests)) == 1 and digests[0] != 0
 
     def _arrived(self) -> list[Tensor] | None:
         return self.asked()(self._where)
@@ -308,6 +300,24 @@ class Weight:
 
 def _nobody() -> _Asked:
     return lambda where: []
+
+
+def _compared(asked: _Asked, mark: Mark | None, lane: Lane | None) -> _Asked:
+    """The same; once all counts are there, the ranks compare on that lane what differs."""
+    if mark is None:
+        return asked
+    compared: list[bool] = []
+
+    def arrived(where: str) -> list[Tensor] | None:
+        found = asked(where)
+        if found is not None and not compared:
+            compared.append(True)
+            if any(int(values[_DIGEST]) != mark.word for values in found):
+                assert lane is not None
+                lane.run(mark.compare, "comparing what ranks have in common").wait(where)
+        return found
+
+    return arrived
 
 
 def inputs_alike(comm: Comm, x: Any, y: Any) -> bool:

@@ -94,6 +94,12 @@ def _check_at_servers(
             got=f'rule="{outer.rule}"',
             do='give outer=shoal.Outer(rule="average"), or leave it out; or start without servers',
         )
+    if outer is not None and (outer.islands or outer.warmup_steps):
+        raise PlanError(
+            "to servers each worker pushes by itself, from the first step on",
+            got=str(outer),
+            do="leave out islands and warmup_steps, or start without servers",
+        )
     if placement not in (BALANCED, {}):
         raise PlanError(
             "with local steps every server has an equal share of the weights",

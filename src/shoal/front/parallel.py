@@ -134,7 +134,8 @@ def parallelize(
             rule; or "auto", the fewest under which the exchange takes no longer than they do. With
             servers each pushes what it has learned to these. This changes the mathematics. None:
             gradients are exchanged in every step.
-        outer: that rule, `shoal.Outer()` by default. With servers it is `rule="average"`.
+        outer: that rule, `shoal.Outer()` by default. It also says whether the ranks of one host
+            step together, and how many exact steps come first. With servers it is `rule="average"`.
         update_every: by dotted layer name or glob, every how many steps a layer is updated, as
             {"classifier.*": 4}. Until then each rank adds up its gradients, and `.grad` is None.
             Then it is their mean over all rows. This changes the mathematics, and saves the bytes

@@ -124,6 +124,8 @@ def give_back(session: Session, model: nn.Module, running: Running) -> None:
     threads.drain()
     threads.counts.drain()
     take_global(model)
+    if running.rounds is not None:
+        running.rounds.stop()
     running.watched.release()  # 4
     if running.norms is not None:
         running.norms.release()

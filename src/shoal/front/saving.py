@@ -182,6 +182,8 @@ def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
                 "usual_rows": attached.running.weigher.usual,
                 "plan": json.loads(attached.plan.to_json()),
             }
+            if attached.running.rounds is not None:
+                known[path]["warmup_steps"] = attached.running.rounds.warmup_steps
     return known
 
 
@@ -248,10 +250,13 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
     owed = saved.decoded(_RESIDUALS, saved.state.residuals)
     outer = saved.decoded(_OUTER, saved.state.outer) if saved.state.outer else {}
     for path, model in _models(objects):
-        plan = saved.state.models.get(path, {}).get("plan", {})
-        give_residuals(model, owed.get(path, {}), local=bool(plan.get("local_steps")))
+        known = saved.state.models.get(path, {})
+        local = bool(known.get("plan", {}).get("local_steps"))
+        give_residuals(model, owed.get(path, {}), local=local)
         state = outer.get(path, {})
         kept = {name: of_name for name, of_name in state.items() if is_kept(of_name)}
-        begin_anew(model, {name: state[name] for name in state if name not in kept})
+        state = {name: state[name] for name in state if name not in kept}
+        # local steps that do not say so have none before them
+        begin_anew(model, state, known.get("warmup_steps", None if local else 0))
         give_kept(model, kept)
     return plain

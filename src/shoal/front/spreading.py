@@ -20,7 +20,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.sample import Sample
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.facts import Cluster, ModelProfile, Topology
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named, of
@@ -211,7 +211,9 @@ def _planned(
     beside = comm.channel(f"model{session.models}-values")
     with ThreadPoolExecutor(1, thread_name_prefix="values") as pool:
         comparing = pool.submit(of_first, job.model, beside)
-        plan = from_first(comm, Plan, lambda: chosen(job.given_plan, profile, cluster, job.asked))
+        plan = from_first(
+            comm, Plan, lambda: chosen(job.given_plan, profile, cluster, job.asked, comm.topology)
+        )
         values = comparing.result()
     beside.close()
     return plan, values
@@ -305,8 +307,13 @@ def chosen(
     profile: ModelProfile,
     cluster: Cluster,
     asked: Request,
+    topology: Topology | None = None,
 ) -> Plan:
-    """The plan that is asked for, or that was given, with the step that it is predicted to take."""
+    """The plan that is asked for, or that was given, with the step that it is predicted to take.
+
+    The ranks are at a `topology`, by default that of the cluster.
+    """
+    topology = topology or cluster.topology
     if given_plan is None:
         stale, local = asked.staleness != 0, asked.local_steps
         cluster = _as_trained(cluster, asked.staleness, local)
@@ -331,13 +338,19 @@ def chosen(
             return made
         outer = asked.outer or (Outer(rule="average") if cluster.apart else Outer())
         made = replace(made, staleness=asked.staleness)
-        return with_local_steps(made, profile, cluster, local, outer)
+        return with_local_steps(made, profile, cluster, local, _placed(outer, cluster, topology))
     cluster = _as_trained(cluster, given_plan.staleness, given_plan.local_steps)
     check_served(given_plan, profile, cluster)
     plan = with_sharing(repredicted(given_plan, profile, cluster), profile, cluster)
-    if not plan.local_steps:
+    if plan.outer is None:
         return plan
-    return with_local_steps(plan, profile, cluster, plan.local_steps, plan.outer)
+    outer = _placed(plan.outer, cluster, topology)
+    return with_local_steps(plan, profile, cluster, plan.local_steps, outer)
+
+
+def _placed(outer: Outer, cluster: Cluster, topology: Topology) -> Outer:
+    """The rule with what depends on where ranks are. To servers each worker pushes by itself."""
+    return replace(outer, islands=False) if cluster.apart else outer.on(topology)
 
 
 def _as_trained(cluster: Cluster, staleness: int | None, local_steps: int | str | None) -> Cluster:

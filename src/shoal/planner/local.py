@@ -1,8 +1,9 @@
 """Plans in which ranks step by themselves: how many steps, and when weights are taken over.
 
 "auto" is the fewest steps that take as long as the exchange of all weights. Then buckets take
-turns, and each has the time of its turn and a step more to come back. Guarded by
-tests/planner/test_local.py.
+turns, and each has the time of its turn and a step more to come back. Where the ranks of a host
+step together, their exchange is a part of the step: it is priced by the processor time of its
+bytes, as inside a host nothing else holds them up. Guarded by tests/planner/test_local.py.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import math
 from dataclasses import replace
 
 from shoal.contracts.exchange import SplitExchange
-from shoal.core.cost import total
+from shoal.core.cost import Pace, total
 from shoal.core.explanation import Explanation
-from shoal.core.facts import Cluster, ModelProfile
+from shoal.core.facts import Cluster, Link, ModelProfile, Topology
 from shoal.core.outer import Outer
-from shoal.core.plan import Plan
+from shoal.core.plan import Choice, Plan
+from shoal.exchange.hierarchical import Hierarchical
 from shoal.planner.timeline import Predictor
 
 
@@ -32,26 +34,31 @@ def with_local_steps(
         outer: the rule; None for the usual one.
     """
     outer = outer or Outer()
+    known = outer.on(cluster.topology)
     predictor = Predictor(profile, cluster)
+    # the same link does for all ranks of a host
+    split = "hierarchical" if Hierarchical().fits(cluster.topology) else "direct"
     choices = tuple(
         choice
         if isinstance(predictor.exchange(choice.exchange), SplitExchange)
-        else replace(choice, exchange="direct" + "+" * bool(choice.codec) + choice.codec)
+        else replace(choice, exchange=split + "+" * bool(choice.codec) + choice.codec)
         for choice in plan.choices
     )
     plan = replace(plan, choices=choices)
-    compute_s = profile.forward_s + profile.backward_s + profile.optimizer_s
+    step_s = profile.forward_s + profile.backward_s + profile.optimizer_s
+    if known.islands:
+        step_s = max(step_s, _island_s(plan, profile, cluster))
     exchange_s, num_buckets = _exchange_s(plan, predictor, cluster)
     if steps == "auto":
-        steps = max(1, math.ceil(exchange_s / compute_s)) if compute_s else 1
+        steps = max(1, math.ceil(exchange_s / step_s)) if step_s else 1
         if outer.lag is None and exchange_s:
             outer = replace(outer, lag=min(steps, math.ceil(steps / num_buckets) + 1))
     assert isinstance(steps, int)
-    outer = outer.on(plan.ranks)
+    outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
     # with a lag each bucket has so many steps for itself, as buckets take turns
-    hidden_s = (outer.lag or 0) * compute_s * num_buckets
+    hidden_s = (outer.lag or 0) * step_s * num_buckets
     waits_s = max(0.0, exchange_s - hidden_s) / steps
-    return replace(plan, local_steps=steps, outer=outer, predicted_s=compute_s + waits_s)
+    return replace(plan, local_steps=steps, outer=outer, predicted_s=step_s + waits_s)
 
 
 def explained_locally(explanation: Explanation, plan: Plan, profile: ModelProfile) -> Explanation:
@@ -67,6 +74,21 @@ def explained_locally(explanation: Explanation, plan: Plan, profile: ModelProfil
         without_codecs=None,
         local=plan.locally,
     )
+
+
+def _island_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
+    """Seconds of a step in which the ranks of the fullest host exchange gradients."""
+    ranks, moved = cluster.topology.ranks_per_host, cluster.pace("direct").cpu
+    island = Cluster(
+        Topology(("host",) * ranks),
+        Link(0.0, math.inf, cluster.link.cpu_s_per_byte),
+        cluster.cores_per_rank,
+        {"direct": Pace(moved, moved)},
+        cluster.pack_byte_s,
+    )
+    choices = tuple(Choice(choice.layer, "replicate", "direct") for choice in plan.choices)
+    exact = replace(plan, ranks=ranks, choices=choices)
+    return Predictor(profile, island).as_is(exact).step_s
 
 
 def _exchange_s(plan: Plan, predictor: Predictor, cluster: Cluster) -> tuple[float, int]:

@@ -31,7 +31,7 @@ from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.outer import Outer
 from shoal.core.placement import BALANCED, check_placement
-from shoal.core.plan import Plan, Site, check_periods
+from shoal.core.plan import Choice, Plan, Site, check_periods
 from shoal.core.registry import named
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.strategies.carried import check_carried, row_codec
@@ -184,6 +184,24 @@ def _local(site: PlacedSite, outer: Outer) -> list[Transfer]:
     ]
 
 
+def gradients(sites: Sequence[PlacedSite], ranks: int, *, beside: bool) -> list[Transfer]:
+    """What sums a model's gradients exactly among some of its ranks, which hold all of it.
+
+    Args:
+        sites: of the plan, each served by "replicate".
+        ranks: how many these are.
+        beside: whether they are of one host, where messages go from each to each. Else the plan's
+            exchanges carry them, without their codecs.
+    """
+    found: list[Transfer] = []
+    for placed in sites:
+        exact = Choice("", placed.site.strategy, placed.site.exchange).without_codec().exchange
+        place, label = replace(placed.place, ranks=ranks), f"gradients of {placed.label}"
+        exchange = exchange_named("direct" if beside else exact)
+        found += placed.strategy.apply(place, exchange, label)
+    return found
+
+
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
     return replace(placed_site, place=replace(placed_site.place, layers={}, tail=None))
 
@@ -325,6 +343,12 @@ def _check_geo(plan: Plan) -> None:
             "servers add what workers have learned: they know no other outer rule",
             got=str(plan.outer),
             do='write the rule "average" into the plan; or start without servers',
+        )
+    if plan.outer is not None and (plan.outer.islands or plan.outer.warmup_steps):
+        raise PlanError(
+            "to servers each worker pushes by itself, from the first step on",
+            got=str(plan.outer),
+            do="write islands false and warmup_steps 0 into the plan; or start without servers",
         )
     if plan.placement not in (BALANCED, {}):
         raise PlanError(

@@ -54,12 +54,12 @@ from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, place
 from shoal.servers.ahead import RunningAhead
 from shoal.servers.servers import Servers, check_sendable
 from shoal.session.additions import add
-from shoal.session.local import begin, set_off
+from shoal.session.rounds import Company, Exchanged, Rounds, island_of, set_off
 from shoal.session.running import Running
 from shoal.session.session import Session, Threads
 from shoal.session.watch import Watched, watch
 from shoal.strategies.geo import GeoTransfer
-from shoal.strategies.moving import transfers_of
+from shoal.strategies.moving import OfState, transfers_of
 from shoal.strategies.stage import loss_at_tail
 from shoal.strategies.sync_batchnorm import SyncNorms
 
@@ -99,6 +99,8 @@ def attach(
     keep_eager()
     session.end_gone()
     comm, buckets = session.comm, Buckets(memory)
+    if plan.outer is not None:
+        plan = replace(plan, outer=plan.outer.on(comm.topology))
     servers = session.other(Servers)
     num_servers = len(servers.hosts) if servers else 0
     check(plan, model, comm.size, num_servers)
@@ -112,7 +114,7 @@ def attach(
 
     sites = [replace(site, place=met(site.place)) for site in sites]
     take(model, of_first(model, comm) if values is None else values)
-    rewritten = apply(model, sites, comm, plan.outer.on(comm.size) if plan.outer else None)
+    rewritten = apply(model, sites, comm, plan.outer)
     if norms is not None:
         assert boundary is not None
         norms.join(boundary, weighing)
@@ -120,14 +122,17 @@ def attach(
     weigher = _weigher(session, model, inputs_alike, weighs=weighs and in_step)
     waited_for = (boundary, tables.comm if tables else None, stage.hosts.comm if stage else None)
     main = [comm for comm in waited_for if comm is not None]
-    of_state = _of_state(session, model, compute_loss or loss_fn, moving)
+    state_of = _of_state(session, model, compute_loss or loss_fn, moving)
+    of_state, island = state_of(comm.size), island_of(comm, plan, f"model{session.models}")
     if plan.local_steps:
-        lag = plan.outer.lag or 0 if plan.outer else 0
-        set_off([*rewritten.transfers, *of_state], optimizers, plan.local_steps, lag)
-        begin([*rewritten.transfers, *of_state], weigher)
+        set_off([*rewritten.transfers, *of_state], optimizers, plan.local_steps, 0)
     engine, owners, at_servers = _started(
-        session, model, plan, rewritten, of_state, optimizers, buckets, main
+        session, model, plan, rewritten, of_state, optimizers, buckets, main, island
     )
+    rounds = None
+    if plan.local_steps:
+        exchanged = Exchanged([site for site, _ in rewritten.sites], state_of)
+        rounds = _rounds(session, model, plan, optimizers, engine, weigher, exchanged, island)
     if in_step:
         _compare(session, model, optimizers, engine, owners, weigher)
         if check_every:
@@ -170,6 +175,7 @@ def attach(
         tables,
         at_servers,
         norms,
+        rounds,
     )
 
 
@@ -181,6 +187,32 @@ def _weigher(session: Session, model: nn.Module, inputs_alike: bool, *, weighs: 
     if (usual := session.usual_rows.get(model, {}).get(comm.size)) is not None:
         weigher.go_on(usual)
     return weigher
+
+
+def _rounds(
+    session: Session,
+    model: nn.Module,
+    plan: Plan,
+    optimizers: Sequence[Optimizer],
+    engine: Engine,
+    weigher: Weigher,
+    exchanged: Exchanged,
+    island: Company | None,
+) -> Rounds:
+    """When ranks that step by themselves come together. The first round begins, or the warm-up."""
+    comm, passes, known, counts = session.comm, session.passes, ref(model), None
+    if plan.outer is not None and plan.outer.warmup_steps:
+        counts = comm.channel(f"model{session.models}-counts")
+
+    def in_common() -> Common:
+        model = known()
+        assert model is not None
+        return Common(model, optimizers, passes)
+
+    all_ranks = Company(comm.size, counts)
+    rounds = Rounds(engine, weigher, plan, optimizers, exchanged, all_ranks, island, in_common)
+    rounds.begin({})
+    return rounds
 
 
 def _compare(
@@ -275,6 +307,7 @@ def _started(
     optimizers: Sequence[Optimizer],
     buckets: Buckets,
     main: Sequence[Comm],
+    island: Company | None = None,
 ) -> tuple[Engine, Owners | None, int | None]:
     """What runs the transfers, over channels made in the same order on every rank."""
     comm, prefix = session.comm, f"model{session.models}"
@@ -289,7 +322,8 @@ def _started(
     ]
     number, there, back = _open_servers(session, rewritten, plan, served, optimizers)
     device = streaming(parameter.device for parameter in model.parameters())
-    engine = Engine(transfers, lanes, there, back, buckets, device, main)
+    inside = () if island is None else island.lanes
+    engine = Engine(transfers, lanes, there, back, buckets, device, main, inside)
     tell: Tell = tell_nobody
     servers = session.other(Servers)
     if servers is not None and number is not None:
@@ -309,8 +343,11 @@ def _of_state(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
     moving: Sequence[MovingState],
-) -> Sequence[Transfer]:
-    """What brings state to agree; here all ranks take rank 0's of the loss, as of the model."""
+) -> Callable[[int], Sequence[OfState]]:
+    """What brings state to agree among so many ranks.
+
+    Here all ranks take rank 0's of the loss, as of the model.
+    """
     known = states(model, loss_fn)
     for name in (state.name for state in moving if state.name.startswith(OF_LOSS)):
         tensor = known[name].tensor
@@ -319,7 +356,7 @@ def _of_state(
         session.comm.broadcast(value, root=0)
         if session.comm.rank:
             tensor.data.copy_(value)
-    return transfers_of(moving, known, session.comm.size)
+    return partial(transfers_of, moving, known)
 
 
 def _open_servers(

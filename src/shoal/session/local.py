@@ -1,6 +1,5 @@
-"""Models whose ranks step by themselves: when they come together, and what they have in common.
+"""Models whose ranks step by themselves: what they have in common.
 
-    set_off, begin   transfers are told when they go, and what by
     global_weights   the model has what all ranks have in common, for a while: to evaluate
     latest_weights   the same, with what is under way: to save
     outer_state      the outer rule's, for checkpoints: by parameter, of any number of ranks
@@ -10,26 +9,24 @@
 Where servers have the weights, all ranks meet before anybody looks at them, and once more behind
 it: so all see one moment, in which all that was pushed has been added.
 
+As long as all ranks exchange gradients, in the warm-up, all of them have everything.
+
 Guarded by tests/equivalence/test_local_steps.py and test_geo.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.state import states
-from shoal.contracts.transfer import Transfer
 from shoal.core.errors import UsageError
-from shoal.engine.weights import Weigher
 from shoal.session.additions import uncompiled
 from shoal.session.session import Attached, current, found
 from shoal.strategies.geo import GeoTransfer
@@ -37,47 +34,18 @@ from shoal.strategies.local import LocalTransfer
 from shoal.strategies.moving import OfState
 
 
-def set_off(
-    transfers: Sequence[Transfer], optimizers: Sequence[Optimizer], steps: int, lag: int
-) -> None:
-    """Have transfers go every so many steps; of several optimizers, a step is one of each.
-
-    With a lag they take turns. To be called before an engine takes them.
-    """
-    learning, each = partial(_rates, optimizers), len(optimizers)
-    for number, transfer in enumerate(transfers):
-        phase = steps * number // len(transfers) if lag else 0
-        transfer.cadence = Cadence(
-            Event.STEP_ENDED, every=steps * each, phase=phase * each, lag=lag * each
-        )
-        if isinstance(transfer, LocalTransfer):
-            transfer.learning = learning
-
-
-def begin(transfers: Iterable[Transfer], weigher: Weigher) -> None:
-    """Begin the first round, in which this rank's rows are counted so."""
-    for transfer in transfers:
-        if isinstance(transfer, LocalTransfer):
-            transfer.counted = weigher
-        elif isinstance(transfer, OfState):
-            transfer.begin(weigher.own)
-
-
-def _rates(optimizers: Sequence[Optimizer]) -> dict[int, float]:
-    """Learning rates as they are now, by the id of a parameter."""
-    return {
-        id(parameter): float(group["lr"])
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-
-
-def _attached(model: nn.Module) -> Attached | None:
-    """What runs a model, if its ranks step by themselves."""
+def _on_local_steps(model: nn.Module) -> Attached | None:
+    """What runs a model on local steps, also in their warm-up."""
     session = found()
     attached = None if session is None else session.attached.get(uncompiled(model))
     return attached if attached is not None and attached.plan.local_steps else None
+
+
+def _attached(model: nn.Module) -> Attached | None:
+    """What runs a model, if its ranks step by themselves now."""
+    attached = _on_local_steps(model)
+    rounds = None if attached is None else attached.running.rounds
+    return None if rounds is None or rounds.is_exact else attached
 
 
 def _transfers(attached: Attached) -> list[LocalTransfer]:
@@ -114,7 +82,7 @@ def _put(attached: Attached) -> None:
 
 def check_in_step(models: Iterable[nn.Module]) -> None:
     """Refuse models whose ranks step by themselves."""
-    if any(_attached(model) for model in models):
+    if any(_on_local_steps(model) for model in models):
         raise UsageError(
             "torch.distributed.checkpoint does not have what local steps need to go on: the "
             "outer rule's state",
@@ -210,7 +178,7 @@ def _common(attached: Attached, *, latest: bool = False) -> dict[str, Tensor]:
             for name, piece in transfer.pieces.items():
                 common.setdefault(name, torch.empty_like(piece.parameter).detach())
             transfer.global_into(common, latest=latest)
-        elif isinstance(transfer, OfState):
+        elif isinstance(transfer, OfState) and transfer.local is not None:
             common |= transfer.common()
     return common
 
@@ -234,13 +202,20 @@ def outer_state(model: nn.Module) -> StateDict:
     return found_state
 
 
-def begin_anew(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+def begin_anew(
+    model: nn.Module, state: Mapping[str, Mapping[str, Tensor]], warmup_steps: int | None = 0
+) -> None:
     """Begin a round with the weights that were loaded, and the outer rule's state.
+
+    Args:
+        model: any.
+        state: as `outer_state` gives it.
+        warmup_steps: exact steps that were made before; None for as many as are to be.
 
     Raises:
         UsageError: it is another model's.
     """
-    if (attached := _attached(model)) is None:
+    if (attached := _on_local_steps(model)) is None:
         return
     own = {name for transfer in _transfers(attached) for name in transfer.parameters}
     own |= {name for transfer in _at_servers(attached) for name in transfer.pieces}
@@ -251,20 +226,15 @@ def begin_anew(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> N
             got=f"{len(unknown)} parameters that this model does not train",
             do="load a checkpoint of this model",
         )
-    for transfer in attached.engine.transfers:
-        if isinstance(transfer, LocalTransfer):
-            transfer.begin(state)
-        elif isinstance(transfer, GeoTransfer):
-            transfer.begin()
-        elif isinstance(transfer, OfState):
-            transfer.begin(attached.running.weigher.own)
+    assert attached.running.rounds is not None
+    attached.running.rounds.begin(state, warmup_steps)
     _put(attached)
 
 
 def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """The state of an optimizer as a checkpoint has it: where ranks step by themselves, the mean.
 
-    Of a parameter that not every rank has a state of it is rank 0's.
+    An island counts as one rank. Of a parameter that not every rank has a state of it is rank 0's.
 
     Args:
         optimizer: any.
@@ -272,9 +242,11 @@ def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """
     session = found()
     trained = [] if session is None else session.optimizers.items()
-    if not any(optimizer in of_model and _attached(m) for m, of_model in trained):
+    of_this = [model for model, of_model in trained if optimizer in of_model]
+    attached = next(filter(None, map(_attached, of_this)), None)
+    if attached is None:
         return state
-    comm = current().comm
+    comm, parts = current().comm, _parts(attached)
     own = state["state"]
     listed = {number: list(values) for number, values in own.items()}
     everywhere = comm.gather_objects(listed, "optimizer.state_dict()")
@@ -282,16 +254,24 @@ def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     for number, names in everywhere[0].items():
         if all(other.get(number) == names for other in everywhere):
             mean[number] = {
-                name: _mean(value, comm.size, comm.all_reduce)
-                for name, value in own[number].items()
+                name: _mean(value, parts, comm.all_reduce) for name, value in own[number].items()
             }
     return {**state, "state": mean}
 
 
-def _mean(value: Any, ranks: int, all_reduce: Callable[[Tensor], None]) -> Any:
+def _parts(attached: Attached) -> int:
+    """Of how many parts this rank has one, in a mean over those who step by themselves."""
+    comm, outer = current().comm, attached.plan.outer
+    if outer is None or not outer.islands:
+        return comm.size
+    hosts = comm.topology.ranks_on
+    return len(hosts) * len(hosts[comm.topology.hosts[comm.rank]])
+
+
+def _mean(value: Any, parts: int, all_reduce: Callable[[Tensor], None]) -> Any:
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
-    total = value.detach().clone(memory_format=torch.preserve_format).div_(ranks)
+    total = value.detach().clone(memory_format=torch.preserve_format).div_(parts)
     flat = total.reshape(-1).contiguous()
     all_reduce(flat)
     return total.copy_(flat.view(total.shape))

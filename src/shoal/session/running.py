@@ -13,6 +13,7 @@ from shoal.optim.owners import Owners
 from shoal.optim.part import Part
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import Rewritten, check_release
+from shoal.session.rounds import Rounds
 from shoal.session.watch import Watched
 from shoal.strategies.sync_batchnorm import SyncNorms
 
@@ -31,6 +32,7 @@ class Running:
     tables: Tables | None  # where servers have any
     at_servers: int | None  # the model's number there, where they own any parameter
     norms: SyncNorms | None = None  # that go by the rows of all ranks
+    rounds: Rounds | None = None  # where ranks step by themselves
 
     def check_release(self, model: nn.Module) -> None:
         """Refuse to release what cannot be released now, or ever.

@@ -13,15 +13,18 @@ The bytes are those of `replicate` by the same exchange, every H steps, and a me
 rank. The bucket holds θ_old between two times; that is the memory of one copy of the parameters.
 While it is under way there is a second one, and with a lag a third. Momentum is divided by P.
 
+Ranks of an island step as one (session/rounds.py): each has the island's θ. The sum by their shares
+of the rows is then the mean over islands by theirs, with nothing else to do here.
+
 With a codec, codes are of differences and of changes. What these lose is kept and goes with the
 next, as of gradients (codecs/coded.py).
 
-Guarded by tests/equivalence/test_local_steps.py. References: core/outer.py.
+Guarded by tests/equivalence/test_local_steps.py and test_islands.py. References: core/outer.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -67,6 +70,48 @@ class _Packed:
 
 
 @final
+class _Velocity:
+    """The outer rule's v of one rank's slice.
+
+    Args:
+        own: the slice.
+        spans: what its values are.
+    """
+
+    def __init__(self, own: Tensor, spans: Sequence[Span]) -> None:
+        wide = torch.float32 if own.itemsize < 4 else own.dtype
+        self.momentum = torch.zeros_like(own, dtype=wide)
+        self.rates: Mapping[str, float] = {}  # learning rates as of the last time
+        self._spans = spans
+
+    def rescale(self, momentum: Tensor, rates: Mapping[str, float]) -> None:
+        """Have momentum, which is of the last time's learning rates, be of these."""
+        for span, part in self._parts(momentum):
+            before, now = self.rates.get(span.name, 0.0), rates.get(span.name, 0.0)
+            if before > 0 and now > 0 and before != now:
+                part.mul_(now / before)
+
+    def load(self, state: Mapping[str, Mapping[str, Tensor]], names: Collection[str]) -> None:
+        """Take what is known of parameters of these names; the others begin anew."""
+        for span, part in self._parts(self.momentum):
+            known = state.get(span.name)
+            if known is None:
+                part.zero_()
+            else:
+                part.copy_(known["momentum"][span.start : span.stop])
+        self.rates = {
+            name: float(known["rate"])
+            for name, known in state.items()
+            if name in names and "rate" in known
+        }
+
+    def _parts(self, own: Tensor) -> list[tuple[Span, Tensor]]:
+        """The parts of the slice, each with the part of a parameter that it is."""
+        parts = own.split([span.stop - span.start for span in self._spans])
+        return list(zip(self._spans, parts, strict=True))
+
+
+@final
 class LocalTransfer(Transfer):
     """Parameters of one dtype and device, flat: what all ranks have in common of them.
 
@@ -86,7 +131,7 @@ class LocalTransfer(Transfer):
         label: str,
         outer: Outer,
     ) -> None:
-        (self._rank, ranks), self.label, self._outer = place, label, outer
+        (rank, ranks), self.label, self._outer = place, label, outer
         self.native = exchange.native
         self.parameters, coded = coded_first(parameters, exchange)
         listed = list(self.parameters.values())
@@ -96,11 +141,9 @@ class LocalTransfer(Transfer):
         self._views = [unlined(part, p) for part, p in zip(parts, listed, strict=True)]
         of_codec = {name: numels[name] for name in coded}
         self.carrier: Carrier = exchange.carrier(LiveBucket.even(self._flat, of_codec, ranks))
-        self._own = cut(self._flat, ranks)[self._rank]
-        self._spans = LiveBucket.even(self._flat, numels, ranks).spans  # of each rank
-        wide = torch.float32 if self._flat.itemsize < 4 else self._flat.dtype
-        self._momentum = torch.zeros_like(self._own, dtype=wide)
-        self._rates: dict[str, float] = {}  # learning rates as of the last time
+        self._own = cut(self._flat, ranks)[rank]
+        spans = LiveBucket.even(self._flat, numels, ranks).spans  # of each rank
+        self._velocity = _Velocity(self._own, spans[rank])
         self._packed: _Packed | None = None  # while it is under way
         self._is_lossy = not self.carrier.exact  # so far
         self._packed_rows, self._times = 0.0, 0  # this rank's, as of the last time
@@ -122,7 +165,7 @@ class LocalTransfer(Transfer):
             [p.detach().clone() for p in listed] if self.cadence.lag else [],
             (rows - self._packed_rows, float(self._times), self.counted.first_batch()),
             self._learning_rates() if slowed else {},
-            self._momentum.clone(),
+            self._velocity.momentum.clone(),
         )
         self._packed_rows, self._times = rows, self._times + 1
 
@@ -137,7 +180,7 @@ class LocalTransfer(Transfer):
         self.carrier.reduce(comm)
         before = cut(packed.before, comm.size)[comm.rank]
         momentum = packed.momentum
-        self._rescale(momentum, packed.rates)
+        self._velocity.rescale(momentum, packed.rates)
         new = self._outer.step(before.to(momentum.dtype), self._own.to(momentum.dtype), momentum)
         if self.carrier.exact:
             self._own.copy_(new)
@@ -190,7 +233,8 @@ class LocalTransfer(Transfer):
             torch._foreach_sub_(listed, list(packed.left))
         else:
             torch._foreach_copy_(listed, self._views)
-        self._momentum, self._rates, self._packed = packed.momentum, dict(packed.rates), None
+        self._velocity.momentum, self._velocity.rates = packed.momentum, packed.rates
+        self._packed = None
 
     def common(self, *, latest: bool = False) -> Mapping[str, Tensor]:
         """What all ranks have in common of each parameter, by name; views, to be read at once.
@@ -225,28 +269,16 @@ class LocalTransfer(Transfer):
                 )
         with torch.no_grad():
             torch._foreach_copy_(self._views, self._listed)
-            for span, part in self._parts(self._momentum, self._rank):
-                known = state.get(span.name)
-                if known is None:
-                    part.zero_()
-                else:
-                    part.copy_(known["momentum"][span.start : span.stop])
+            self._velocity.load(state, self.parameters)
         self._packed, self._packed_rows = None, self.counted.own()
-        self._rates = {
-            name: float(known["rate"])
-            for name, known in state.items()
-            if name in self.parameters and "rate" in known
-        }
 
     def state(self, comm: Comm) -> StateDict:
         """The outer rule's latest state on every rank, by parameter name (a collective).
 
         "momentum": flat, in the order of the parameter's memory. "rate": of SlowMo.
         """
-        packed = self._packed
-        momentum, rates = self._momentum, self._rates
-        if packed is not None:
-            momentum, rates = packed.momentum, dict(packed.rates)
+        latest = self._packed or self._velocity
+        momentum, rates = latest.momentum, latest.rates
         whole = torch.zeros_like(self._flat, dtype=momentum.dtype)
         cut(whole, comm.size)[comm.rank].copy_(momentum)
         comm.all_reduce(whole)
@@ -259,20 +291,7 @@ class LocalTransfer(Transfer):
     def kept(self) -> Sequence[Tensor]:
         packed = self._packed
         under_way = [] if packed is None else [packed.before, *packed.left, packed.momentum]
-        return [self._flat, self._momentum, *under_way, *self.carrier.tensors()]
+        return [self._flat, self._velocity.momentum, *under_way, *self.carrier.tensors()]
 
     def release(self) -> None:
         return
-
-    def _rescale(self, momentum: Tensor, rates: Mapping[str, float]) -> None:
-        """Have momentum be of these learning rates."""
-        for span, part in self._parts(momentum, self._rank):
-            before, now = self._rates.get(span.name, 0.0), rates.get(span.name, 0.0)
-            if before > 0 and now > 0 and before != now:
-                part.mul_(now / before)
-
-    def _parts(self, own: Tensor, rank: int) -> list[tuple[Span, Tensor]]:
-        """The parts of a slice, each with the part of a parameter that it is."""
-        spans = self._spans[rank]
-        parts = own.split([span.stop - span.start for span in spans])
-        return list(zip(spans, parts, strict=True))

@@ -1,0 +1,284 @@
+"""Warm-up of local steps: the first ones are the ordinary exact steps, then rounds begin.
+
+ranks     shoal, in one parallelize call
+plain     one process: whole batches first, then a model for each rank, or for each host
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from locally import (
+    ROUND,
+    STEPS,
+    Grouped,
+    Plain,
+    adamw,
+    going_on,
+    islands_of,
+    net,
+    on_hosts,
+    plain,
+    sgd,
+    shares,
+    train,
+    with_norm,
+)
+from one_process import State, assert_same_bits, difference, features, rows_of, state
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import shoal
+from shoal.comm.threads import ThreadComm, run
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.front.joining import using
+
+WARMUP = 3
+
+
+def all_of(model: nn.Module, optimizer: Optimizer) -> State:
+    """Weights, buffers and the optimizer's state."""
+    of_optimizer = optimizer.state_dict()["state"]
+    moments = {
+        f"{number} {name}": value.detach().clone()
+        for number, values in of_optimizer.items()
+        for name, value in values.items()
+    }
+    return state(model) | moments
+
+
+@pytest.mark.parametrize(
+    ("rule", "hosts", "islands"),
+    [
+        ("nesterov", "abc", False),
+        ("average", "aab", True),
+        *(
+            pytest.param(rule, hosts, islands, marks=pytest.mark.slow)
+            for rule in ("nesterov", "bmuf", "slowmo")
+            for hosts, islands in (("a", False), ("ab", False), ("aabb", True), ("aab", False))
+        ),
+    ],
+)
+def test_the_first_steps_are_those_of_one_process(rule: str, hosts: str, islands: bool) -> None:
+    """Behind each step weights and moments are compared, in the warm-up and in rounds."""
+    outer = shoal.Outer(rule=rule, islands=islands, warmup_steps=WARMUP)
+    batches, ranks = features(6, 4, steps=WARMUP + STEPS), len(hosts)
+    workers = plain(net, adamw, outer, ranks, [], hosts=hosts if islands else None)
+    groups = islands_of(hosts) if islands else [(rank,) for rank in range(ranks)]
+    seen = train(hosts, [net() for _ in hosts], batches, make=adamw, outer=outer, each=all_of)
+    for step, batch in enumerate(batches):
+        workers.step(shares(batch, hosts, islands=islands))
+        now = [of_rank[step] for of_rank in seen]
+        if step < WARMUP:
+            assert_same_bits(now)
+        for model, optimizer, group in zip(workers.models, workers.optimizers, groups, strict=True):
+            for rank in group:
+                assert difference(all_of(model, optimizer), now[rank]) <= 1e-10, step
+
+
+def test_buffers_are_those_of_exact_steps_first() -> None:
+    hosts, batches = "aab", features(6, 4, steps=WARMUP + ROUND)
+    outer = shoal.Outer(rule="average", islands=True, warmup_steps=WARMUP)
+    models = [copy.deepcopy(with_norm()) for _ in hosts]
+    optimizers = [sgd(model.parameters()) for model in models]
+    expected = Grouped(models, optimizers, outer, ROUND, WARMUP, groups=islands_of(hosts))
+    got = [copy.deepcopy(with_norm()) for _ in hosts]
+    seen = train(hosts, got, batches, outer=outer, each=lambda model, _: state(model))
+    for step, batch in enumerate(batches):
+        expected.step(shares(batch, hosts, islands=False))
+        for rank, model in enumerate(expected.models):
+            assert difference(state(model), seen[rank][step]) <= 1e-10, step
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "made"),
+    [
+        ("abc", "aab", 2),
+        ("ab", "abc", WARMUP + 2),
+        pytest.param("aab", "a", 1, marks=pytest.mark.slow),
+        pytest.param("a", "ab", WARMUP, marks=pytest.mark.slow),
+        pytest.param("aabb", "abc", WARMUP + 4, marks=pytest.mark.slow),
+    ],
+)
+def test_goes_on_with_other_ranks(first: str, second: str, made: int, tmp_path: Path) -> None:
+    """Saved in the middle of the warm-up, at its end, and behind it."""
+    batches = features(6, 4, steps=WARMUP + STEPS)
+    outer = shoal.Outer(warmup_steps=WARMUP)
+    together = {hosts: 1 < len(set(hosts)) < len(hosts) for hosts in (first, second)}
+    before, after = batches[:made], batches[made:]
+    workers = plain(net, adamw, outer, len(first), [], hosts=first if together[first] else None)
+    for batch in before:
+        workers.step(shares(batch, first, islands=together[first]))
+    groups = islands_of(second) if together[second] else [(rank,) for rank in range(len(second))]
+    expected = going_on(workers, len(groups), adamw)
+    for batch in after:
+        expected.step(shares(batch, second, islands=together[second]))
+    how: dict[str, Any] = {"make": adamw, "outer": outer}
+    train(first, [net() for _ in first], before, saves=tmp_path / "saved", **how)
+    got = [net() for _ in second]
+    train(second, got, after, loads=tmp_path / "saved", **how)
+    for model, group in zip(expected.models, groups, strict=True):
+        for rank in group:
+            assert difference(state(model), state(got[rank])) <= 1e-10
+
+
+def test_a_checkpoint_of_the_warmup_brings_it_back(tmp_path: Path) -> None:
+    """Loaded by a run that is past its own: what is left of the warm-up is made again."""
+    hosts, batches = "ab", features(6, 4, steps=WARMUP + STEPS)
+    outer = shoal.Outer(rule="average", warmup_steps=WARMUP)
+    expected = plain(net, sgd, outer, 2, batches, uneven=True)
+    models = [net() for _ in hosts]
+    saved = tmp_path / "saved"
+
+    def work(comm: ThreadComm) -> None:
+        mine = [rows_of(batch, comm.rank, 2, True) for batch in batches]
+        with using(comm, on_hosts(hosts)):
+            model, loss_fn, optimizer = shoal.parallelize(
+                models[comm.rank],
+                F.cross_entropy,
+                sgd(models[comm.rank].parameters()),
+                sample=mine[0],
+                local_steps=ROUND,
+                outer=outer,
+            )
+
+            def steps(rows: Any) -> None:
+                for x, y in rows:
+                    optimizer.zero_grad()
+                    loss_fn(model(x), y).backward()
+                    optimizer.step()
+
+            steps(mine[:1])
+            shoal.save(saved, model=model, optimizer=optimizer)
+            steps(mine[1:])
+            shoal.load(saved, model=model, optimizer=optimizer)
+            steps(mine[1:])
+
+    run(2, work, timeout_s=20, hosts=hosts)
+    for model, other in zip(expected.models, models, strict=True):
+        assert difference(state(model), state(other)) <= 1e-10
+
+
+def test_in_the_warmup_everything_is_everybodys() -> None:
+    """Gradients are global, and so are the weights that are looked at, or given back."""
+    hosts, batches = "ab", features(6, 4, steps=2)
+    alone = net()
+    F.cross_entropy(alone(batches[0][0]), batches[0][1]).backward()
+    models = [net() for _ in hosts]
+
+    def work(comm: ThreadComm) -> State:
+        mine = [rows_of(batch, comm.rank, 2, True) for batch in batches]
+        with using(comm, on_hosts(hosts)):
+            model, loss_fn, optimizer = shoal.parallelize(
+                models[comm.rank],
+                F.cross_entropy,
+                sgd(models[comm.rank].parameters()),
+                sample=mine[0],
+                local_steps=ROUND,
+                outer=shoal.Outer(warmup_steps=WARMUP),
+            )
+            loss_fn(model(mine[0][0]), mine[0][1]).backward()
+            for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(own.grad, other.grad, rtol=1e-10, atol=1e-12)
+            optimizer.step()
+            own = state(model)
+            with shoal.global_weights(model):
+                assert_same_bits([own, state(model)])
+            shoal.unparallelize(model)
+            assert_same_bits([own, state(model)])
+            assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+            return own
+
+    assert_same_bits(run(2, work, timeout_s=20, hosts=hosts))
+
+
+def test_behind_the_warmup_nothing_hangs_on_gradients() -> None:
+    def hooks(model: nn.Module, _: Any) -> int:
+        return sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+    outer = shoal.Outer(warmup_steps=WARMUP)
+    models = [net(), net()]
+    seen = train("ab", models, features(6, 4, steps=WARMUP + 1), outer=outer, each=hooks)
+    assert seen[0] == [4] * (WARMUP - 1) + [0, 0]
+
+
+def test_in_the_warmup_ranks_are_compared() -> None:
+    """A learning rate that one rank changes by itself is told, as in exact steps."""
+    hosts, nets = "ab", [net(), net()]
+    batches = features(6, 4, steps=3)
+
+    def work(comm: ThreadComm) -> None:
+        mine = [rows_of(batch, comm.rank, 2) for batch in batches]
+        with using(comm, on_hosts(hosts)):
+            model, loss_fn, optimizer = shoal.parallelize(
+                nets[comm.rank],
+                F.cross_entropy,
+                sgd(nets[comm.rank].parameters()),
+                sample=mine[0],
+                local_steps=ROUND,
+                outer=shoal.Outer(warmup_steps=WARMUP),
+            )
+            with pytest.raises(RanksDiffer, match="lr"):
+                for x, y in mine:
+                    optimizer.zero_grad()
+                    loss_fn(model(x), y).backward()
+                    optimizer.step()
+                    optimizer.param_groups[0]["lr"] = 0.1 + comm.rank
+
+    run(2, work, timeout_s=20, hosts=hosts)
+
+
+@pytest.mark.slow
+def test_codecs_wait_for_the_rounds() -> None:
+    """The warm-up is exact, whatever the plan says of what is sent."""
+    outer = shoal.Outer(rule="average", warmup_steps=WARMUP)
+    batches = features(6, 4, steps=WARMUP)
+    expected = plain(net, sgd, outer, 3, batches, uneven=True)
+    models = [net() for _ in "abc"]
+    train("abc", models, batches, outer=outer, pins={"*": "replicate:direct+int8"})
+    for model in models:
+        assert difference(state(expected.models[0]), state(model)) <= 1e-10
+
+
+@pytest.mark.slow
+def test_a_step_is_one_of_each_optimizer() -> None:
+    def both(parameters: Any) -> Any:
+        weight, *others = parameters
+        return [sgd([weight]), sgd(others)]
+
+    hosts, nets = "ab", [net(), net()]
+    outer = shoal.Outer(rule="average", warmup_steps=WARMUP)
+    batches = features(6, 4, steps=WARMUP + STEPS)
+    expected: Plain = plain(net, sgd, outer, 2, batches, uneven=True)
+
+    def work(comm: ThreadComm) -> None:
+        mine = [rows_of(batch, comm.rank, 2, True) for batch in batches]
+        with using(comm, on_hosts(hosts)):
+            model, loss_fn, optimizers = shoal.parallelize(
+                nets[comm.rank],
+                F.cross_entropy,
+                both(nets[comm.rank].parameters()),
+                sample=mine[0],
+                local_steps=ROUND,
+                outer=outer,
+            )
+            for x, y in mine:
+                model.zero_grad()
+                loss_fn(model(x), y).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+
+    run(2, work, timeout_s=20, hosts=hosts)
+    for model, other in zip(expected.models, nets, strict=True):
+        assert difference(state(model), state(other)) <= 1e-10
+
+
+@pytest.mark.parametrize("steps", [-1, 2.5, True, "many", None])
+def test_warmup_is_a_number_of_steps(steps: Any) -> None:
+    with pytest.raises(UsageError, match="warmup_steps is a number of steps, at least 0"):
+        shoal.Outer(warmup_steps=steps)
