@@ -29,7 +29,6 @@ The formulas (`in_buckets`), in buckets of n bytes through the busiest link, one
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -44,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.process_group import join
+import shoal
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.facts import Topology
@@ -55,6 +54,7 @@ from shoal.exchange.direct import Direct
 from shoal.exchange.hierarchical import Hierarchical
 from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
+from shoal.session.session import current
 
 HERE = Path(__file__).parent
 SHARES, CURVES = HERE / "results/exchanges-shares.json", HERE / "results/exchanges-curves.json"
@@ -170,7 +170,8 @@ def measure(case: Case) -> list[dict]:
 def serve(case: Case, path: Path) -> None:
     """What every rank runs: each contender in turn; rank 0 writes the figures down."""
     torch.set_num_threads(1)
-    comm = join(timeout_s=60, start_timeout_s=60, host=os.environ["SHOAL_HOST"])
+    shoal.init(timeout_s=60)
+    comm = current().comm
     channels = [comm.channel(f"lane {i}") for i in range(case.lanes)]
     lanes = [Lane(channel, dist.new_group(), torch.zeros(case.nbytes // 4)) for channel in channels]
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in case.contenders}
@@ -214,7 +215,6 @@ def serve(case: Case, path: Path) -> None:
                 {"contender": name, **what, **spread, "cpu_s": median(cpu for _, cpu in turns)}
             )
         path.write_text(json.dumps(rows))
-    comm.leave(None)
 
 
 def in_buckets(contender: str, hosts: int, nbytes: int) -> float | None:
