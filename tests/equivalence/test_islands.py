@@ -31,12 +31,13 @@ from locally import (
     train,
     with_norm,
 )
-from one_process import assert_same_bits, difference, features, state
+from one_process import assert_same_bits, difference, features, rows_of, state
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
+from shoal.comm.traced import TracedComm
 from shoal.contracts.launcher import Job
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.front.joining import using
@@ -75,6 +76,39 @@ def test_an_island_is_one_rank(rule: str, hosts: str) -> None:
 @pytest.mark.parametrize("exchange", ["direct", "ring", "hierarchical"])
 def test_any_exchange_of_two_halves_brings_hosts_together(exchange: str) -> None:
     assert_islands("nesterov", "aabb", pins={"*": f"replicate:{exchange}"})
+
+
+def test_between_rounds_nothing_leaves_a_host_and_in_one_it_sends_weights_once() -> None:
+    batches, hosts, nets = features(6, 4, steps=2 * ROUND), "aabb", [net() for _ in "aabb"]
+
+    def work(comm: ThreadComm) -> list[int]:
+        traced, left = TracedComm(comm), []
+        mine = [rows_of(batch, comm.rank, 4, True) for batch in batches]
+        with using(traced, on_hosts(hosts)):
+            model, loss_fn, optimizer = shoal.parallelize(
+                nets[comm.rank],
+                F.cross_entropy,
+                sgd(nets[comm.rank].parameters()),
+                sample=mine[0],
+                local_steps=ROUND,
+                pins={"*": "replicate:hierarchical"},
+            )
+            for x, y in mine:
+                begun = traced.counts.bytes_leaving
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+                left.append(traced.counts.bytes_leaving - begun)
+        return left
+
+    first, second, *_ = run(4, work, timeout_s=20, hosts=hosts)
+    of_host = [one + other for one, other in zip(first, second, strict=True)]
+    weights = 8 * sum(p.numel() for p in nets[0].parameters())
+    for step, sent in enumerate(of_host):
+        if step % ROUND < ROUND - 1:
+            assert sent == 0, step
+        else:  # and what ranks tell of their rows, for each of two layers at most
+            assert weights < sent <= weights + 2 * 144, step
 
 
 def test_buffers_agree_in_each_step_inside_and_in_each_round_across() -> None:
