@@ -165,22 +165,30 @@ def digits(rows: int = 64) -> Task:
     return Task(network, F.cross_entropy, batches, judge, _ACCURACY, 600)
 
 
-def trained(task: Task, seed: int, steps: int, every: int, **options: Any) -> Curve:
-    """How one run is judged after so many steps; options are those of `parallelize`."""
+def trained(
+    task: Task, seed: int, steps: int, every: int, exact_steps: int = 0, **options: Any
+) -> Curve:
+    """How one run is judged after so many steps; options are those of `parallelize`.
+
+    They hold from the step on that follows so many exact ones.
+    """
     torch.manual_seed(seed)
     built = task.model()
     cluster = Cluster(Topology(tuple("abcd"[:RANKS])), Link(1e-4, 1e8))
+    begun = {0: {} if exact_steps else options, exact_steps: options}  # by the step before
 
     def work(comm: ThreadComm) -> Curve:
         model, batches, curve = copy.deepcopy(built), task.batches(seed), []
         with using(comm, cluster):
             optimizer = torch.optim.AdamW(model.parameters(), lr=task.rate)
-            loss_fn = None
+            loss_fn = task.loss
             for step in range(1, steps + 1):
                 x, y = (part.chunk(RANKS)[comm.rank] for part in next(batches))
-                if loss_fn is None:
+                if step - 1 in begun:
+                    if step > 1:
+                        shoal.unparallelize(model)
                     _, loss_fn, _ = shoal.parallelize(
-                        model, task.loss, optimizer, sample=(x, y), **options
+                        model, task.loss, optimizer, sample=(x, y), **begun[step - 1]
                     )
                 optimizer.zero_grad()
                 loss_fn(model(x), y).backward()

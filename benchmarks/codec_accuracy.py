@@ -43,22 +43,22 @@ def main() -> None:
     options.add_argument("--every", type=int, default=25)
     options.add_argument("--codecs", nargs="*", default=list(of(Codec)))
     options.add_argument("--way", default="sliced:direct")
+    options.add_argument("--exact-steps", type=int, default=0, help="before codecs begin")
     asked = options.parse_args()
     task = task_named(asked.task)
-    steps, every = asked.steps or task.steps, asked.every
+    steps, every, exact_steps = asked.steps or task.steps, asked.every, asked.exact_steps
     about = {"task": asked.task, "steps": steps, "every": every, "ranks": RANKS}
-    runs = Runs(asked.out or HERE / f"results/codecs-{asked.task}.json", about)
+    name = asked.task
+    if exact_steps:
+        about, name = {**about, "exact_steps": exact_steps}, f"{name}-after-{exact_steps}"
+    runs = Runs(asked.out or HERE / f"results/codecs-{name}.json", about)
     linear = [codec for codec in asked.codecs if isinstance(codec_named(codec), LinearCodec)]
     coded_ways = [f"{asked.way}+{codec}" for codec in asked.codecs]
     ways = [asked.way, *coded_ways, *(f"{ADDED}+{codec}" for codec in linear)]
-    runs.make(
-        {
-            way: partial(trained, task, steps=steps, every=every, pins=coded(task, way))
-            for way in ways
-        },
-        asked.seeds,
-    )
-    picture = HERE.parent / f"docs/lab/codecs-{asked.task}.svg"
+    how = {"steps": steps, "every": every, "exact_steps": exact_steps}
+    made = {way: partial(trained, task, **how, pins=coded(task, way)) for way in ways}
+    runs.make(made, asked.seeds)
+    picture = HERE.parent / f"docs/lab/codecs-{name}.svg"
     runs.show(task, PART, picture, {way: name_of(way) for way in runs.curves})
 
 
