@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -24,9 +25,13 @@ pytestmark = pytest.mark.quick
 def test_ranks_share_out_any_loader(kind: str, batch: Any) -> None:
     make, num = KINDS[kind]
 
+    alone = threading.Lock()  # orders are drawn by torch's generator, which threads share
+
     def work(comm: ThreadComm) -> list[list[int]]:
         with using(comm):
-            return [each.flatten().tolist() for each in shoal.shard(make(), batch=batch)]
+            loader = shoal.shard(make(), batch=batch)
+            with alone:
+                return [each.flatten().tolist() for each in loader]
 
     ranks = run(3, work)
     assert len(set(map(len, ranks))) == 1
