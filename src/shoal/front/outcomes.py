@@ -16,7 +16,7 @@ def outcome(model: nn.Module) -> Outcome | None:
     """A step of a parallelised model as it was predicted, and as it goes: print it.
 
     It is this rank's: the middle half of its last 256 steps. Each rank can ask for itself, at any
-    time. `shoal train` and `shoal bench` print that of the slowest rank at their end.
+    time. `shoal train` prints that of the slowest rank at its end.
 
     Returns:
         The outcome. None where a process trains the model by itself, or has made no two steps yet.

@@ -55,6 +55,7 @@ _COMPARED = (
     "outer",
     "update_every",
 )
+_STATE = "state of optimizer"  # and its number
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 
@@ -439,7 +440,7 @@ def require_same(
             for number, optimizer in enumerate(optimizers)
         },
         **{
-            f"state of optimizer {number}": _state(optimizer, model)
+            f"{_STATE} {number}": _state(optimizer, model)
             for number, optimizer in enumerate(optimizers)
         },
     }
@@ -451,7 +452,10 @@ def require_same(
                     f"rank {rank} and rank 0 call parallelize differently: {key}",
                     got=f"rank {rank}: {str(theirs.get(key, 'none'))[:200]}",
                     expected=f"as on rank 0: {str(first.get(key, 'none'))[:200]}",
-                    do="give the same on every rank",
+                    do="load one state on every rank, or make a new optimizer: local steps leave "
+                    "each rank a state of its own"
+                    if key.startswith(_STATE)
+                    else "give the same on every rank",
                     rank=rank,
                 )
 
