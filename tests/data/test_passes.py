@@ -186,6 +186,19 @@ def test_an_epoch_ends_with_a_pass_that_was_trained_on(peek: Peek) -> None:
 
 
 @pytest.mark.quick
+def test_a_loader_that_is_read_beside_training_ends_no_epoch() -> None:
+    rank, ended = Rank(0), list[str]()
+    beside = iter(rank.other)
+    next(beside)  # before a backward, which so belongs to this pass, too
+    rank.epoch()
+    rank.passes.at_end = lambda: ended.append("epoch")
+    rank.epoch(lambda: list(beside))
+    assert ended == ["epoch"]
+    rank.epoch()
+    assert ended == ["epoch"] * 2
+
+
+@pytest.mark.quick
 def test_where_a_thread_draws_ahead_nobody_is_told_of_an_end() -> None:
     rank, ended = Rank(0), list[int]()
     rank.passes.at_end = lambda: ended.append(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,13 +32,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.codecs.remembering import coded_carriers
 from shoal.comm.threads import ThreadComm
+from shoal.commands.recording import History
 from shoal.core.errors import PeerLost, PlanError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outcome import Spending
 from shoal.core.plan import Choice, Plan
 from shoal.front import replanning
 from shoal.front.joining import using
+from shoal.front.replanning import EpochEnds
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.session.session import current
 
@@ -283,6 +287,127 @@ def test_gradients_that_were_not_sent_keep_the_plan(links: Links) -> None:
             assert shoal.replan(model)
 
     on_threads(RANKS, work)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_parameters_that_were_frozen_since_keep_the_plan(cut: bool, links: Links) -> None:
+    links(SLOWER)
+    way = Choice("0", "sliced", "direct")
+    plan = plain_plan()
+    if cut:
+        plan = replace(plan, choices=(way, *plan.choices[1:]))
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
+        with using(comm, cluster()) as session:
+            shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=own[0], plan=plan, replan=True
+            )
+            plain(model, F.cross_entropy, optimizer, own[:3])
+            before = session.attached[model]
+            layer = model.get_submodule("0")
+            layer.requires_grad_(False)
+            assert not shoal.replan(model)
+            assert session.attached[model] is before
+            layer.requires_grad_(True)
+            assert shoal.replan(model)
+            plain(model, F.cross_entropy, optimizer, own[3:])
+
+    on_threads(RANKS, work)
+
+
+@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
+def test_an_epoch_that_ends_where_no_gradients_are_made(
+    how: Callable[[], Any], links: Links
+) -> None:
+    links(SLOWER)
+
+    def work(comm: ThreadComm) -> State:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
+        with using(comm, cluster()):
+            shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=own[0], plan=plain_plan(), replan=True
+            )
+            plain(model, F.cross_entropy, optimizer, own[:3])
+            with how():
+                assert shoal.replan(model)
+            plain(model, F.cross_entropy, optimizer, own[3:])
+            shoal.unparallelize(model)
+        return state(model)
+
+    got = on_threads(RANKS, work)
+    assert_same_bits(got)
+    assert difference(in_one_process(), got[0]) <= 1e-10
+
+
+def test_codecs_that_were_given_up_stay_so(links: Links, monkeypatch: pytest.MonkeyPatch) -> None:
+    links(SLOWER)
+    coded = tuple(replace(c, exchange="direct+int8") for c in plain_plan().choices)
+    other = replace(plain_plan(), choices=tuple(replace(c, strategy="sliced") for c in coded))
+    monkeypatch.setattr(replanning, "_better", lambda *_: other)
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
+        with using(comm, cluster()) as session:
+            shoal.parallelize(
+                model,
+                F.cross_entropy,
+                optimizer,
+                sample=own[0],
+                plan=replace(plain_plan(), choices=coded),
+                replan=True,
+            )
+            plain(model, F.cross_entropy, optimizer, own[:3])
+            for carrier in coded_carriers(session.attached[model].engine.transfers):
+                carrier.give_up([name for name in carrier.bucket.numels if name == "0.weight"])
+            assert shoal.replan(model)
+            carriers = list(coded_carriers(session.attached[model].engine.transfers))
+            kept = [name for carrier in carriers for name in carrier.given_up]
+            assert kept == ["0.weight"]
+            assert all(carrier.exact == bool(carrier.given_up) for carrier in carriers)
+            plain(model, F.cross_entropy, optimizer, own[3:])
+
+    on_threads(RANKS, work)
+
+
+def test_a_run_is_recorded_under_the_plan_that_it_follows(links: Links) -> None:
+    links(SLOWER)
+
+    def work(comm: ThreadComm) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
+        with using(comm, cluster()):
+            shoal.parallelize(
+                model, F.cross_entropy, optimizer, sample=own[0], plan=plain_plan(), replan=True
+            )
+            history = History(model)
+            history.begin(len(own))
+            for number, batch in enumerate(own):
+                if number == 4:
+                    assert shoal.replan(model)
+                history.step_begins()
+                plain(model, F.cross_entropy, optimizer, [batch])
+                history.step_ended(1.0, 0.0)
+            history.close()
+            (track, *_) = history.tracks(comm)
+            assert sum("backward" in event.what for event in track.events) == 3, track.events
+
+    on_threads(RANKS, work)
+
+
+def test_a_model_that_is_parallelised_twice_is_made_anew_once_an_epoch() -> None:
+    with using(ThreadComm()) as session:
+        ends, models = EpochEnds(session), [copy.deepcopy(MODEL) for _ in range(2)]
+        for model in (*models, *models):
+            ends.add(model)
+        assert [listed() for listed in ends._models] == models
 
 
 def test_steps_that_were_not_measured_choose_nothing() -> None:

@@ -140,6 +140,12 @@ class Remembering(Carrier):
                 if numbers.any():  # else it is another rank's, or as at first
                     self._memory.setdefault((leg, rank), {})[label] = numbers
 
+    def give_up(self, names: Sequence[str]) -> None:
+        """Be exact from here on, for these parameters, if there are any (on every rank alike)."""
+        self.given_up = list(names)
+        if names:
+            self.exact = True
+
     def _judge(self, comm: Comm) -> None:
         """Every hundredth round: all ranks hear of parameters that are off by more than they may,
         and then all of the bucket is exact.
@@ -152,17 +158,15 @@ class Remembering(Carrier):
         beyond = [float(errors.get(name, 0.0) > self.most_error) for name in names]
         num_ranks = torch.tensor(beyond, device=self.bucket.flat.device)
         comm.all_reduce(num_ranks)
-        self.given_up = [name for name, n in zip(names, num_ranks.tolist(), strict=True) if n]
-        if self.given_up:
-            self.exact = True
-            if comm.rank == 0:
-                _log.warning(
-                    "%s: the mean of 100 steps was off by more than %g, so all of its bucket (%d "
-                    "parameters) is sent exactly from now on",
-                    ", ".join(self.given_up[:3]),
-                    self.most_error,
-                    len(names),
-                )
+        self.give_up([name for name, n in zip(names, num_ranks.tolist(), strict=True) if n])
+        if self.given_up and comm.rank == 0:
+            _log.warning(
+                "%s: the mean of 100 steps was off by more than %g, so all of its bucket (%d "
+                "parameters) is sent exactly from now on",
+                ", ".join(self.given_up[:3]),
+                self.most_error,
+                len(names),
+            )
 
     def _settle(self, leg: str, rank: int, label: str) -> None:
         """Add what is owed of a slice to its values; then it is not owed any more."""

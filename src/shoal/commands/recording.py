@@ -55,11 +55,12 @@ class History:
     """The curves of a run on one rank, and what its threads did in some steps.
 
     Args:
-        engine: that sends for the model; None where a process trains alone.
+        model: that is trained. Another engine may send for it after a replan.
     """
 
-    def __init__(self, engine: Engine | None) -> None:
-        self._engine = engine
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._engine: Engine | None = None  # that is recorded; None where a process trains alone
         self._recording = ExitStack()
         self._recorder: Recorder | None = None  # while steps are recorded
         self._recorded = Recorder()
@@ -74,14 +75,20 @@ class History:
     def step_begins(self) -> None:
         """Record from here on, or no longer, if it is time for that."""
         if self._steps == self._first:
-            if self._engine is not None:
-                self._recorded = self._recording.enter_context(self._engine.recorded())
-            else:
-                self._recorded = Recorder()
+            self._recorder = self._recorded = Recorder()
             self._recording.enter_context(watching(self._recorded))
-            self._recorder = self._recorded
         elif self._steps == self._first + _STEPS:
             self.close()
+        if self._recorder is not None:
+            self._follow(self._recorder)
+
+    def _follow(self, recorder: Recorder) -> None:
+        """Record the engine that sends for the model now."""
+        attached = current().attached.get(self._model)
+        engine = attached.engine if attached is not None else None
+        if engine is not None and engine is not self._engine:
+            self._recording.enter_context(engine.recorded(recorder))
+        self._engine = engine
 
     def note(self, what: str, thread: str, begin_s: float) -> None:
         """Something of a step is over that began at `begin_s` (time.perf_counter)."""
@@ -101,7 +108,7 @@ class History:
 
     def close(self) -> None:
         """Record no longer."""
-        self._recorder = None
+        self._recorder = self._engine = None
         self._recording.close()
 
     def training(self, comm: Comm) -> Training:

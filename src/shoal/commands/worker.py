@@ -156,8 +156,7 @@ def train(
     _show_plan(model, save, reasons=reasons)
     _show_batch(num_rows(sample))
     # 3  the ordinary loop
-    attached = current().attached.get(model)
-    history = History(attached.engine if attached else None) if report else None
+    history = History(model) if report else None
     run = Run(recipe, loader, model, objective, optimizer, history)
     median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
     # 4  what came of it

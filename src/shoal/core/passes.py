@@ -78,9 +78,13 @@ class Passes:
             del self._drawn[:-_MOST_DRAWN]
 
     def ended(self, one: Pass) -> None:
-        """Its end is met. Where it was trained on, and no thread draws ahead, an epoch is over."""
+        """Its end is met. If training drew from it, and no thread draws ahead, an epoch is over.
+
+        That is the pass that the last backward belongs to: where two are drawn for each backward,
+        the one that is drawn last. Another may be read by one rank alone.
+        """
         one.complete = True
-        if one.trained and one.thread == self._trainer:
+        if one is self._current and one.thread == self._trainer:
             self.at_end()
 
     def forward(self) -> None:

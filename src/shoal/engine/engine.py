@@ -248,9 +248,9 @@ class Engine(Rounds):
         self._timetable.settle()
 
     @contextmanager
-    def recorded(self) -> Iterator[Recorder]:
-        """Note what the lanes and the main thread do inside."""
-        recorder = Recorder()
+    def recorded(self, recorder: Recorder | None = None) -> Iterator[Recorder]:
+        """Note what the lanes and the main thread do inside, by default in a new recorder."""
+        recorder = Recorder() if recorder is None else recorder
         self._record(recorder)
         try:
             yield recorder

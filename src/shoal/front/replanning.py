@@ -12,11 +12,15 @@ Guarded by tests/front/test_replanning.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import final
 from weakref import ref
 
+import torch
 from torch import nn
 
+from shoal.codecs.remembering import Remembering, coded_carriers
 from shoal.comm.agreement import agreed, from_first
 from shoal.core.errors import UsageError
 from shoal.core.outcome import Outcome, Spending
@@ -29,12 +33,15 @@ from shoal.front.spreading import Found, Job, check_plan, chosen, follow
 from shoal.optim.extend import release as release_optimizer
 from shoal.planner.measured import corrected, outcome_of
 from shoal.planner.search import repredicted
+from shoal.profiling.identity import model_digest
 from shoal.report.stages import Stages
 from shoal.report.text import summary
+from shoal.rewrite.apply import check
 from shoal.session.additions import remove, uncompiled
 from shoal.session.again import Again, kept
 from shoal.session.local import settle
 from shoal.session.residuals import give_residuals, summed_residuals
+from shoal.session.running import Running
 from shoal.session.session import Attached, Session, current
 
 _WORTH = 0.1  # of the step: what another plan must gain
@@ -89,7 +96,8 @@ def replan(model: nn.Module) -> bool:
     if plan == attached.plan:
         stages.done("making the plan anew: it stays")
         return False
-    _switch(session, model, again, Found(plan, profile, cluster))  # 4
+    with torch.inference_mode(False), torch.enable_grad():  # an epoch may end under no_grad
+        _switch(session, model, again, Found(plan, profile, cluster))  # 4
     stages.done("making the plan anew")
     stages.say(f"from here on: {summary(plan, profile.moving, profile.norms)}")
     return True
@@ -114,7 +122,7 @@ def _measured(
 ) -> Outcome | None:
     """The step as it goes, the same on every rank; None where some rank must keep its plan."""
     comm = session.comm
-    why_not = comm.gather_objects(_why_not(model, attached), "replan: whether it can be")
+    why_not = comm.gather_objects(_why_not(session, model), "replan: whether it can be")
     ranks = comm.gather_objects(spending(attached), "replan: what steps took", Spending)
     links = links_now(session, attached)
     few = [rank for rank, spent in enumerate(ranks) if spent.steps < _FEWEST]
@@ -126,14 +134,18 @@ def _measured(
     return outcome_of(attached.plan, attached.profile, attached.cluster, ranks, links)
 
 
-def _why_not(model: nn.Module, attached: Attached) -> str:
+def _why_not(session: Session, model: nn.Module) -> str:
     """Why this rank cannot follow another plan now, or ''."""
+    attached = session.attached[model]
     try:
         attached.running.check_release(model)
     except UsageError as error:
         return error.what
     if attached.engine.spent.is_called:
         return "the model was called, and its backward has not come yet"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad != (parameter in session.served):
+            return f"parameters were frozen, or changed, since: {name}"
     for name, module in model.named_modules():
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             return f"module {name or '(model)'} is compiled, and would run as it was compiled"
@@ -152,8 +164,11 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
     """Release the model, and follow another plan (a collective)."""
     running, size = session.attached[model].running, session.comm.size
     check_plan(session, found.plan, found.profile)
+    # cut layers have other shapes until they are released, so names and ways are compared here
+    check(replace(found.plan, model=model_digest(model)), model, size)
     settle(model)
     owed = summed_residuals(model)
+    given_up = {name for carrier in _coded(running) for name in carrier.given_up}
     loaded = session.usual_rows.pop(model, None)
     if (usual := running.weigher.usual) is not None:
         session.usual_rows[model] = {size: usual}
@@ -166,10 +181,17 @@ def _switch(session: Session, model: nn.Module, again: Again[Request], found: Fo
     # ranks have the same values already, but for buffers that each keeps for itself
     follow(session, job, found, again, {}, running.watched)
     give_residuals(model, owed)
+    for carrier in _coded(session.attached[model].running):
+        carrier.give_up([name for name in carrier.bucket.numels if name in given_up])
     session.comm.gather_objects(None, "replan: all follow the new plan")  # or all hear of one
     session.usual_rows.pop(model, None)
     if loaded is not None:
         session.usual_rows[model] = loaded
+
+
+def _coded(running: Running) -> Iterator[Remembering]:
+    """What carries codes for the model."""
+    return coded_carriers(running.engine.transfers)
 
 
 @final
@@ -185,7 +207,8 @@ class EpochEnds:
 
     def add(self, model: nn.Module) -> None:
         """From here on this model's, too."""
-        self._models.append(ref(model))
+        if not any(listed() is model for listed in self._models):
+            self._models.append(ref(model))
 
     def __call__(self) -> None:
         """An epoch has ended, on the thread that trains."""
