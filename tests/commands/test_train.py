@@ -186,6 +186,21 @@ def test_local_steps_reach_training(
     assert [(options.local_steps, options.outer) for options in asked] == [expected]
 
 
+@pytest.mark.parametrize(
+    ("words", "rule"), [([], "average"), (["--outer", "nesterov"], "nesterov")]
+)
+def test_with_servers_the_rule_is_theirs_unless_one_is_given(
+    words: list[str], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PlanOptions] = []
+    monkeypatch.setenv("SHOAL_SERVERS", "1")
+    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    words = [str(recipe(tmp_path, COUNTED)), "--local-steps", "8", "--no-islands", *words]
+    done = CliRunner().invoke(train_command, words)
+    assert done.exit_code == 0, done.output
+    assert [options.outer for options in asked] == [Outer(rule=rule, islands=False)]
+
+
 def test_update_periods_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[PlanOptions] = []
     monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))

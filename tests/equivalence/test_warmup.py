@@ -29,7 +29,7 @@ from locally import (
     with_norm,
 )
 from one_process import State, assert_same_bits, difference, features, rows_of, state
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
@@ -205,6 +205,83 @@ def test_behind_the_warmup_nothing_hangs_on_gradients() -> None:
     models = [net(), net()]
     seen = train("ab", models, features(6, 4, steps=WARMUP + 1), outer=outer, each=hooks)
     assert seen[0] == [4] * (WARMUP - 1) + [0, 0]
+
+
+def test_a_layer_that_is_frozen_at_the_switch_is_trained_later(tmp_path: Path) -> None:
+    """Frozen from before a checkpoint is loaded until behind the switch to islands."""
+    hosts, batches = "aab", features(6, 4, steps=WARMUP + ROUND)
+    outer = shoal.Outer(rule="average", islands=True, warmup_steps=WARMUP)
+    models = [net() for _ in hosts]
+
+    def work(comm: ThreadComm) -> tuple[list[Tensor], State]:
+        mine = [rows_of(batch, comm.rank, len(hosts)) for batch in batches]
+        with using(comm, on_hosts(hosts)):
+            model, loss_fn, optimizer = shoal.parallelize(
+                models[comm.rank],
+                F.cross_entropy,
+                sgd(models[comm.rank].parameters()),
+                sample=mine[0],
+                local_steps=ROUND,
+                outer=outer,
+            )
+            first = next(model.parameters())
+            first.requires_grad_(False)
+            shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
+            shoal.load(tmp_path / "saved", model=model, optimizer=optimizer)
+            seen = []
+            for step, (x, y) in enumerate(mine):
+                if step == WARMUP + 1:
+                    assert not first.requires_grad
+                    first.requires_grad_(True)
+                optimizer.zero_grad()
+                loss_fn(model(x), y).backward()
+                optimizer.step()
+                seen.append(first.detach().clone())
+            return seen, state(model)
+
+    got = run(len(hosts), work, timeout_s=20, hosts=hosts)
+    for seen, _ in got:
+        assert all(torch.equal(seen[0], later) for later in seen[: WARMUP + 1])
+        assert not torch.equal(seen[WARMUP], seen[-1])
+    assert_same_bits([of_all for _, of_all in got])  # a round has ended
+
+
+def test_an_island_that_never_began_leaves_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, batch = "aab", features(6, 4)[0]
+    models = [net() for _ in hosts]
+    opened: list[tuple[ThreadComm, str]] = []
+    closed: list[ThreadComm] = []
+    channel, close = ThreadComm.channel, ThreadComm.close
+
+    def opening(comm: ThreadComm, name: str, **how: bool) -> ThreadComm:
+        its = channel(comm, name, **how)
+        opened.append((its, name))
+        return its
+
+    def closing(comm: ThreadComm) -> None:
+        closed.append(comm)
+        close(comm)
+
+    monkeypatch.setattr(ThreadComm, "channel", opening)
+    monkeypatch.setattr(ThreadComm, "close", closing)
+
+    def work(comm: ThreadComm) -> None:
+        mine = rows_of(batch, comm.rank, len(hosts))
+        with using(comm, on_hosts(hosts)):
+            model, _, _ = shoal.parallelize(
+                models[comm.rank],
+                F.cross_entropy,
+                sgd(models[comm.rank].parameters()),
+                sample=mine,
+                local_steps=ROUND,
+                outer=shoal.Outer(islands=True, warmup_steps=WARMUP),
+            )
+            shoal.unparallelize(model)
+
+    run(len(hosts), work, timeout_s=20, hosts=hosts)
+    of_islands = [(comm, name) for comm, name in opened if "-island" in name]
+    assert [name for comm, name in of_islands if comm not in closed] == []
+    assert {name.rpartition("-")[2] for _, name in of_islands} >= {"counts"}
 
 
 def test_in_the_warmup_ranks_are_compared() -> None:

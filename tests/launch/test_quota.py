@@ -93,3 +93,41 @@ def test_a_machine_without_groups_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 def test_no_part_of_a_core_is_refused(cores: float) -> None:
     with pytest.raises(LabError, match="some part of a core"):
         Lab(cores=cores)
+
+
+def test_each_group_is_tried_however_long_others_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "_GIVE_UP_S", 0.02)
+    stuck, empty = tmp_path / "stuck", tmp_path / "empty"
+    for group in (stuck, empty):
+        group.mkdir()
+    (stuck / "in").mkdir()
+    quota.remove([tmp_path / "gone", stuck, empty])
+    assert [path.name for path in tmp_path.iterdir()] == ["stuck"]
+
+
+def test_a_group_that_takes_no_quota_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "ROOT", tmp_path)
+    (tmp_path / "cpu").mkdir()
+
+    def refuse(*_: object) -> None:
+        raise OSError("not writable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", refuse)
+        with pytest.raises(LabError, match="not writable"):
+            quota.make("shoal-1-0-h0.0", 0.5)
+    assert list((tmp_path / "cpu").iterdir()) == []
+
+
+def test_a_group_that_stayed_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quota, "ROOT", tmp_path)
+    group = tmp_path / "cpu" / "shoal-1-0-h0.0"
+    group.mkdir(parents=True)
+    assert quota.make(group.name, 0.5) == group
+    assert (group / "cpu.cfs_quota_us").read_text() == "5000"

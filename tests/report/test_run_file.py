@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,21 @@ def test_a_record_comes_back(record: Record, tmp_path: Path) -> None:
     write(record, path)
     assert load(path) == record
     write(record, tmp_path / "run.html")
-    assert (tmp_path / "run.html").read_text() == page(record) == page(load(path))
+    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page(record) == page(load(path))
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.html"])
+def test_files_are_in_utf_8_wherever_it_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page says so of itself, and a locale of few letters would end a run that is done."""
+    record, path = replace(trained(5), title="größer → 汉"), tmp_path / name
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(io, "text_encoding", lambda encoding, _=2: encoding or "iso-8859-1")
+        write(record, path)
+        if path.suffix == ".json":
+            assert load(path) == record
+    assert record.title in path.read_text(encoding="utf-8")
 
 
 def test_a_plan_in_a_simulation_comes_back() -> None:

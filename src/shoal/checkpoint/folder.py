@@ -74,7 +74,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a small file, durably, in the place of an older one."""
     new = _marked(path, _TMP)
     try:
-        with open(new, "w") as file:
+        with open(new, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -51,7 +51,7 @@ class RunFolder:
         complete = {path.parent.name for path in self.folder.glob(f"step-*/{STATE}")}
         complete = {name for name in complete if step_of(name) is not None}
         with contextlib.suppress(OSError):
-            latest = (self.folder / LATEST).read_text().strip()
+            latest = (self.folder / LATEST).read_text(encoding="utf-8").strip()
             if latest in complete:
                 return latest
         return max(complete, key=lambda name: step_of(name) or 0, default=None)

@@ -199,7 +199,7 @@ def run(
         if report["codecs"]:
             text.console().print(codec_report(shoal.model).summary)
         if json_path:
-            json_path.write_text(json.dumps(report, indent=1) + "\n")
+            json_path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if trace_path or report_path:
         tracks = _recorded_steps(shoal, attached, batch, steps)
         if current().comm.rank == 0 and trace_path:
@@ -334,7 +334,7 @@ def _write_trace(path: Path, attached: Attached, measured: Sequence[Track]) -> N
             for event in track.events
         )
         rates[_EXPECTED] = tuple(replace(rate, at_s=begin_s + rate.at_s) for rate in track.rates)
-    path.write_text(chrome(events, rates))
+    path.write_text(chrome(events, rates), encoding="utf-8")
 
 
 def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:

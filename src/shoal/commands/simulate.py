@@ -130,6 +130,6 @@ def simulate(
     answer = foreseen(measured.profile, measured.cluster, hosts, question)
     text.console().print(foresight(answer))
     if path:
-        path.write_text(json.dumps(answer.to_json(), indent=1) + "\n")
+        path.write_text(json.dumps(answer.to_json(), indent=1) + "\n", encoding="utf-8")
     if report:
         report_simulation(report, recipe or source or Path(), measured, answer)

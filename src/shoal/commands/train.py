@@ -24,6 +24,7 @@ from shoal.core.numbers import whole
 from shoal.core.outer import RULES, Outer
 from shoal.engine.replicas import EVERY
 from shoal.front.recipe import Recipe
+from shoal.launch import rendezvous
 
 
 def _steps_ahead(context: click.Context, option: click.Parameter, text: str) -> int | None:
@@ -63,8 +64,9 @@ def _periods(
 def _outer(rule: str | None, islands: bool | None, warmup_steps: int) -> Outer | None:
     if rule is None and islands is None and not warmup_steps:
         return None
-    outer = Outer() if rule is None else Outer(rule=rule)
-    return replace(outer, islands=islands, warmup_steps=warmup_steps)
+    if rule is None:  # servers know one only
+        rule = "average" if rendezvous.servers() else Outer.rule
+    return Outer(rule=rule, islands=islands, warmup_steps=warmup_steps)
 
 
 @click.command()

@@ -233,7 +233,7 @@ def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None
             "outcome": outcome and outcome.to_json(),
             "plan": json.loads(attached.plan.to_json()) if attached is not None else None,
         }
-        json_path.write_text(json.dumps(told, indent=1) + "\n")
+        json_path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     console.print(f"memory of this rank: {memory(model)}")
     if attached is not None:
         console.print(f"one process would hold: {of_one_process(attached.profile)}")

@@ -296,7 +296,7 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON (PlanError where it cannot be written)."""
         try:
-            Path(path).write_text(self.to_json())
+            Path(path).write_text(self.to_json(), encoding="utf-8")
         except (OSError, ValueError) as error:
             raise PlanError(
                 f"the plan cannot be saved as {path}", got=str(error), do="give another path"
@@ -350,7 +350,7 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote (PlanError if the file is missing or not a plan)."""
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # also of a path with a NUL, of a text in no UTF-8
             raise PlanError(
                 f"the plan file {path} cannot be read", got=str(error), do="check the path"

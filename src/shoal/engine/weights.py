@@ -73,6 +73,10 @@ class Weigher:
             self._lane, self._counts = self._lanes[comm]
         self._common: Common | None = None
 
+    def has(self, comm: Comm) -> bool:
+        """Whether it was ever among those, and ends that channel itself."""
+        return comm in self._lanes
+
     def begin(self) -> Weight:
         """The weight of a call that begins, whose rows are counted later."""
         if self._comm is None:

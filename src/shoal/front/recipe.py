@@ -213,7 +213,7 @@ def _require_recipe(path: Path) -> None:
         do = f"did you mean {path.parent / near[0]}?" if near else "give the path of a Python file"
         raise UsageError("there is no such recipe", got=str(path), do=do)
     try:
-        source = path.read_text()
+        source = path.read_text(encoding="utf-8")
         symbols = symtable.symtable(source, str(path), "exec").get_symbols()
     except (SyntaxError, ValueError):
         return  # running it says it better

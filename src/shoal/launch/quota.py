@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,9 +44,8 @@ def make(name: str, cores: float) -> Path:
         else:
             settings = {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": str(quota_us)}
         group = _folder() / name
-        group.mkdir()
-        for setting, value in settings.items():
-            (group / setting).write_text(value)
+        group.mkdir(exist_ok=True)  # one of that name, whose last process ended late
+        _set(group, settings)
     except OSError as error:
         raise LabError(
             "this machine or container does not let a rank have a quota of processor time",
@@ -57,18 +56,34 @@ def make(name: str, cores: float) -> Path:
     return group
 
 
+def _set(group: Path, settings: Mapping[str, str]) -> None:
+    """Write a group's settings; a group that does not take them is removed."""
+    try:
+        for setting, value in settings.items():
+            (group / setting).write_text(value)
+    except OSError:
+        with suppress(OSError):
+            group.rmdir()
+        raise
+
+
 def entering(group: Path, command: Sequence[str]) -> tuple[str, ...]:
     """The command, run in the group."""
     return ("sh", "-c", _JOIN, str(group / "cgroup.procs"), *command)
 
 
 def remove(groups: Iterable[Path]) -> None:
-    """Remove groups whose processes are being killed; one that is gone already is no error."""
+    """Remove groups whose processes are being killed; one that is gone already is no error.
+
+    Each is tried at least once, however long the others take.
+    """
     give_up = time.monotonic() + _GIVE_UP_S
     for group in groups:
-        while group.exists() and time.monotonic() < give_up:
+        while group.exists():
             with suppress(OSError):
                 group.rmdir()
+                break
+            if time.monotonic() >= give_up:
                 break
             time.sleep(0.01)
 

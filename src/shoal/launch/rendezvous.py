@@ -108,6 +108,11 @@ def wants_frames() -> bool:
     return os.environ.get("SHOAL_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off")
 
 
+def servers() -> int:
+    """How many ranks of this process's job are servers."""
+    return _number(SERVERS, "0")
+
+
 def attempt() -> str:
     """How often the launcher has started the ranks again."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -124,7 +129,7 @@ def seat(*, has_joined: bool = False) -> Seat:
     """
     return Seat(
         host_name(),
-        servers=_number(SERVERS, "0"),
+        servers=servers(),
         tail=_number(TAIL, "0"),
         holder=None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
         restarts=bool(os.environ.get("TORCHELASTIC_RUN_ID")),

@@ -87,7 +87,7 @@ class Measured:
     def save(self, path: str | Path) -> None:
         """Write it (UsageError where that cannot be)."""
         try:
-            Path(path).write_text(self.to_json())
+            Path(path).write_text(self.to_json(), encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"the profile cannot be saved as {path}", got=str(error), do="give another path"
@@ -97,7 +97,7 @@ class Measured:
     def load(cls, path: str | Path) -> Measured:
         """Read what `save` wrote (UsageError if the file is missing or no profile)."""
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"the profile {path} cannot be read", got=str(error), do="check the path"

@@ -50,8 +50,8 @@ def page(record: Record) -> str:
     parts = tracks.step_parts(record.tracks)
     return _PAGES.get_template("page.html").render(
         run=record,
-        style=Markup((_FOLDER / "page.css").read_text()),
-        script=Markup((_FOLDER / "page.js").read_text()),
+        style=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        script=Markup((_FOLDER / "page.js").read_text(encoding="utf-8")),
         answer=_answer(record, model),
         cards=_cards(record, model),
         model=model,

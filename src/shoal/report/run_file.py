@@ -45,7 +45,7 @@ def write(record: Record, path: Path) -> None:
     """
     text = to_json(record) if path.suffix == ".json" else page(record)
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"the report cannot be written to {path}", got=str(error), do="give another path"
@@ -65,7 +65,7 @@ def load(path: Path) -> Record:
         UsageError: the file cannot be read, is none of a run, or is one of another version.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UsageError(
             f"the run {path} cannot be read", got=str(error), do="check the path"

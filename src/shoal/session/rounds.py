@@ -13,7 +13,8 @@ Guarded by tests/equivalence/test_islands.py and test_warmup.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -118,11 +119,30 @@ class Exchanged:
     def among(self, company: Company) -> list[Transfer]:
         """New transfers, in the order in which they are sent."""
         state = self.of_state(company.size)
+        with self._trainable():
+            landing = gradients(self.sites, company.size, beside=bool(company.lanes))
         return [
             *(transfer for transfer in state if transfer.at_once),
-            *gradients(self.sites, company.size, beside=bool(company.lanes)),
+            *landing,
             *(transfer for transfer in state if not transfer.at_once),
         ]
+
+    @contextmanager
+    def _trainable(self) -> Iterator[None]:
+        """Have parameters that are frozen now take hooks: they may be trained again."""
+        frozen = [
+            parameter
+            for placed in self.sites
+            for parameter in placed.place.parameters.values()
+            if not parameter.requires_grad
+        ]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
 
 @final
@@ -195,6 +215,9 @@ class Rounds:
     def stop(self) -> None:
         """Exchange nothing any more."""
         self._engine.take(())
+        counts = None if self._island is None else self._island.counts
+        if counts is not None and not self._weigher.has(counts):
+            counts.close()
 
     def _stepped(self) -> None:
         self._steps += 1
