@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -429,6 +431,91 @@ def test_a_gradient_that_was_not_cleared_is_told() -> None:
 
     with pytest.raises(Ended):
         on_ranks(2, work)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_second_backward_behind_a_period_is_told(inside: bool) -> None:
+    """`.grad` has the mean that is still to be applied: kept, it would be applied once more."""
+
+    def work(comm: ThreadComm, model: nn.Module) -> None:
+        x, y = rows_of(data()[0], comm.rank, 2)
+        model, loss_fn, optimizer = spread(model, sgd, (x, y), "replicate:direct")
+        optimizer.zero_grad()
+        for _ in range(2):  # the period of layer 2 ends
+            loss_fn(model(x), y).backward()
+        with (
+            pytest.raises(UsageError, match=r"parameter 2\.weight.*\n(.*\n)*.*zero_grad"),
+            optimizer.accumulate() if inside else nullcontext(),
+        ):
+            loss_fn(model(x), y).backward()
+        raise Ended
+
+    with pytest.raises(Ended):
+        on_ranks(2, work)
+
+
+@pytest.mark.parametrize("way", ["replicate:direct", "sliced:direct"])
+@pytest.mark.parametrize("by_model", [True, False])
+def test_gradients_may_be_cleared_by_zeros_and_steps_skipped(way: str, by_model: bool) -> None:
+    """As a GradScaler skips them. Also where a loss calls submodules, not the model."""
+
+    def work(comm: ThreadComm, model: nn.Module, to_none: bool) -> State:
+        x, y = rows_of(data()[0], comm.rank, 2)
+        model, _, optimizer = spread(model, sgd, (x, y), way)
+        for step in range(5):
+            optimizer.zero_grad(set_to_none=to_none)
+            out = model(x) if by_model else model.forward(x)
+            F.cross_entropy(out, y).backward()
+            if step != 1:  # which ended a period
+                optimizer.step()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    none = on_ranks(2, lambda comm, model: work(comm, model, True))[0]
+    zeros = on_ranks(2, lambda comm, model: work(comm, model, False))[0]
+    assert none.keys() == zeros.keys()
+    assert difference(none, zeros) <= 1e-10
+
+
+@pytest.mark.parametrize(("every", "is_kept"), [({"1": 3, "2": 4}, True), (EVERY, False)])
+def test_a_period_takes_what_has_one_mean(
+    every: dict[str, int], is_kept: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saved behind a step in which two periods have kept as much, or one of them nothing yet."""
+    batch, steps = data()[0], 1 if is_kept else 5
+
+    def before(comm: ThreadComm, model: nn.Module) -> None:
+        mine = rows_of(batch, comm.rank, 2)
+        parts = spread(model, sgd, mine, "replicate:direct", update_every=every)
+        train(*parts, [mine] * steps)
+        shoal.save(tmp_path / "saved", model=model, optimizer=parts[2])
+
+    def after(comm: ThreadComm, model: nn.Module) -> list[int]:
+        mine = rows_of(batch, comm.rank, 2)
+        options = {"update_every": {"1": 4, "2": 4}}
+        model, _, optimizer = spread(model, sgd, mine, "replicate:direct", **options)
+        shoal.load(tmp_path / "saved", model=model, optimizer=optimizer)
+        return [period.steps for period in current().attached[model].engine.periods]
+
+    on_ranks(2, before)
+    with caplog.at_level(logging.WARNING, "shoal"):
+        assert on_ranks(2, after) == [[int(is_kept)]] * 2
+    assert ("gradients of other steps" in caplog.text) != is_kept
+
+
+def test_what_is_not_applied_at_the_end_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def work(model: nn.Module, rank: int, steps: int) -> None:
+        batch = rows_of(data()[0], rank, 2)
+        train(*spread(model, sgd, batch, "replicate:direct"), [batch] * steps)
+
+    for steps, told in ((6, []), (5, ["step 2 of 3", "step 1 of 2"])):
+        caplog.clear()
+        trained_so = partial(work, steps=steps)
+        with caplog.at_level(logging.WARNING, "shoal"):
+            on_ranks(2, lambda comm, model, so=trained_so: so(model, comm.rank))
+        said = [m for m in caplog.messages if "were not applied" in m]
+        assert len(said) == len(told), said
+        for part, layer in zip(told, "12", strict=False):
+            assert any(part in m and f"of layer {layer} were" in m for m in said), said
 
 
 class Ended(Exception):

@@ -49,6 +49,7 @@ from shoal.report.stages import Stages
 from shoal.rewrite.apply import cuts
 from shoal.session.local import global_weights
 from shoal.session.memory import memory, of_one_process
+from shoal.session.periods import drop_unfinished
 from shoal.session.session import Session, current, world
 
 # of the options
@@ -166,6 +167,7 @@ def train(
             report_training(report, recipe.path, model, history, outcome)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
+    drop_unfinished(current())  # said as long as there is the model
 
 
 def _length(

@@ -40,6 +40,8 @@ class Period:
         self.parameters: dict[str, nn.Parameter] = {}  # by dotted name
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._whole: set[nn.Parameter] = set()  # whose gradient is that of all k steps by now
+        # what the last period gave, until the next backward; None where owners hold it
+        self._given: dict[nn.Parameter, Tensor | None] = {}
 
     def join(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Keep the gradients of these, too."""
@@ -79,10 +81,33 @@ class Period:
             set_local_gradient(parameter, total)
 
     def begin(self) -> None:
-        """A period has ended, and the next begins."""
+        """Begin anew, with nothing."""
         self.steps, self.share = 0, 0.0
         self._sums.clear()
         self._whole.clear()
+        self._given.clear()
+
+    def end(self) -> None:
+        """A period has ended, all of it is in `.grad` or at owners, and the next begins."""
+        self.begin()
+        self._given = {p: local_gradient(p) for p in self.parameters.values()}
+
+    @torch.no_grad()
+    def uncleared(self) -> list[str]:
+        """Whose `.grad` still has what the last period gave; asked once, before the next backward.
+
+        What was set to None, replaced or filled with zeros is cleared.
+        """
+        if not self._given:
+            return []
+        given, self._given = self._given, {}
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if (gradient := local_gradient(parameter)) is not None
+            and (given.get(parameter) is None or given[parameter] is gradient)
+            and bool(gradient.any())
+        ]
 
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
         """What is kept of a parameter, flat, in the order of its memory; a copy."""

@@ -125,19 +125,27 @@ class Engine(Rounds):
     def current(self) -> BackwardRound:
         backward = self._round  # walk 2
         if backward.accumulating:
+            if self.periods:
+                self._check_cleared(landed=1)
             backward.unsent = True
         elif backward.running() is None:
             # backward came in by another way than the model's output, or the last one never ended
-            self.begin()
+            self.begin(landed=1)
         return backward
 
-    def begin(self) -> BackwardRound:
+    def begin(self, landed: int = 0) -> BackwardRound:
         """Open a round for the running backward: called as it enters the model, once an output.
 
+        Args:
+            landed: how many gradients are there already.
+
         Raises:
+            UsageError: a gradient that was applied at the end of a period is there still.
             WorldError: the backward before this one ended half-way, so the ranks no longer agree on
                 what was sent.
         """
+        if self.periods:
+            self._check_cleared(landed)
         self.happened(Event.BACKWARD_ENTERED)
         backward = self._round
         if backward.accumulating:
@@ -160,21 +168,24 @@ class Engine(Rounds):
         self._timetable.happened(Event.BACKWARD_ENDED, ended)
         self.routes.reached(f"after backward {self.routes.step - 1}")
 
+    def _check_cleared(self, landed: int) -> None:
+        """Refuse to keep what a period gave as a gradient of the next one.
+
+        What has landed already may be in a `.grad` that was filled with zeros.
+        """
+        names = [name for period in self.periods for name in period.uncleared()]
+        if len(names) > landed:
+            raise _uncleared(f"parameter {', '.join(names[:3])}")
+
     def _keep(self, ended: BackwardRound) -> None:
         """Keep the gradients that are not due, and begin a period where they were."""
         for transfer in self._landing:
             is_kept = transfer.period is not None and not transfer.period.is_due
             if is_kept and isinstance(transfer, OwnedTransfer) and transfer.held:
-                raise UsageError(
-                    "a gradient of a layer with an update period was not cleared since it was "
-                    "applied",
-                    where=transfer.label,
-                    do="call optimizer.zero_grad() behind each step; to accumulate, do all "
-                    "backwards but the last inside optimizer.accumulate()",
-                )
+                raise _uncleared(transfer.label)
         for period in self.periods:
             if period.is_due:
-                period.begin()
+                period.end()
             else:
                 period.keep(ended.share)
 
@@ -318,3 +329,12 @@ class Engine(Rounds):
     def close(self) -> None:
         """End the lanes' threads and give back their channels."""
         self.routes.close()
+
+
+def _uncleared(where: str) -> UsageError:
+    return UsageError(
+        "a gradient of a layer with an update period was not cleared since it was applied",
+        where=where,
+        do="call optimizer.zero_grad() behind each step; to accumulate, do all backwards but the "
+        "last inside optimizer.accumulate()",
+    )

@@ -34,6 +34,7 @@ from shoal.report import text
 from shoal.report.errors import show_messages_only
 from shoal.servers.servers import Servers
 from shoal.servers.servers import serve as serve_workers
+from shoal.session.periods import drop_unfinished
 from shoal.session.session import Session, World, begin, found, leave, of_thread
 from shoal.tail.stage import serve_tail
 
@@ -231,6 +232,7 @@ def _drain_at_exit(session: Session) -> None:
     if session.broken or getattr(sys, "last_value", None) is not None:
         session.abandon()
         return
+    drop_unfinished(session)
     try:
         session.drain()
     except (WorldError, RanksDiffer):  # told by those who still need what is lost
@@ -244,6 +246,7 @@ def using(comm: Comm, cluster: Cluster | None = None) -> Iterator[Session]:
     with of_thread(session):
         try:
             yield session
+            drop_unfinished(session)
             session.drain()
             session.close()  # after an error a lane may wait for a message that will not come
         except BaseException:

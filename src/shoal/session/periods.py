@@ -1,7 +1,8 @@
 """Gradients that wait for the end of their period (`update_every`), in checkpoints.
 
 A checkpoint has their sums over all ranks, each gradient times its rows, so any number of ranks may
-go on: rank 0 keeps them all. Guarded by tests/equivalence/test_update_every.py.
+go on: rank 0 keeps them all. Training that ends within a period drops them, and says so. Guarded by
+tests/equivalence/test_update_every.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shoal.contracts.exchange import StateDict
 from shoal.contracts.period import Period
 from shoal.engine.weights import Weigher
 from shoal.session.additions import uncompiled
-from shoal.session.session import current
+from shoal.session.session import Session, current
 
 _SUM, _ROWS, _STEPS = "accumulated", "rows", "steps"
 _log = logging.getLogger("shoal")
@@ -60,7 +61,8 @@ def _number(value: float) -> Tensor:
 def give_kept(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Have ranks keep what all kept together; without any of it periods begin anew.
 
-    What nobody keeps here, as the layer has no such period, is dropped, with a warning on rank 0.
+    What nobody keeps here is dropped, with a warning on rank 0: the layer has no such period, or
+    shares it with layers that have gradients of other steps, or none.
     """
     session = current()
     attached = session.attached.get(uncompiled(model))
@@ -74,10 +76,31 @@ def give_kept(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> No
     if dropped and session.comm.rank == 0:
         _log.warning(
             "%s: the checkpoint has gradients of steps before their update (update_every), which "
-            "are dropped, as %d parameters have no such period here",
+            "are dropped: %d parameters have no such period here, or share it with parameters that "
+            "have gradients of other steps",
             ", ".join(dropped[:3]),
             len(dropped),
         )
+
+
+def drop_unfinished(session: Session) -> None:
+    """Training has ended: drop what is kept, with a warning on rank 0 that names the layers."""
+    for attached in session.attached.values():
+        unfinished = [period for period in attached.engine.periods if period.steps]
+        for period in unfinished:
+            layers = [n for n, every in attached.plan.update_every.items() if every == period.every]
+            if session.comm.rank == 0:
+                _log.warning(
+                    "training ends at step %d of %d of a period (update_every): the gradients that "
+                    "were kept of layer %s were not applied. End with a period, or go on from a "
+                    "checkpoint, which has them",
+                    period.steps,
+                    period.every,
+                    ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if layers[3:] else ""),
+                )
+            period.begin()
+        if unfinished:
+            attached.engine.renew()
 
 
 def _given(
@@ -96,11 +119,15 @@ def _given(
         and len(kept[_SUM]) == period.parameters[name].numel()
         and float(kept[_STEPS]) < period.every
     }
-    for kept in own.values():
-        period.steps, rows = int(kept[_STEPS]), float(kept[_ROWS])
-    if own and weigher.usual is None:
+    # a period has one mean: of what other periods kept, or of some of its parameters, it has none
+    alike = {(float(kept[_STEPS]), float(kept[_ROWS])) for kept in own.values()}
+    if len(own) < len(period.parameters) or len(alike) != 1:
+        return set()
+    steps, rows = alike.pop()
+    period.steps = int(steps)
+    if weigher.usual is None:
         weigher.go_on(rows / period.steps / ranks or 1.0)
-    if own and rank == 0:
+    if rank == 0:
         usual = weigher.usual or 1.0
         period.share = rows / usual
         for name, kept in own.items():
