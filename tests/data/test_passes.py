@@ -199,6 +199,23 @@ def test_a_loader_that_is_read_beside_training_ends_no_epoch() -> None:
 
 
 @pytest.mark.quick
+def test_what_is_drawn_beside_the_last_batch_takes_no_epoch_over() -> None:
+    rank, ended = Rank(0), list[str]()
+    beside = iter(rank.other)
+    next(beside)  # before a backward, which so belongs to this pass, too
+    rank.passes.at_end = lambda: ended.append("epoch")
+    for _ in range(3):
+        batches = iter(rank.loader)
+        for number in range(4):
+            next(batches)
+            if number == 3:
+                next(beside)
+            rank.step()
+        assert not list(batches)
+    assert ended == ["epoch"] * 3
+
+
+@pytest.mark.quick
 def test_where_a_thread_draws_ahead_nobody_is_told_of_an_end() -> None:
     rank, ended = Rank(0), list[int]()
     rank.passes.at_end = lambda: ended.append(0)

@@ -176,20 +176,9 @@ def run(
             contenders[name] = _shoal(work, options.without_codecs(), recipe.count, "shoal, exact")
         else:
             contenders[name] = ready(name, _seeded(work))
-    figures: dict[str, list[float]] = {name: [] for name in contenders}
-    busy: dict[str, list[float]] = {name: [] for name in contenders}
-    sent: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(1, rounds + 1):
-        turns = list(contenders.items())
-        for name, peer in turns if number % 2 else reversed(turns):
-            turn = _turn(peer, batch, steps)
-            figures[name].append(turn.step_s)
-            busy[name].append(turn.busy)
-            sent[name].append(turn.sent_bytes)
-        steps_s = ", ".join(f"{name} {times[-1] * 1e3:.1f} ms" for name, times in figures.items())
-        _tell(f"round {number} of {rounds}: {steps_s}")
+    turns = _turns(contenders, batch, rounds, steps)
     outcome = outcome_of_ranks(shoal.model)
-    report = _report(shoal, attached, contenders, figures, busy, sent, outcome)
+    report = _report(shoal, attached, contenders, turns, outcome)
     if current().comm.rank == 0:
         _print(
             recipe,
@@ -224,12 +213,11 @@ def _report(
     shoal: Peer,
     attached: Attached,
     contenders: Mapping[str, Peer],
-    figures: Mapping[str, Sequence[float]],
-    busy: Mapping[str, Sequence[float]],
-    sent: Mapping[str, Sequence[float]],
+    turns: Mapping[str, Sequence[_Turn]],
     outcome: Outcome | None,
 ) -> dict[str, Any]:
     """What is written as JSON."""
+    figures = {name: [turn.step_s for turn in taken] for name, taken in turns.items()}
     return {
         "command": ["shoal", *sys.argv[1:]],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -242,8 +230,10 @@ def _report(
         "ratio_to_shoal": {
             name: _ratio(figures[name], figures["shoal"]) for name in contenders if name != "shoal"
         },
-        "processors_busy": {name: statistics.median(shares) for name, shares in busy.items()},
-        "sent_bytes": _most_sent(sent),
+        "processors_busy": {
+            name: statistics.median(turn.busy for turn in taken) for name, taken in turns.items()
+        },
+        "sent_bytes": _most_sent(turns),
         "predicted_s": attached.plan.predicted_s,
         "outcome": outcome and outcome.to_json(),
         "floor_s": Predictor(attached.profile, attached.cluster).floor_s(attached.plan),
@@ -268,6 +258,20 @@ class _Turn:
     sent_bytes: float  # a step, by this host's interfaces, headers included
 
 
+def _turns(
+    contenders: Mapping[str, Peer], batch: tuple[Any, Any], rounds: int, steps: int
+) -> dict[str, list[_Turn]]:
+    """What each contender takes in each round; every other round goes backwards."""
+    turns: dict[str, list[_Turn]] = {name: [] for name in contenders}
+    for number in range(1, rounds + 1):
+        order = list(contenders.items())
+        for name, peer in order if number % 2 else reversed(order):
+            turns[name].append(_turn(peer, batch, steps))
+        told = (f"{name} {taken[-1].step_s * 1e3:.1f} ms" for name, taken in turns.items())
+        _tell(f"round {number} of {rounds}: {', '.join(told)}")
+    return turns
+
+
 def _turn(peer: Peer, batch: tuple[Any, Any], steps: int) -> _Turn:
     start, begin_s, sent = ProcessorTime.now(), time.perf_counter(), _sent()
     step_s = slowest_rank(list(step_times(peer, batch, steps, num_warm_up=1)))
@@ -285,9 +289,11 @@ def _sent() -> int:
     )
 
 
-def _most_sent(sent: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _most_sent(turns: Mapping[str, Sequence[_Turn]]) -> dict[str, float]:
     """Bytes a step under each contender, of the host that sends most."""
-    own = {name: statistics.median(turns) for name, turns in sent.items()}
+    own = {
+        name: statistics.median(turn.sent_bytes for turn in taken) for name, taken in turns.items()
+    }
     hosts = current().comm.gather_objects(own, "bench: bytes")
     return {name: max(host[name] for host in hosts) for name in own}
 

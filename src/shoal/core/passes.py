@@ -100,7 +100,8 @@ class Passes:
         # one that only met its end since then is no reason to take the next one for a peek
         known = [one for one in self._drawn if one.trained and not one.is_over]
         loaders = {one.loader for one in known}
-        self._current = (known or self._drawn)[-1]
+        if self._current not in known:  # else it goes on, whatever was drawn beside it
+            self._current = (known or self._drawn)[-1]
         self._current.backwards += 1
         for one in self._drawn:
             if one.loader not in loaders:  # else it is a peek beside the pass that trains

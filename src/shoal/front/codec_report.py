@@ -10,10 +10,9 @@ from torch import nn
 from shoal.codecs.remembering import Remembering, coded_carriers
 from shoal.core.plan import Choice
 from shoal.core.record import CodecRow
-from shoal.front.planned import plan_of
+from shoal.front.planned import attached_of
 from shoal.planner.timeline import Predictor
 from shoal.session.additions import uncompiled
-from shoal.session.session import current
 from shoal.strategies.cutting import error_of_rows
 from shoal.strategies.stage import error_at_tail
 
@@ -115,9 +114,9 @@ def codec_report(model: nn.Module) -> CodecReport:
         >>> print(shoal.codec_report(model))
         no layer is served with a codec
     """
-    if plan_of(model) is None:
+    attached = attached_of(model)
+    if attached is None:
         return CodecReport(())
-    attached = current().attached[uncompiled(model)]
     predictor = Predictor(attached.profile, attached.cluster)
     errors = _Errors.of(coded_carriers(attached.engine.transfers))
     coded = [choice for choice in attached.plan.choices if choice.codec]

@@ -5,11 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.front.outcomes import outcome
-from shoal.front.planned import plan_of
+from shoal.front.planned import attached_of
 from shoal.planner.explain import explain as explain_plan
 from shoal.report import text
-from shoal.session.additions import uncompiled
-from shoal.session.session import current
 
 
 def explain(model: nn.Module) -> str:
@@ -37,9 +35,9 @@ def explain(model: nn.Module) -> str:
         >>> (shoal.explain(model) == "") == alone
         True
     """
-    if plan_of(model) is None:
+    attached = attached_of(model)
+    if attached is None:
         return ""
-    attached = current().attached[uncompiled(model)]
     explanation = explain_plan(attached.plan, attached.profile, attached.cluster)
     reasons, measured = text.plain(text.explained(explanation, reasons=True)), outcome(model)
     return reasons if measured is None else f"{reasons}\n{measured}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shoal.core.outcome import Outcome, Spending
-from shoal.front.planned import plan_of
+from shoal.front.planned import attached_of
 from shoal.planner.measured import has_terms, outcome_of
 from shoal.profiling.links import probe_now
 from shoal.session.additions import uncompiled
@@ -35,9 +35,9 @@ def outcome(model: nn.Module) -> Outcome | None:
         >>> print(shoal.outcome(model))
         None
     """
-    if plan_of(model) is None:
+    attached = attached_of(model)
+    if attached is None:
         return None
-    attached = current().attached[uncompiled(model)]
     return outcome_of(attached.plan, attached.profile, attached.cluster, [spending(attached)])
 
 

@@ -1,4 +1,4 @@
-"""`plan_of`: the plan that a model follows."""
+"""`plan_of`: the plan that a model follows, and who runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from shoal.core.errors import UsageError
 from shoal.core.plan import Plan
 from shoal.session.additions import uncompiled
-from shoal.session.session import current
+from shoal.session.session import Attached, current
 
 
 def plan_of(model: nn.Module) -> Plan | None:
@@ -32,6 +32,16 @@ def plan_of(model: nn.Module) -> Plan | None:
         >>> (shoal.plan_of(model) is None) == alone
         True
     """
+    attached = attached_of(model)
+    return attached.plan if attached else None
+
+
+def attached_of(model: nn.Module) -> Attached | None:
+    """What runs a parallelised model; None where a process trains it by itself.
+
+    Raises:
+        UsageError: the model was not parallelised, or before `init`.
+    """
     session = current()
     model = uncompiled(model)
     if model in session.released:
@@ -42,5 +52,4 @@ def plan_of(model: nn.Module) -> Plan | None:
             got=type(model).__name__,
             do="call shoal.parallelize first",
         )
-    attached = session.attached.get(model)
-    return attached.plan if attached else None
+    return session.attached.get(model)

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import StateDict
 from shoal.contracts.state import states
 from shoal.core.errors import UsageError
@@ -56,28 +58,26 @@ def _at_servers(attached: Attached) -> list[GeoTransfer]:
     return [t for t in attached.engine.transfers if isinstance(t, GeoTransfer)]
 
 
-def _look(attached: Attached) -> None:
-    """Have all ranks see the weights that servers have, if they have any (a collective)."""
+def _ask_servers(
+    attached: Attached, ask: Callable[[GeoTransfer, Comm], None], purpose: str
+) -> None:
+    """Have each transfer ask servers something while nobody pushes (a collective).
+
+    Args:
+        attached: what runs the model.
+        ask: `GeoTransfer.look` or `GeoTransfer.put`.
+        purpose: the same in words, before "the weights".
+    """
     if at_servers := _at_servers(attached):
         comm = current().comm
-        comm.gather_objects(None, "local steps: all has been pushed")
+        comm.gather_objects(None, f"local steps: before ranks {purpose} the weights")
         for transfer in at_servers:
-            attached.engine.routes.later(transfer, transfer.look, "look at the weights of")
-        for transfer in at_servers:
-            attached.engine.routes.settle(transfer)
-        comm.gather_objects(None, "local steps: all have seen the weights")
-
-
-def _put(attached: Attached) -> None:
-    """Have servers take the weights that a round has begun with (a collective)."""
-    if at_servers := _at_servers(attached):
-        comm = current().comm
-        comm.gather_objects(None, "local steps: nothing more is pushed")
-        for transfer in at_servers:
-            attached.engine.routes.later(transfer, transfer.put, "give servers the weights of")
+            attached.engine.routes.later(
+                transfer, partial(ask, transfer), f"{purpose} the weights of"
+            )
         for transfer in at_servers:
             attached.engine.routes.settle(transfer)
-        comm.gather_objects(None, "local steps: servers have the weights")
+        comm.gather_objects(None, f"local steps: ranks {purpose} the weights")
 
 
 def check_in_step(models: Iterable[nn.Module]) -> None:
@@ -107,7 +107,7 @@ def latest_weights(model: nn.Module) -> Iterator[None]:
         yield
         return
     attached.engine.wait()
-    _look(attached)
+    _ask_servers(attached, GeoTransfer.look, "look at")
     common = _common(attached, latest=True)
     for transfer in _at_servers(attached):
         transfer.forget()
@@ -161,7 +161,7 @@ def take_global(model: nn.Module) -> None:
     """Have the model keep the weights that all ranks have in common (a collective)."""
     if (attached := _attached(model)) is not None:
         attached.engine.settle()
-        _look(attached)
+        _ask_servers(attached, GeoTransfer.look, "look at")
         held = _tensors(model)
         with torch.no_grad():
             for name, value in _common(attached, latest=True).items():
@@ -228,7 +228,7 @@ def begin_anew(
         )
     assert attached.running.rounds is not None
     attached.running.rounds.begin(state, warmup_steps)
-    _put(attached)
+    _ask_servers(attached, GeoTransfer.put, "give servers")
 
 
 def mean_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
