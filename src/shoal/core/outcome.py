@@ -100,8 +100,9 @@ class Outcome:
 
     @property
     def off(self) -> Term | None:
-        """The term that was off most, in seconds."""
-        return max(self.terms, key=lambda term: abs(term.off_s), default=None)
+        """The term of the measured step that was off most, in seconds."""
+        terms = (term for term in self.terms if term.name != BETWEEN)
+        return max(terms, key=lambda term: abs(term.off_s), default=None)
 
     def term(self, name: str) -> Term:
         """A term by its name (KeyError if there is none)."""
