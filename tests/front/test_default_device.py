@@ -4,6 +4,9 @@ what is not.
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,12 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import LinearCodec
 from shoal.front.joining import using
 from shoal.tensors.crossing import Crossing
+
+# They make a tensor at the default device, unless told which.
+MAKERS = {
+    *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand"),
+    *("randint", "randn", "randperm", "tensor", "zeros"),
+}
 
 
 @pytest.mark.parametrize(
@@ -63,3 +72,23 @@ def test_low_rank_has_a_basis_whatever_device_is_the_default() -> None:
         assert isinstance(codec, LinearCodec)
         terms = codec.to_terms(matrix, {}, 0)
     assert terms.device.type == "cpu"
+
+
+def test_every_tensor_that_the_library_makes_names_its_device() -> None:
+    sources = sorted(Path(shoal.__file__).parent.rglob("*.py"))
+    made = [
+        (source.name, call)
+        for source in sources
+        for call in ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Name)
+        and (call.func.value.id, call.func.attr in MAKERS) == ("torch", True)
+    ]
+    assert len(made) > 100
+    unnamed = [
+        f"{name}:{call.lineno} {ast.unparse(call)}"
+        for name, call in made
+        if "device" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert not unnamed

@@ -20,7 +20,7 @@ def drawn() -> dict[str, Any]:
     words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(words), gauss],
+        "python": [version, torch.tensor(words, device="cpu"), gauss],
         "numpy": [str(name), words_of_numpy, position, has_gauss, cached],
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():

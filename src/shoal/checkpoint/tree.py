@@ -106,7 +106,7 @@ def _encoded_other(value: Any, take: Take, path: Path) -> Any:
     if isinstance(value, np.generic):
         return encoded(value.item(), take, path)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {KIND: "array", "name": take(path, torch.tensor(value))}
+        return {KIND: "array", "name": take(path, torch.tensor(value, device="cpu"))}
     raise UsageError(
         f"{'.'.join(path)} cannot be saved",
         got=f"a {type(value).__module__}.{type(value).__qualname__}",

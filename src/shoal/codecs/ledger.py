@@ -54,11 +54,11 @@ class Ledger:
         self._indices: list[Tensor] = []
         self._spans: list[list[tuple[str, int, float]]] = []  # name, numbers, how many each is for
         for row in bucket.spans:
-            at, picked, sampled = 0, [torch.empty(0, dtype=torch.long)], []
+            at, picked, sampled = 0, [torch.empty(0, dtype=torch.long, device="cpu")], []
             for span in row:
                 numel = span.stop - span.start
                 every = 1 if numel <= _SAMPLE else numel // _SAMPLE | 1
-                places = torch.arange(at, at + numel, every)
+                places = torch.arange(at, at + numel, every, device="cpu")
                 picked.append(places)
                 sampled.append((span.name, len(places), numel / len(places)))
                 at += numel

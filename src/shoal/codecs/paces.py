@@ -41,7 +41,7 @@ def probe_codings(comm: Comm, codecs: Iterable[str], device: torch.device) -> di
         device: where the values are.
     """
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(_SLICES, _LARGE, generator=generator).to(device)
+    values = torch.randn(_SLICES, _LARGE, generator=generator, device="cpu").to(device)
     lost, total = torch.zeros_like(values), torch.zeros_like(values)
     paces = {}
     for text in codecs:

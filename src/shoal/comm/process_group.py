@@ -223,7 +223,7 @@ class ProcessGroupComm(Comm):
 
     def _gathered(self, parcel: Tensor, purpose: str) -> list[Tensor]:
         """The parcels of all ranks: short ones in one exchange, else in a second one padded."""
-        size = torch.tensor([len(parcel)]).view(torch.uint8)
+        size = torch.tensor([len(parcel)], device="cpu").view(torch.uint8)
         words = torch.frombuffer(bytearray(label(purpose)), dtype=torch.uint8)
         front = parcel[:_SHORT]
         head = torch.cat([size, words, front, parcel.new_zeros(_SHORT - len(front))])

@@ -181,7 +181,7 @@ class PowerSGD:
         values = gradient.view(len(gradient), -1)
         if parameter not in self._matrices:
             shape = values.shape[1], min(self._rank, *values.shape)
-            basis = torch.randn(shape, generator=self._random, dtype=values.dtype)
+            basis = torch.randn(shape, generator=self._random, dtype=values.dtype, device="cpu")
             lost = torch.zeros_like(values)
             self._matrices[parameter] = _Matrix(values, lost, basis.to(values.device))
         matrix = self._matrices[parameter]

@@ -61,7 +61,7 @@ def test(recipe: Recipe, weights: Path | None) -> tuple[float, float | None]:
             right, total = right + float(own_right), total + int(own_total)
     of_all = mean(loss / max(rows, 1), weight=rows)
     accuracy = mean(right / max(total, 1), weight=total) if recipe.accuracy is not None else None
-    all_rows = int(gather(torch.tensor([rows])).sum())
+    all_rows = int(gather(torch.tensor([rows], device="cpu")).sum())
     if world().rank == 0:
         shown = "" if accuracy is None else f", accuracy {accuracy:.2%}"
         text.console().print(f"{all_rows} rows: loss {of_all:.4f}{shown}")
@@ -192,7 +192,7 @@ def _numbered(loader: DataLoader[Any]) -> DataLoader[Any]:
         batch_size=loader.batch_size or 1,
         num_workers=0 if stream else loader.num_workers,
         collate_fn=lambda items: (
-            torch.tensor([number for number, _ in items]),
+            torch.tensor([number for number, _ in items], device="cpu"),
             collate([row for _, row in items]),
         ),
     )

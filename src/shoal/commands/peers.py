@@ -221,7 +221,7 @@ def _finished(peer: Peer, batch: tuple[Any, Any]) -> None:
 
 def slowest_rank(times: Sequence[float]) -> float:
     """The median of one rank's times, of the rank where it is largest; the same on every rank."""
-    worst = torch.tensor(statistics.median(times), dtype=torch.float64)
+    worst = torch.tensor(statistics.median(times), dtype=torch.float64, device="cpu")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return worst.item()
 

@@ -101,8 +101,8 @@ class Dealt(IterableDataset[Piece]):
 
     def tell(self, seed: int, epoch: int, start: Position) -> None:
         """What the next pass begins with."""
-        self._told[:3] = torch.tensor([seed % 2**62, epoch, len(start)])
-        self._told[3 : 3 + len(start)] = torch.tensor(start, dtype=torch.int64)
+        self._told[:3] = torch.tensor([seed % 2**62, epoch, len(start)], device="cpu")
+        self._told[3 : 3 + len(start)] = torch.tensor(start, dtype=torch.int64, device="cpu")
 
     def __iter__(self) -> Iterator[Piece]:
         seed, epoch, num_told = self._told[:3].tolist()

@@ -349,7 +349,7 @@ def _disturbed(
             continue
         finite = torch.nan_to_num(tensor.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
         scale = 1 + 2 * finite.abs().max()
-        noise = torch.randn(finite.shape, generator=generator, dtype=torch.float64)
+        noise = torch.randn(finite.shape, generator=generator, dtype=torch.float64, device="cpu")
         shift = (1.0, -1.0, noise.to(finite.device))[number]
         values[name] = (known[name], finite + scale * shift)
     return values

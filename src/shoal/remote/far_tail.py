@@ -91,7 +91,7 @@ class FarTail:
         self._runs = 0
         # that somebody has still
         self._alive: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=True, device="cpu")
         self.running: Any = None  # the forward that runs (stage_output.py)
 
     def begin(self, run: Any) -> tuple[int, Modes]:
@@ -232,7 +232,7 @@ class AtTail(Cut):
         def whole(leaf: Any) -> Any:
             return cut_of(leaf).whole(part_of(leaf)) if isinstance(leaf, CutParameter) else leaf
 
-        values = torch.empty(self.like.shape, dtype=self.like.dtype)
+        values = torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
         if function.__name__ not in _OVERWRITING:
             values = self.whole(subject)
         args, kwargs = pytree.tree_map(whole, (tuple(args), dict(kwargs)))
@@ -273,7 +273,7 @@ class AtTail(Cut):
 
 def _mark(parameter: nn.Parameter) -> None:
     """Note that there is a gradient, with the tail."""
-    set_local_gradient(parameter, torch.empty(0, dtype=parameter.dtype))
+    set_local_gradient(parameter, torch.empty(0, dtype=parameter.dtype, device="cpu"))
 
 
 def _is_reached(parameter: nn.Parameter) -> bool:

@@ -179,7 +179,7 @@ class StageOutput(Tensor):
     @classmethod
     def of(cls, run: Run, tickets: Sequence[Tensor]) -> StageOutput:
         """The output of these micro-batches."""
-        output: StageOutput = torch.empty(0).as_subclass(cls)
+        output: StageOutput = torch.empty(0, device="cpu").as_subclass(cls)
         output._run, output._tickets = run, list(tickets)
         return output
 
@@ -243,7 +243,7 @@ class _Sent(torch.autograd.Function):
     def forward(ctx: Any, run: Run, activation: Tensor, anchor: Tensor, *parts: Tensor) -> Tensor:
         ctx.run, ctx.others = run, 1 + len(parts)
         ctx.index = run.tell_forward(activation, back=ctx.needs_input_grad[1])
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
@@ -273,7 +273,12 @@ class _Loss(torch.autograd.Function):
         if run is None:
             raise twice()
         weight = float(run.slope(ctx.number, grad))
-        return None, None, None, *[torch.tensor(weight, dtype=torch.float64)] * ctx.tickets
+        return (
+            None,
+            None,
+            None,
+            *[torch.tensor(weight, dtype=torch.float64, device="cpu")] * ctx.tickets,
+        )
 
 
 class _Seen(torch.autograd.Function):

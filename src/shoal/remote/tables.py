@@ -127,11 +127,11 @@ class FarTable(Cut):
         self._parameter, self._tables, self._number = parameter, tables, len(tables.all)
         tables.all.append(self)
         self._sizes = cut_sizes(len(parameter), len(tables.servers))
-        self._ends = torch.tensor([*accumulate(self._sizes)])
+        self._ends = torch.tensor([*accumulate(self._sizes)], device="cpu")
 
     def pull(self, ids: Tensor) -> Tensor:
         """The rows of these ids, which are different and ascending."""
-        rows = torch.empty(len(ids), *self.like.shape[1:], dtype=self.like.dtype)
+        rows = torch.empty(len(ids), *self.like.shape[1:], dtype=self.like.dtype, device="cpu")
         begin_s = perf_counter()
         self._tables.settle()
         landing = []
@@ -147,7 +147,7 @@ class FarTable(Cut):
     def reach(self) -> None:
         """Wait until every server has come to this worker's last message."""
         firsts = [stop - size for stop, size in zip(self._ends, self._sizes, strict=True) if size]
-        self.pull(torch.tensor(firsts))
+        self.pull(torch.tensor(firsts, device="cpu"))
 
     def push(self, ids: Tensor, gradients: Tensor) -> None:
         """Add these rows' gradients, whose mean over the workers counts.
@@ -202,7 +202,7 @@ class FarTable(Cut):
         self._tables.settle()
 
     def mean(self, wholes: Tensor) -> Tensor:
-        self.push(torch.arange(len(wholes)), wholes)
+        self.push(torch.arange(len(wholes), device="cpu"), wholes)
         return self.part(wholes)
 
     def change(
@@ -311,11 +311,12 @@ class FarTable(Cut):
         """Note that there is a gradient, with the servers."""
         self._seen = self._its_part = None
         set_local_gradient(
-            self._parameter, torch.empty(0, *self.like.shape[1:], dtype=self.like.dtype)
+            self._parameter,
+            torch.empty(0, *self.like.shape[1:], dtype=self.like.dtype, device="cpu"),
         )
 
     def _empty(self) -> Tensor:
-        return torch.empty(self.like.shape, dtype=self.like.dtype)
+        return torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
 
     def _parts(self, whole: Tensor) -> list[tuple[Channel[Any], Tensor]]:
         return list(zip(self._tables.servers, whole.split(self._sizes), strict=True))
@@ -324,7 +325,7 @@ class FarTable(Cut):
         """Each server, its ids as it counts them, and their rows of these."""
         counts = (
             torch.searchsorted(ids, self._ends)
-            .diff(prepend=torch.zeros(1, dtype=torch.int64))
+            .diff(prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))
             .tolist()
         )
         starts = [0, *self._ends.tolist()]

@@ -64,7 +64,9 @@ def transfers_of(
 
 def _shell(form: ParameterForm) -> nn.Parameter:
     """A parameter of that form, of which only what is written takes memory."""
-    return nn.Parameter(torch.empty_strided(form.shape, form.stride, dtype=form.dtype))
+    return nn.Parameter(
+        torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
+    )
 
 
 @final

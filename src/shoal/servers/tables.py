@@ -167,7 +167,7 @@ class _Table:
         optimizers: Sequence[OptimizerForm],
         staleness: int | None,
     ) -> None:
-        self.weight = nn.Parameter(torch.zeros(rows, form.width, dtype=form.dtype))
+        self.weight = nn.Parameter(torch.zeros(rows, form.width, dtype=form.dtype, device="cpu"))
         self.clocks: Clocks[_Brought] = Clocks(workers, staleness)
         self._name = form.name
         self._copies = [made_of(form) for form in optimizers]
@@ -228,7 +228,7 @@ class _Table:
     def take_gradient(self, rows: Tensor) -> None:
         """Have this gradient in place of what workers have brought."""
         first, *other_workers = sorted(self.clocks.workers)
-        self._pushed[first] = [(torch.arange(len(rows)), rows)]
+        self._pushed[first] = [(torch.arange(len(rows), device="cpu"), rows)]
         self._pushed |= {worker: [] for worker in other_workers}
 
     def gradient(self) -> Tensor | None:
@@ -364,4 +364,6 @@ def _folded(pushed: _Pushed) -> tuple[Tensor, Tensor]:
     """The same as ids that are different, and the sums of their rows' gradients."""
     ids, place = torch.unique(torch.cat([row_ids for row_ids, _ in pushed]), return_inverse=True)
     rows = torch.cat([rows for _, rows in pushed])
-    return ids, torch.zeros(len(ids), rows.shape[1], dtype=rows.dtype).index_add_(0, place, rows)
+    return ids, torch.zeros(len(ids), rows.shape[1], dtype=rows.dtype, device="cpu").index_add_(
+        0, place, rows
+    )

@@ -32,7 +32,7 @@ def dropout(
         return F.dropout(part, p, training, inplace)
     if not 0.0 < p <= 1.0:
         raise ValueError(f"a probability of dropout is between 0 and 1, and this is {p}")
-    seed = int(torch.randint(1 << 62, ()))
+    seed = int(torch.randint(1 << 62, (), device="cpu"))
     numbers = torch.rand(
         part.shape,
         device=part.device,

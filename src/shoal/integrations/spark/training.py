@@ -117,7 +117,7 @@ class _Learning:
     def epoch(self, epoch: int, loader: Any) -> tuple[float, list[dict[str, Any]]]:
         """The mean loss over the rows of all ranks, and what was validated."""
         interval, told = self._training.interval, []
-        total, weights = torch.zeros((), dtype=torch.float64), 0.0
+        total, weights = torch.zeros((), dtype=torch.float64, device="cpu"), 0.0
         self._model.train()
         for loss, weight in self._steps(loader):
             total, weights = total + loss.double().cpu() * weight, weights + weight
