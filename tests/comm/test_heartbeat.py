@@ -20,6 +20,7 @@ from shoal.comm.beats import Beat, Verdict
 from shoal.comm.heartbeat import Heartbeat, Keeper
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, UsageError, WorldError
+from shoal.core.side_threads import side_threads
 
 
 class MemoryStore:
@@ -151,6 +152,23 @@ def test_nothing_is_told_while_all_live(ranks: Ranks) -> None:
             ranks.beating[rank].check("forward 5")
         time.sleep(0.05)
     assert ranks.woken == set()
+
+
+def test_a_rank_waits_where_its_own_thread_does(ranks: Ranks) -> None:
+    """A side thread says nothing of that, and hears of a lost rank as its own thread does."""
+    own, journal = ranks.beating[0], ranks.beating[0].journal
+    of_side = journal.opened("values", (0, 1, 2), numbered=True)
+    of_side.begin("comparing values")
+    with side_threads(1, "values") as pool:
+        pool.submit(own.check, "comparing values", of_side).result()
+        assert journal.wait is None and own.at != "comparing values"
+        plan = journal.opened("world", (0, 1, 2), numbered=True)
+        plan.begin("plan of rank 0")
+        own.check("plan of rank 0", plan)
+        pool.submit(own.reached, "comparing values").result()
+        assert journal.wait is not None and journal.wait.at == own.at == "plan of rank 0"
+        ranks.beating[1].leave(KeyError("boom"))
+        assert pool.submit(ranks.told, 0).result().rank == 1
 
 
 @dead_rank_1

@@ -16,6 +16,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer
 from shoal.core.facts import Cluster, Link, Topology
+from shoal.front import spreading
 from shoal.front.joining import using
 
 PINS = {
@@ -163,3 +164,27 @@ def test_each_place_is_named(way: str, work: Callable[[Job], Any], said: str) ->
     error = told(work, way)
     assert re.search(said, error.what), error
     assert error.do
+
+
+def test_a_search_that_lasts_while_ranks_compare_weights_is_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 searches, the others wait for its plan, and have not come to the weights yet."""
+
+    def delayed(call: Callable[..., Any], wanted: Callable[[Any], bool]) -> Callable[..., Any]:
+        def late(*given: Any) -> Any:
+            if wanted(given):
+                time.sleep(2.0)  # some looks of every rank
+            return call(*given)
+
+        return late
+
+    monkeypatch.setattr(spreading, "chosen", delayed(spreading.chosen, lambda _: True))
+    compared = delayed(spreading.of_first, lambda given: given[1].rank > 0)
+    monkeypatch.setattr(spreading, "of_first", compared)
+
+    def of_rank(comm: ThreadComm) -> None:
+        with using(comm, Cluster(Topology(("a", "b", "c")), Link(1e-4, 1e8), 1.0)):
+            Job(comm, "replicate").step(2)
+
+    run(3, of_rank, timeout_s=30)

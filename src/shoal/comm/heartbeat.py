@@ -38,6 +38,7 @@ from shoal.comm.pulse import Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.store_values import Values
 from shoal.core.errors import RanksDiffer, ShoalError, WorldError
+from shoal.core.side_threads import is_side_thread
 
 _BEAT_S = 0.5
 _DEAD_S = 3.0  # no beat for as long as this after an exchange failed: lost
@@ -164,6 +165,8 @@ class Heartbeat:
 
     def reached(self, where: str) -> None:
         """This rank works at `where`."""
+        if is_side_thread():
+            return
         self._board.at, self._board.waiting = where, False
         self.journal.wait = None
 
@@ -171,11 +174,12 @@ class Heartbeat:
         self, where: str = "", record: Record | None = None, number: int | None = None
     ) -> None:
         """This rank waits at `where`, for that number of a channel: raise if there is a verdict."""
-        self._board.at, self._board.waiting = where or self.at, True
-        if record is not None:
-            self.journal.waits(record, number, self.at)
-            if self.journal.asked:
-                self.journal.answer()
+        if not is_side_thread():
+            self._board.at, self._board.waiting = where or self.at, True
+            if record is not None:
+                self.journal.waits(record, number, self.at)
+                if self.journal.asked:
+                    self.journal.answer()
         if self._verdict is not None:
             raise self._error(self._verdict)
 

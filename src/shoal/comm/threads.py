@@ -28,6 +28,7 @@ from shoal.contracts.plain import packed, unpacked
 from shoal.core.by_host import staged
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
+from shoal.core.side_threads import is_side_thread
 
 T = TypeVar("T")
 _LOOK_S = 0.5  # how often who waits looks around
@@ -287,11 +288,14 @@ class ThreadComm(Comm):
 
     def reached(self, where: str) -> None:
         """The main thread waits no longer."""
-        self._journal.wait = None
+        if not is_side_thread():
+            self._journal.wait = None
 
     def check(self, where: str, number: int | None = None) -> None:
         """Raise PeerLost if a rank has failed, and RanksDiffer if ranks wait in vain."""
         self.hub.check(f"{where}, channel {self.name}")
+        if is_side_thread():
+            return
         self._journal.waits(self._record, number, where)
         self.hub.look(f"rank {self._seat} at {where}")
         if self._journal.asked:

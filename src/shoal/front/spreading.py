@@ -6,7 +6,6 @@ Steps 2 to 5 of parallel.py: measure, plan, rewrite, watch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -24,6 +23,7 @@ from shoal.core.facts import Cluster, ModelProfile, Topology
 from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan, rows_and_rest
 from shoal.core.registry import named, of
+from shoal.core.side_threads import side_threads
 from shoal.engine.stragglers import Stragglers
 from shoal.engine.weights import inputs_alike
 from shoal.front.agreeing import check_moving, check_sync_norms
@@ -209,7 +209,7 @@ def _planned(
     """Rank 0's plan, and its values of what differs, which all ranks compare while it searches."""
     comm = session.comm
     beside = comm.channel(f"model{session.models}-values")
-    with ThreadPoolExecutor(1, thread_name_prefix="values") as pool:
+    with side_threads(1, "values") as pool:
         comparing = pool.submit(of_first, job.model, beside)
         plan = from_first(
             comm, Plan, lambda: chosen(job.given_plan, profile, cluster, job.asked, comm.topology)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.cost import Pace, Price, Traffic
 from shoal.core.facts import Link
+from shoal.core.side_threads import side_threads
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
@@ -71,7 +71,7 @@ def probe_paces(
         nothing. The processor time is the whole process's: where ranks are threads it counts them
         all.
     """
-    with ThreadPoolExecutor(len(lanes), thread_name_prefix="probe lane") as pool:
+    with side_threads(len(lanes), "probe lane") as pool:
 
         def run(exchange: Exchange, nbytes: int, rounds: int) -> tuple[float, float]:
             """(seconds, processor seconds) of so many rounds, the slowest rank's."""
@@ -212,7 +212,7 @@ def probe_duplex(
         [comm.channel(f"duplex-{way}{i}") for i in range(num_lanes)] for way in ("there", "back")
     )
     sizes = [int(nbytes // 4 * share) for share in shares]
-    with ThreadPoolExecutor(2 * num_lanes, thread_name_prefix="probe lane") as pool:
+    with side_threads(2 * num_lanes, "probe lane") as pool:
 
         def serve(half: Callable[[Sequence[Tensor], Comm], None], lane: Comm, rounds: int) -> float:
             slices = torch.zeros(sum(sizes), device="cpu").split(sizes)
