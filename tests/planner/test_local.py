@@ -40,6 +40,20 @@ def test_auto_is_the_fewest_steps_that_hide(bytes_per_s: float, steps: int) -> N
     assert plan.predicted_s == pytest.approx(3.5)
 
 
+def test_auto_leaves_processors_that_compute_little_else_to_do() -> None:
+    """8 MB take a core 1 s. Of six steps of 3.5 s that is 5 %; a core of its own has time for it."""
+
+    def auto(cores: float) -> Plan:
+        where = cluster(2, 1e9, cores=cores, cpu=0.125e-6)
+        exact = plan_for(NET, where, strategies=["replicate"], options=ONE_BUCKET)
+        return with_local_steps(exact, NET, where, "auto", None)
+
+    busy, free = auto(1.0), auto(2.0)
+    assert free.local_steps == 1
+    assert busy.local_steps == 6
+    assert busy.predicted_s == pytest.approx(3.5 + 1 / 6, rel=1e-3)
+
+
 def test_a_bucket_alone_has_the_whole_round_and_two_have_half_and_a_step() -> None:
     alone, two = planned(1e5), planned(1e5, options=TWO_BUCKETS)
     assert (alone.outer or Outer()).lag == 23

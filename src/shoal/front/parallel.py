@@ -131,9 +131,9 @@ def parallelize(
             Where it is off by more, its bucket goes exactly from then on, with a warning. By
             default each codec has its own bound.
         local_steps: each rank makes so many steps by itself, then all come together by an `outer`
-            rule; or "auto", the fewest under which the exchange takes no longer than they do. With
-            servers each pushes what it has learned to these. This changes the mathematics. None:
-            gradients are exchanged in every step.
+            rule; or "auto", the fewest that hide the exchange. With servers each pushes what it has
+            learned to these. This changes the mathematics. None: gradients are exchanged in every
+            step.
         outer: that rule, `shoal.Outer()` by default. It also says whether the ranks of one host
             step together, and how many exact steps come first. With servers it is `rule="average"`.
         update_every: by dotted layer name or glob, every how many steps a layer is updated, as

@@ -1,7 +1,8 @@
 """Plans in which ranks step by themselves: how many steps, and when weights are taken over.
 
-"auto" is the fewest steps that take as long as the exchange of all weights. Then buckets take
-turns, and each has the time of its turn and a step more to come back. Where the ranks of a host
+"auto" is the fewest steps that hide the exchange of all weights: they last as long, and its work
+for processors that compute as well is a small part of theirs. Then buckets take turns, and each has
+the time of its turn and a step more to come back. Where the ranks of a host
 step together, their exchange is a part of the step: it is priced by the processor time of its
 bytes, as inside a host nothing else holds them up. Guarded by tests/planner/test_local.py.
 """
@@ -19,6 +20,8 @@ from shoal.core.outer import Outer
 from shoal.core.plan import Choice, Plan
 from shoal.exchange.hierarchical import Hierarchical
 from shoal.planner.timeline import Predictor
+
+_WORK = 0.05  # of a step that "auto" lets exchanges add
 
 
 def with_local_steps(
@@ -49,12 +52,16 @@ def with_local_steps(
     if known.islands:
         step_s = max(step_s, _island_s(plan, profile, cluster))
     exchange_s, num_buckets = _exchange_s(plan, predictor, cluster)
+    lanes_s = predictor.lanes_s(plan)
     if steps == "auto":
         steps = max(1, math.ceil(exchange_s / step_s)) if step_s else 1
+        while step_s and predictor.beside_s(step_s, lanes_s / steps) > step_s * (1 + _WORK):
+            steps += 1
         if outer.lag is None and exchange_s:
             outer = replace(outer, lag=min(steps, math.ceil(steps / num_buckets) + 1))
     assert isinstance(steps, int)
     outer = replace(outer, momentum=known.momentum, lag=outer.lag or 0)
+    step_s = predictor.beside_s(step_s, lanes_s / steps)
     # with a lag each bucket has so many steps for itself, as buckets take turns
     hidden_s = (outer.lag or 0) * step_s * num_buckets
     waits_s = max(0.0, exchange_s - hidden_s) / steps

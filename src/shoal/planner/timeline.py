@@ -249,6 +249,18 @@ class Predictor:
             )
         return timeline
 
+    def beside_s(self, main_s: float, lanes_s: float) -> float:
+        """What a main thread takes at least whose lanes work so long on the same processors."""
+        return max(main_s, (main_s + lanes_s) / self._speeds.processors)
+
+    def lanes_s(self, plan: Plan) -> float:
+        """Processor seconds of what a rank's lanes do to serve each site once."""
+        return self._of_lanes_s(self.costs(plan), plan)
+
+    def _of_lanes_s(self, costs: Iterable[Cost], plan: Plan) -> float:
+        lanes = Lanes(self.cluster, plan.lanes, self._speeds)
+        return sum(cost.processor_s / lanes.core_part + cost.lane_s for cost in costs)
+
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan beats: its compute, or a host's bytes at the link's rate.
 
@@ -260,8 +272,7 @@ class Predictor:
         if self._of_state is not None:
             costs.append(Cost(in_backward=self._of_state))
         costs += [Cost(in_backward=phase) for phase in self._norms or ()]
-        lanes = Lanes(self.cluster, plan.lanes, self._speeds)
-        lanes_s = sum(cost.processor_s / lanes.core_part + cost.lane_s for cost in costs)
+        lanes_s = self._of_lanes_s(costs, plan)
         spared = owned = 0.0  # parts of the main thread's own updates
         for choice in plan.choices:
             site = Site((choice.layer,), choice.strategy, choice.exchange)
@@ -272,7 +283,7 @@ class Predictor:
         main_s = self._compute.forward_s + self._compute.backward_s + changes_s
         main_s += self.profile.optimizer_s * (1 - spared)
         lanes_s += self.profile.optimizer_s * owned / self.cluster.size
-        compute_s = max(main_s, (main_s + lanes_s) / self._speeds.processors)
+        compute_s = self.beside_s(main_s, lanes_s)
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
 
