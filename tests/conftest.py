@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from importlib import import_module
 
 import pytest
 
 from quick_set import showing_all
+
+# What measuring takes where a test does not ask for `exact_times`. Ranks are threads, which share a
+# core: each work would be timed over several turns of the others.
+BRIEF = {
+    "shoal.profiling.layers._MOST": 1,  # steps
+    "shoal.profiling.timeline._MOST": 3,  # times of a work
+    "shoal.profiling.timeline._SHARED_S": 0.0,  # of the same on a shared core
+    "shoal.profiling.optimizer._MOST_TIMES": 1,  # copies of a small model's parameters
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
@@ -32,9 +42,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One measured step instead of up to 200: few tests depend on how exactly times are known."""
+    """One measured step instead of up to 200, and so on: few tests depend on how exactly times are
+    known.
+    """
     if not request.node.get_closest_marker("exact_times"):
-        monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
+        for name, value in BRIEF.items():
+            monkeypatch.setattr(name, value)
+        of_codecs = import_module("shoal.codecs.paces")._SECONDS
+        for size in of_codecs:
+            monkeypatch.setitem(of_codecs, size, 0.0)
 
 
 def _starts_processes(cases: Iterable[pytest.Item]) -> bool:

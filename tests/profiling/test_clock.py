@@ -10,6 +10,8 @@ import torch
 from shoal.profiling import timeline
 from shoal.profiling.timeline import Clock
 
+pytestmark = pytest.mark.exact_times
+
 
 class Shared:
     """A core that others have, too: of the time that passes a part is this thread's."""

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from shoal.profiling.optimizer import OptimizerCost, _Scratch
 
+pytestmark = pytest.mark.exact_times
+
 
 class Demanding(torch.optim.SGD):
     """Cannot be built from its defaults."""
