@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ BRIEF = {
     "shoal.profiling.timeline._SHARED_S": 0.0,  # of the same on a shared core
     "shoal.profiling.optimizer._MOST_TIMES": 1,  # copies of a small model's parameters
 }
+TRIED: dict[Hashable, Any] = {}  # what trials of optimizers have found
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
@@ -51,6 +53,28 @@ def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         of_codecs = import_module("shoal.codecs.paces")._SECONDS
         for size in of_codecs:
             monkeypatch.setitem(of_codecs, size, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One trial of each kind of PyTorch's own optimizers in a process: of equal ones it finds the
+    same.
+    """
+    updates = import_module("shoal.profiling.updates")
+    really_try = updates._try
+
+    def known(optimizer: Any, group: Any, sparse: bool = False) -> Any:
+        kind = type(optimizer)
+        is_new = not optimizer.state and all(p.device.type == "cpu" for p in group["params"])
+        if not (is_new and kind.__module__.startswith("torch.optim.")):
+            return really_try(optimizer, group, sparse)
+        told = repr((updates.settings(group), updates.attributes(optimizer)))
+        key = kind, kind.step, told, max(p.dim() for p in group["params"]) > 2, sparse
+        if key not in TRIED:
+            TRIED[key] = really_try(optimizer, group, sparse)
+        return TRIED[key]
+
+    monkeypatch.setattr(updates, "_try", known)
 
 
 def _starts_processes(cases: Iterable[pytest.Item]) -> bool:
