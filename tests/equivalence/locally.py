@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from one_process import (
@@ -19,6 +19,7 @@ from one_process import (
     rows_of,
     state,
 )
+from one_process import plain as steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
@@ -36,6 +37,7 @@ RULES = {
 }
 STEPS, ROUND = 8, 3  # the last round is not full
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+T = TypeVar("T")
 
 
 def net() -> nn.Module:
@@ -254,6 +256,31 @@ def on_ranks(
     return list(own), list(common)
 
 
+def spread(
+    model: nn.Module, sample: Batch, *, make: Make = sgd, **options: Any
+) -> tuple[Any, Any, Any]:
+    """A model, its loss and its optimizer, that train by local steps."""
+    options = {"local_steps": ROUND} | options
+    return shoal.parallelize(
+        model, F.cross_entropy, make(model.parameters()), sample=sample, **options
+    )
+
+
+def on_each(
+    hosts: Sequence[str],
+    work: Callable[[ThreadComm, nn.Module], T],
+    models: Sequence[nn.Module] | None = None,
+) -> list[T]:
+    """What `work` returns of each rank's model. The ranks are on these hosts."""
+    models = models or [net() for _ in hosts]
+
+    def within(comm: ThreadComm) -> T:
+        with using(comm, on_hosts(hosts)):
+            return work(comm, models[comm.rank])
+
+    return run(len(hosts), within, timeout_s=20, hosts=hosts)
+
+
 def nothing(model: nn.Module, optimizer: Optimizer) -> None:
     """Look at nothing."""
 
@@ -282,29 +309,22 @@ def train(
         options: of `parallelize`.
     """
 
-    def work(comm: ThreadComm) -> list[Any]:
+    def work(comm: ThreadComm, model: nn.Module) -> list[Any]:
         mine = [rows_of(batch, comm.rank, comm.size, True) for batch in batches]
-        with using(comm, on_hosts(hosts)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                models[comm.rank],
-                F.cross_entropy,
-                make(models[comm.rank].parameters()),
-                sample=mine[0],
-                **({"local_steps": ROUND} | options),
-            )
-            if loads is not None:
-                shoal.load(loads, model=model, optimizer=optimizer)
-            seen = []
-            for x, y in mine:
-                optimizer.zero_grad()
-                loss_fn(call(model, x), y).backward()
-                optimizer.step()
-                seen.append(each(model, optimizer))
-            if saves is not None:
-                shoal.save(saves, model=model, optimizer=optimizer)
-            return seen
+        model, loss_fn, optimizer = spread(model, mine[0], make=make, **options)
+        if loads is not None:
+            shoal.load(loads, model=model, optimizer=optimizer)
+        seen = []
+        for batch in mine:
+            steps(model, loss_fn, optimizer, [batch])
+            seen.append(each(model, optimizer))
+        if saves is not None:
+            own = state(model)
+            shoal.save(saves, model=model, optimizer=optimizer)
+            assert_same_bits([own, state(model)])
+        return seen
 
-    return run(len(hosts), work, timeout_s=20, hosts=hosts)
+    return on_each(hosts, work, models)
 
 
 def mean_of(states: Sequence[Any]) -> Any:

@@ -23,17 +23,19 @@ from locally import (
     going_on,
     islands_of,
     net,
+    on_each,
     on_hosts,
     on_ranks,
     plain,
     sgd,
     shares,
+    spread,
+    steps,
     train,
     with_norm,
 )
 from one_process import assert_same_bits, difference, features, rows_of, state
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
@@ -85,19 +87,10 @@ def test_between_rounds_nothing_leaves_a_host_and_in_one_it_sends_weights_once()
         traced, left = TracedComm(comm), []
         mine = [rows_of(batch, comm.rank, 4, True) for batch in batches]
         with using(traced, on_hosts(hosts)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-                pins={"*": "replicate:hierarchical"},
-            )
-            for x, y in mine:
+            parts = spread(nets[comm.rank], mine[0], pins={"*": "replicate:hierarchical"})
+            for batch in mine:
                 begun = traced.counts.bytes_leaving
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
+                steps(*parts, [batch])
                 left.append(traced.counts.bytes_leaving - begun)
         return left
 
@@ -209,22 +202,14 @@ def test_steps_inside_go_on_while_weights_are_under_way() -> None:
 
 
 def test_ranks_of_an_island_that_are_fed_the_same_are_told_at_once() -> None:
-    batch, nets = features(6, 4, steps=1)[0], [net(), net()]
+    batch = features(6, 4, steps=1)[0]
 
-    def work(comm: ThreadComm) -> None:
-        with using(comm, on_hosts("aa")):
-            model, _, _ = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=batch,
-                local_steps=ROUND,
-                outer=shoal.Outer(islands=True),
-            )
-            with pytest.raises(RanksDiffer, match="fed the same batch"):
-                model(batch[0])
+    def work(comm: ThreadComm, model: nn.Module) -> None:
+        model, _, _ = spread(model, batch, outer=shoal.Outer(islands=True))
+        with pytest.raises(RanksDiffer, match="fed the same batch"):
+            model(batch[0])
 
-    run(2, work, timeout_s=20, hosts="aa")
+    on_each("aa", work)
 
 
 @pytest.mark.parametrize("islands", ["host", 2, 1.0])

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +18,27 @@ from locally import (
     STEPS,
     Plain,
     net,
+    on_each,
     on_ranks,
     plain,
     sgd,
+    spread,
+    steps,
 )
 from one_process import (
     Batch,
     State,
     assert_same_bits,
-    cluster_of,
     difference,
     features,
     rows_of,
     state,
 )
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import SGD
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
+from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
 from shoal.front.joining import using
 from shoal.session.local import begin_anew, outer_state
@@ -86,42 +88,28 @@ def test_with_a_lag_steps_go_on_meanwhile() -> None:
 
 def test_buckets_take_turns() -> None:
     """Each of two buckets goes every third step, one of them a step later."""
-    seen: list[list[int]] = []
 
-    def work(comm: ThreadComm) -> None:
-        x, y = rows_of(features(6, 4, steps=1)[0], comm.rank, 2)
-        with using(comm, cluster_of(2)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                net_of[comm.rank],
-                F.cross_entropy,
-                sgd(net_of[comm.rank].parameters()),
-                sample=(x, y),
-                local_steps=4,
-                outer=shoal.Outer(rule="average", lag=2),
-                search_options=shoal.SearchOptions(bucket_bytes=(8,), least_part_bytes=1),
-            )
-            changed = []
-            for step in range(12):
-                with shoal.global_weights(model):
-                    before = state(model)
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-                with shoal.global_weights(model):
-                    changed += [
-                        (step, name)
-                        for name, value in state(model).items()
-                        if not torch.equal(value, before[name])
-                    ]
-            if comm.rank == 0:
-                seen.append([step for step, name in changed if name == "0.weight"])
-                seen.append([step for step, name in changed if name == "2.weight"])
+    def work(comm: ThreadComm, model: nn.Module) -> list[list[int]]:
+        batch = rows_of(features(6, 4, steps=1)[0], comm.rank, 2)
+        parts = spread(
+            model,
+            batch,
+            local_steps=4,
+            outer=shoal.Outer(rule="average", lag=2),
+            search_options=shoal.SearchOptions(bucket_bytes=(8,), least_part_bytes=1),
+        )
+        changed: dict[str, list[int]] = {"0.weight": [], "2.weight": []}
+        for step in range(12):
+            with shoal.global_weights(model):
+                before = state(model)
+            steps(*parts, [batch])
+            with shoal.global_weights(model):
+                for name, seen in changed.items():
+                    if not torch.equal(state(model)[name], before[name]):
+                        seen.append(step)
+        return sorted(changed.values())
 
-    net_of = [net(), net()]
-    run(2, work, timeout_s=20)
-    first, second = sorted(seen)
-    assert first == [5, 9]
-    assert second == [7, 11]
+    assert on_each("ab", work)[0] == [[5, 9], [7, 11]]
 
 
 @pytest.mark.parametrize(
@@ -143,28 +131,16 @@ def test_a_checkpoint_has_what_is_under_way(tmp_path: Path) -> None:
     """Sent at the third step and to be taken over at the fifth, saved at the fourth."""
     batches, outer = features(6, 4, steps=4), shoal.Outer(rule="average", lag=2)
     expected = plain(net, sgd, RULES["average"], 2, batches[:ROUND])
-    nets, loaded = [net(), net()], net()
+    loaded = net()
 
-    def work(comm: ThreadComm) -> None:
+    def work(comm: ThreadComm, model: nn.Module) -> None:
         mine = [rows_of(batch, comm.rank, 2) for batch in batches]
-        with using(comm, cluster_of(2)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-                outer=outer,
-            )
-            for x, y in mine:
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-            own = state(model)
-            shoal.save(tmp_path / "saved", model=model)
-            assert_same_bits([own, state(model)])
+        steps(*spread(model, mine[0], outer=outer), mine)
+        own = state(model)
+        shoal.save(tmp_path / "saved", model=model)
+        assert_same_bits([own, state(model)])
 
-    run(2, work, timeout_s=20)
+    on_each("ab", work)
     with using(ThreadComm()):
         shoal.load(tmp_path / "saved", model=loaded)
     assert difference(state(expected.models[0]), state(loaded)) <= 1e-10
@@ -173,54 +149,36 @@ def test_a_checkpoint_has_what_is_under_way(tmp_path: Path) -> None:
 def test_ranks_that_are_fed_the_same_are_told() -> None:
     batch = features(6, 4, steps=1)[0]
 
-    def work(comm: ThreadComm) -> None:
-        with using(comm, cluster_of(2)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=batch,
-                local_steps=2,
-            )
-            with pytest.raises(RanksDiffer, match="fed the same batch"):
-                for _ in range(2):
-                    optimizer.zero_grad()
-                    loss_fn(model(batch[0]), batch[1]).backward()
-                    optimizer.step()
+    def work(comm: ThreadComm, model: nn.Module) -> None:
+        parts = spread(model, batch, local_steps=2)
+        with pytest.raises(RanksDiffer, match="fed the same batch"):
+            steps(*parts, [batch] * 2)
 
-    nets = [net(), net()]
-    run(2, work, timeout_s=20)
+    on_each("ab", work)
 
 
 @pytest.mark.slow
 def test_a_codec_that_errs_too_much_is_given_up() -> None:
     """From then on all goes exactly, and ranks have the same bits all the time."""
 
-    def work(comm: ThreadComm) -> list[State]:
-        batches = features(6, 4, steps=104)
-        mine = [rows_of(batch, comm.rank, 2) for batch in batches]
-        with using(comm, cluster_of(2)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=1,
-                outer=shoal.Outer(rule="average"),
-                pins={"*": "replicate:direct+int8"},
-                max_error=1e-9,
-            )
-            states = []
-            for x, y in mine:
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-                states.append(state(model))
-            assert not any(row.coded for row in shoal.codec_report(model).rows)
-            return states
+    def work(comm: ThreadComm, model: nn.Module) -> list[State]:
+        mine = [rows_of(batch, comm.rank, 2) for batch in features(6, 4, steps=104)]
+        parts = spread(
+            model,
+            mine[0],
+            local_steps=1,
+            outer=shoal.Outer(rule="average"),
+            pins={"*": "replicate:direct+int8"},
+            max_error=1e-9,
+        )
+        states = []
+        for batch in mine:
+            steps(*parts, [batch])
+            states.append(state(model))
+        assert not any(row.coded for row in shoal.codec_report(model).rows)
+        return states
 
-    nets = [net(), net()]
-    for states in zip(*run(2, work, timeout_s=60), strict=True):
+    for states in zip(*on_each("ab", work), strict=True):
         assert_same_bits(states)
 
 
@@ -230,146 +188,88 @@ def test_what_codecs_lost_of_gradients_does_not_go_on(
 ) -> None:
     """A checkpoint of exact steps with a codec, loaded for local steps."""
 
-    def on(nets: list[nn.Module], *, loads: bool) -> None:
-        options = {"local_steps": 2} if loads else {}
+    def work(comm: ThreadComm, model: nn.Module, local_steps: int | None) -> None:
+        batch = rows_of(features(6, 4, steps=1)[0], comm.rank, 2)
+        pins = {"*": "replicate:direct+int8"}
+        parts = spread(model, batch, local_steps=local_steps, pins=pins)
+        if local_steps:
+            shoal.load(tmp_path / "saved", model=model)
+            assert not residuals(model)
+            return
+        steps(*parts, [batch])
+        shoal.save(tmp_path / "saved", model=model)
 
-        def work(comm: ThreadComm) -> None:
-            x, y = rows_of(features(6, 4, steps=1)[0], comm.rank, 2)
-            with using(comm, cluster_of(2)):
-                model, loss_fn, optimizer = shoal.parallelize(
-                    nets[comm.rank],
-                    F.cross_entropy,
-                    sgd(nets[comm.rank].parameters()),
-                    sample=(x, y),
-                    pins={"*": "replicate:direct+int8"},
-                    **options,
-                )
-                if loads:
-                    shoal.load(tmp_path / "saved", model=model)
-                    assert not residuals(model)
-                    return
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-                shoal.save(tmp_path / "saved", model=model)
-
-        run(2, work, timeout_s=20)
-
-    on([net(), net()], loads=False)
+    on_each("ab", partial(work, local_steps=None))
     with caplog.at_level(logging.WARNING, "shoal"):
-        on([net(), net()], loads=True)
+        on_each("ab", partial(work, local_steps=2))
     assert "local steps have begun or ended" in caplog.text
 
 
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     """A checkpoint whose model was exchanged for another one of the same names."""
-    nets = [net(), net()]
 
-    def work(comm: ThreadComm) -> None:
-        x, y = rows_of(features(6, 4, steps=1)[0], comm.rank, 2)
-        with using(comm, cluster_of(2)):
-            model, _, _ = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=(x, y),
-                local_steps=2,
-            )
-            others = outer_state(model)
-            others["3.weight"] = others.pop("0.weight")
-            with pytest.raises(UsageError, match="another model") as caught:
-                begin_anew(model, others)
-            assert "3.weight" in str(caught.value)
-            short = {"0.weight": {"momentum": torch.zeros(3)}}
-            with pytest.raises(UsageError, match="another model"):
-                begin_anew(model, short)
+    def work(comm: ThreadComm, model: nn.Module) -> None:
+        spread(model, rows_of(features(6, 4, steps=1)[0], comm.rank, 2))
+        others = outer_state(model)
+        others["3.weight"] = others.pop("0.weight")
+        with pytest.raises(UsageError, match="another model") as caught:
+            begin_anew(model, others)
+        assert "3.weight" in str(caught.value)
+        short = {"0.weight": {"momentum": torch.zeros(3)}}
+        with pytest.raises(UsageError, match="another model"):
+            begin_anew(model, short)
 
-    run(2, work, timeout_s=20)
+    on_each("ab", work)
 
 
 def test_what_was_trained_is_given_back() -> None:
     """After unparallelize every rank has the weights that all have in common."""
 
-    def work(comm: ThreadComm) -> tuple[State, State]:
+    def work(comm: ThreadComm, model: nn.Module) -> tuple[State, State]:
         mine = [rows_of(batch, comm.rank, 2) for batch in features(6, 4, steps=5)]
-        with using(comm, cluster_of(2)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-            )
-            for x, y in mine:
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-            with shoal.global_weights(model):
-                common = state(model)
-            shoal.unparallelize(model)
-            assert not hasattr(optimizer, "accumulate")
-            return common, state(model)
+        model, loss_fn, optimizer = spread(model, mine[0])
+        steps(model, loss_fn, optimizer, mine)
+        with shoal.global_weights(model):
+            common = state(model)
+        shoal.unparallelize(model)
+        assert not hasattr(optimizer, "accumulate")
+        return common, state(model)
 
-    nets = [net(), net()]
-    (common, first), (_, second) = run(2, work, timeout_s=20)
+    (common, first), (_, second) = on_each("ab", work)
     assert_same_bits([common, first, second])
 
 
 def test_plan_says_it_and_is_taken_again() -> None:
-    def work(comm: ThreadComm) -> tuple[str, State]:
-        mine = [rows_of(batch, comm.rank, 2) for batch in features(6, 4, steps=4)]
-        with using(comm, cluster_of(2)):
-            made = []
-            for number, options in enumerate(
-                ({"local_steps": 2, "outer": RULES["bmuf"]}, {"plan": None})
-            ):
-                if number:
-                    options = {"plan": shoal.Plan.from_json(made[0][0])}
-                model, loss_fn, optimizer = shoal.parallelize(
-                    nets[number][comm.rank],
-                    F.cross_entropy,
-                    sgd(nets[number][comm.rank].parameters()),
-                    sample=mine[0],
-                    **options,
-                )
-                for x, y in mine:
-                    optimizer.zero_grad()
-                    loss_fn(model(x), y).backward()
-                    optimizer.step()
-                plan = shoal.plan_of(model)
-                assert plan is not None
-                made.append((plan.to_json(), state(model)))
-                assert "2 local steps, bmuf(lr=1, momentum=0.5)" in str(plan)
-            assert_same_bits([made[0][1], made[1][1]])
-            return made[1]
+    def trained(model: nn.Module, mine: list[Batch], **options: Any) -> tuple[shoal.Plan, State]:
+        steps(*spread(model, mine[0], **options), mine)
+        plan = shoal.plan_of(model)
+        assert plan is not None
+        assert "2 local steps, bmuf(lr=1, momentum=0.5)" in str(plan)
+        return plan, state(model)
 
-    nets = [[net(), net()], [net(), net()]]
-    run(2, work, timeout_s=20)
+    def work(comm: ThreadComm, model: nn.Module) -> None:
+        mine = [rows_of(batch, comm.rank, 2) for batch in features(6, 4, steps=4)]
+        plan, first = trained(model, mine, local_steps=2, outer=RULES["bmuf"])
+        again = shoal.Plan.from_json(plan.to_json())
+        _, second = trained(others[comm.rank], mine, local_steps=None, plan=again)
+        assert_same_bits([first, second])
+
+    others = [net(), net()]
+    on_each("ab", work)
 
 
 def test_auto_trains() -> None:
-    def work(comm: ThreadComm) -> State:
+    def work(comm: ThreadComm, model: nn.Module) -> State:
         mine = [rows_of(batch, comm.rank, 2) for batch in features(6, 4, steps=3)]
-        with using(comm, cluster_of(2)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps="auto",
-            )
-            plan = shoal.plan_of(model)
-            assert plan is not None and plan.outer is not None
-            assert 1 <= (plan.outer.lag or 0) <= plan.local_steps
-            for x, y in mine:
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-            shoal.unparallelize(model)
-            return state(model)
+        parts = spread(model, mine[0], local_steps="auto")
+        plan = shoal.plan_of(model)
+        assert plan is not None and plan.outer is not None
+        assert 1 <= (plan.outer.lag or 0) <= plan.local_steps
+        steps(*parts, mine)
+        shoal.unparallelize(model)
+        return state(model)
 
-    nets = [net(), net()]
-    states = run(2, work, timeout_s=20)
-    assert_same_bits(states)
+    assert_same_bits(on_each("ab", work))
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -412,18 +312,14 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_bad_input_is_refused_on_every_rank(case: str) -> None:
     options, error, said = BAD[case]
 
-    def work(comm: ThreadComm) -> str:
-        x, y = rows_of(features(6, 4, steps=1)[0], comm.rank, 2)
-        with using(comm, cluster_of(2)), pytest.raises(Exception) as caught:
-            model = nets[comm.rank]
-            shoal.parallelize(
-                model, F.cross_entropy, sgd(model.parameters()), sample=(x, y), **options
-            )
+    def work(comm: ThreadComm, model: nn.Module) -> str:
+        batch = rows_of(features(6, 4, steps=1)[0], comm.rank, 2)
+        with pytest.raises(Exception) as caught:
+            spread(model, batch, **({"local_steps": None} | options))
         assert isinstance(caught.value, error), caught.value
         return str(caught.value)
 
-    nets = [net(), net()]
-    for message in run(2, work, timeout_s=20):
+    for message in on_each("ab", work):
         assert said in message, message
 
 

@@ -6,8 +6,7 @@ plain     one process with a model and an optimizer for each rank, written out b
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,19 @@ from locally import (
     RULES,
     STEPS,
     Make,
-    Plain,
     adamw,
-    mean_of,
+    going_on,
     net,
     on_ranks,
     plain,
     sgd,
+    train,
     with_norm,
 )
-from one_process import (
-    Batch,
-    assert_same_bits,
-    cluster_of,
-    difference,
-    features,
-    rows_of,
-    state,
-)
+from one_process import assert_same_bits, difference, features, rows_of, state
 from torch import nn
-from torch.nn import functional as F
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
-from shoal.front.joining import using
 
 
 def assert_rule(
@@ -130,49 +118,12 @@ def test_goes_on_with_other_ranks(rule: str, first: int, second: int, tmp_path: 
     batches, outer = features(6, 4, steps=STEPS), RULES[rule]
     before, after = batches[:7], batches[7:] + batches[:4]  # saved within a round
     workers = plain(net, adamw, outer, first, before, uneven=True)
-    models = [copy.deepcopy(workers.models[0]) for _ in range(second)]
-    going_on = Plain(models, [adamw(m.parameters()) for m in models], outer, ROUND)
-    going_on.velocity = [v.clone() for v in workers.velocity]
-    for model, optimizer in zip(models, going_on.optimizers, strict=True):
-        for p, old in zip(model.parameters(), workers.old, strict=True):
-            p.data.copy_(old)
-        optimizer.load_state_dict(mean_of([o.state_dict() for o in workers.optimizers]))
-    going_on.old = [old.clone() for old in workers.old]
+    expected = going_on(workers, second, adamw)
     for batch in after:
-        going_on.step([rows_of(batch, rank, second, True) for rank in range(second)])
-
-    def train(comm: ThreadComm, model: nn.Module, batches: Sequence[Batch], *, loads: bool) -> None:
-        mine = [rows_of(batch, comm.rank, comm.size, True) for batch in batches]
-        model, loss_fn, optimizer = shoal.parallelize(
-            model,
-            F.cross_entropy,
-            adamw(model.parameters()),
-            sample=mine[0],
-            local_steps=ROUND,
-            outer=outer,
-        )
-        if loads:
-            shoal.load(tmp_path / "saved", model=model, optimizer=optimizer)
-        for x, y in mine:
-            optimizer.zero_grad()
-            loss_fn(model(x), y).backward()
-            optimizer.step()
-        if not loads:
-            own = state(model)
-            shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
-            assert_same_bits([own, state(model)])
-
-    def on(ranks: int, batches: Sequence[Batch], *, loads: bool) -> list[nn.Module]:
-        copies = [net() for _ in range(ranks)]
-
-        def work(comm: ThreadComm) -> None:
-            with using(comm, cluster_of(ranks)):
-                train(comm, copies[comm.rank], batches, loads=loads)
-
-        run(ranks, work, timeout_s=20)
-        return copies
-
-    on(first, before, loads=False)
-    trained = on(second, after, loads=True)
-    for model, expected in zip(trained, going_on.models, strict=True):
-        assert difference(state(expected), state(model)) <= 1e-10
+        expected.step([rows_of(batch, rank, second, True) for rank in range(second)])
+    how: dict[str, Any] = {"make": adamw, "outer": outer}
+    train("abc"[:first], [net() for _ in range(first)], before, saves=tmp_path / "saved", **how)
+    got = [net() for _ in range(second)]
+    train("abc"[:second], got, after, loads=tmp_path / "saved", **how)
+    for model, other in zip(expected.models, got, strict=True):
+        assert difference(state(model), state(other)) <= 1e-10

@@ -16,15 +16,16 @@ from locally import (
     ROUND,
     STEPS,
     Grouped,
-    Plain,
     adamw,
     going_on,
     islands_of,
     net,
-    on_hosts,
+    on_each,
     plain,
     sgd,
     shares,
+    spread,
+    steps,
     train,
     with_norm,
 )
@@ -34,9 +35,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import shoal
-from shoal.comm.threads import ThreadComm, run
+from shoal.comm.threads import ThreadComm
 from shoal.core.errors import RanksDiffer, UsageError
-from shoal.front.joining import using
 
 WARMUP = 3
 
@@ -129,72 +129,46 @@ def test_goes_on_with_other_ranks(first: str, second: str, made: int, tmp_path: 
 
 def test_a_checkpoint_of_the_warmup_brings_it_back(tmp_path: Path) -> None:
     """Loaded by a run that is past its own: what is left of the warm-up is made again."""
-    hosts, batches = "ab", features(6, 4, steps=WARMUP + STEPS)
+    batches, saved = features(6, 4, steps=WARMUP + STEPS), tmp_path / "saved"
     outer = shoal.Outer(rule="average", warmup_steps=WARMUP)
     expected = plain(net, sgd, outer, 2, batches, uneven=True)
-    models = [net() for _ in hosts]
-    saved = tmp_path / "saved"
 
-    def work(comm: ThreadComm) -> None:
+    def work(comm: ThreadComm, model: nn.Module) -> State:
         mine = [rows_of(batch, comm.rank, 2, True) for batch in batches]
-        with using(comm, on_hosts(hosts)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                models[comm.rank],
-                F.cross_entropy,
-                sgd(models[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-                outer=outer,
-            )
+        model, loss_fn, optimizer = spread(model, mine[0], outer=outer)
+        steps(model, loss_fn, optimizer, mine[:1])
+        shoal.save(saved, model=model, optimizer=optimizer)
+        steps(model, loss_fn, optimizer, mine[1:])
+        shoal.load(saved, model=model, optimizer=optimizer)
+        steps(model, loss_fn, optimizer, mine[1:])
+        return state(model)
 
-            def steps(rows: Any) -> None:
-                for x, y in rows:
-                    optimizer.zero_grad()
-                    loss_fn(model(x), y).backward()
-                    optimizer.step()
-
-            steps(mine[:1])
-            shoal.save(saved, model=model, optimizer=optimizer)
-            steps(mine[1:])
-            shoal.load(saved, model=model, optimizer=optimizer)
-            steps(mine[1:])
-
-    run(2, work, timeout_s=20, hosts=hosts)
-    for model, other in zip(expected.models, models, strict=True):
-        assert difference(state(model), state(other)) <= 1e-10
+    for model, got in zip(expected.models, on_each("ab", work), strict=True):
+        assert difference(state(model), got) <= 1e-10
 
 
 def test_in_the_warmup_everything_is_everybodys() -> None:
     """Gradients are global, and so are the weights that are looked at, or given back."""
-    hosts, batches = "ab", features(6, 4, steps=2)
-    alone = net()
-    F.cross_entropy(alone(batches[0][0]), batches[0][1]).backward()
-    models = [net() for _ in hosts]
+    batch, alone = features(6, 4)[0], net()
+    F.cross_entropy(alone(batch[0]), batch[1]).backward()
 
-    def work(comm: ThreadComm) -> State:
-        mine = [rows_of(batch, comm.rank, 2, True) for batch in batches]
-        with using(comm, on_hosts(hosts)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                models[comm.rank],
-                F.cross_entropy,
-                sgd(models[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-                outer=shoal.Outer(warmup_steps=WARMUP),
-            )
-            loss_fn(model(mine[0][0]), mine[0][1]).backward()
-            for own, other in zip(model.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(own.grad, other.grad, rtol=1e-10, atol=1e-12)
-            optimizer.step()
-            own = state(model)
-            with shoal.global_weights(model):
-                assert_same_bits([own, state(model)])
-            shoal.unparallelize(model)
+    def work(comm: ThreadComm, model: nn.Module) -> State:
+        x, y = rows_of(batch, comm.rank, 2, True)
+        outer = shoal.Outer(warmup_steps=WARMUP)
+        model, loss_fn, optimizer = spread(model, (x, y), outer=outer)
+        loss_fn(model(x), y).backward()
+        for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-10, atol=1e-12)
+        optimizer.step()
+        own = state(model)
+        with shoal.global_weights(model):
             assert_same_bits([own, state(model)])
-            assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-            return own
+        shoal.unparallelize(model)
+        assert_same_bits([own, state(model)])
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        return own
 
-    assert_same_bits(run(2, work, timeout_s=20, hosts=hosts))
+    assert_same_bits(on_each("ab", work))
 
 
 def test_behind_the_warmup_nothing_hangs_on_gradients() -> None:
@@ -211,35 +185,24 @@ def test_a_layer_that_is_frozen_at_the_switch_is_trained_later(tmp_path: Path) -
     """Frozen from before a checkpoint is loaded until behind the switch to islands."""
     hosts, batches = "aab", features(6, 4, steps=WARMUP + ROUND)
     outer = shoal.Outer(rule="average", islands=True, warmup_steps=WARMUP)
-    models = [net() for _ in hosts]
 
-    def work(comm: ThreadComm) -> tuple[list[Tensor], State]:
+    def work(comm: ThreadComm, model: nn.Module) -> tuple[list[Tensor], State]:
         mine = [rows_of(batch, comm.rank, len(hosts)) for batch in batches]
-        with using(comm, on_hosts(hosts)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                models[comm.rank],
-                F.cross_entropy,
-                sgd(models[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-                outer=outer,
-            )
-            first = next(model.parameters())
-            first.requires_grad_(False)
-            shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
-            shoal.load(tmp_path / "saved", model=model, optimizer=optimizer)
-            seen = []
-            for step, (x, y) in enumerate(mine):
-                if step == WARMUP + 1:
-                    assert not first.requires_grad
-                    first.requires_grad_(True)
-                optimizer.zero_grad()
-                loss_fn(model(x), y).backward()
-                optimizer.step()
-                seen.append(first.detach().clone())
-            return seen, state(model)
+        model, loss_fn, optimizer = spread(model, mine[0], outer=outer)
+        first = next(model.parameters())
+        first.requires_grad_(False)
+        shoal.save(tmp_path / "saved", model=model, optimizer=optimizer)
+        shoal.load(tmp_path / "saved", model=model, optimizer=optimizer)
+        seen = []
+        for step, batch in enumerate(mine):
+            if step == WARMUP + 1:
+                assert not first.requires_grad
+                first.requires_grad_(True)
+            steps(model, loss_fn, optimizer, [batch])
+            seen.append(first.detach().clone())
+        return seen, state(model)
 
-    got = run(len(hosts), work, timeout_s=20, hosts=hosts)
+    got = on_each(hosts, work)
     for seen, _ in got:
         assert all(torch.equal(seen[0], later) for later in seen[: WARMUP + 1])
         assert not torch.equal(seen[WARMUP], seen[-1])
@@ -248,7 +211,6 @@ def test_a_layer_that_is_frozen_at_the_switch_is_trained_later(tmp_path: Path) -
 
 def test_an_island_that_never_began_leaves_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts, batch = "aab", features(6, 4)[0]
-    models = [net() for _ in hosts]
     opened: list[tuple[ThreadComm, str]] = []
     closed: list[ThreadComm] = []
     channel, close = ThreadComm.channel, ThreadComm.close
@@ -265,20 +227,13 @@ def test_an_island_that_never_began_leaves_no_channel(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ThreadComm, "channel", opening)
     monkeypatch.setattr(ThreadComm, "close", closing)
 
-    def work(comm: ThreadComm) -> None:
+    def work(comm: ThreadComm, model: nn.Module) -> None:
         mine = rows_of(batch, comm.rank, len(hosts))
-        with using(comm, on_hosts(hosts)):
-            model, _, _ = shoal.parallelize(
-                models[comm.rank],
-                F.cross_entropy,
-                sgd(models[comm.rank].parameters()),
-                sample=mine,
-                local_steps=ROUND,
-                outer=shoal.Outer(islands=True, warmup_steps=WARMUP),
-            )
-            shoal.unparallelize(model)
+        outer = shoal.Outer(islands=True, warmup_steps=WARMUP)
+        model, _, _ = spread(model, mine, outer=outer)
+        shoal.unparallelize(model)
 
-    run(len(hosts), work, timeout_s=20, hosts=hosts)
+    on_each(hosts, work)
     of_islands = [(comm, name) for comm, name in opened if "-island" in name]
     assert [name for comm, name in of_islands if comm not in closed] == []
     assert {name.rpartition("-")[2] for _, name in of_islands} >= {"counts"}
@@ -286,28 +241,18 @@ def test_an_island_that_never_began_leaves_no_channel(monkeypatch: pytest.Monkey
 
 def test_in_the_warmup_ranks_are_compared() -> None:
     """A learning rate that one rank changes by itself is told, as in exact steps."""
-    hosts, nets = "ab", [net(), net()]
     batches = features(6, 4, steps=3)
 
-    def work(comm: ThreadComm) -> None:
+    def work(comm: ThreadComm, model: nn.Module) -> None:
         mine = [rows_of(batch, comm.rank, 2) for batch in batches]
-        with using(comm, on_hosts(hosts)):
-            model, loss_fn, optimizer = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                sgd(nets[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-                outer=shoal.Outer(warmup_steps=WARMUP),
-            )
-            with pytest.raises(RanksDiffer, match="lr"):
-                for x, y in mine:
-                    optimizer.zero_grad()
-                    loss_fn(model(x), y).backward()
-                    optimizer.step()
-                    optimizer.param_groups[0]["lr"] = 0.1 + comm.rank
+        outer = shoal.Outer(warmup_steps=WARMUP)
+        model, loss_fn, optimizer = spread(model, mine[0], outer=outer)
+        with pytest.raises(RanksDiffer, match="lr"):
+            for batch in mine:
+                steps(model, loss_fn, optimizer, [batch])
+                optimizer.param_groups[0]["lr"] = 0.1 + comm.rank
 
-    run(2, work, timeout_s=20, hosts=hosts)
+    on_each("ab", work)
 
 
 @pytest.mark.slow
@@ -328,31 +273,22 @@ def test_a_step_is_one_of_each_optimizer() -> None:
         weight, *others = parameters
         return [sgd([weight]), sgd(others)]
 
-    hosts, nets = "ab", [net(), net()]
     outer = shoal.Outer(rule="average", warmup_steps=WARMUP)
     batches = features(6, 4, steps=WARMUP + STEPS)
-    expected: Plain = plain(net, sgd, outer, 2, batches, uneven=True)
+    expected = plain(net, sgd, outer, 2, batches, uneven=True)
 
-    def work(comm: ThreadComm) -> None:
+    def work(comm: ThreadComm, model: nn.Module) -> State:
         mine = [rows_of(batch, comm.rank, 2, True) for batch in batches]
-        with using(comm, on_hosts(hosts)):
-            model, loss_fn, optimizers = shoal.parallelize(
-                nets[comm.rank],
-                F.cross_entropy,
-                both(nets[comm.rank].parameters()),
-                sample=mine[0],
-                local_steps=ROUND,
-                outer=outer,
-            )
-            for x, y in mine:
-                model.zero_grad()
-                loss_fn(model(x), y).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
+        model, loss_fn, optimizers = spread(model, mine[0], make=both, outer=outer)
+        for x, y in mine:
+            model.zero_grad()
+            loss_fn(model(x), y).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return state(model)
 
-    run(2, work, timeout_s=20, hosts=hosts)
-    for model, other in zip(expected.models, nets, strict=True):
-        assert difference(state(model), state(other)) <= 1e-10
+    for model, got in zip(expected.models, on_each("ab", work), strict=True):
+        assert difference(state(model), got) <= 1e-10
 
 
 @pytest.mark.parametrize("steps", [-1, 2.5, True, "many", None])
