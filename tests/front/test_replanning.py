@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -43,8 +43,9 @@ from shoal.front import replanning
 from shoal.front.joining import using
 from shoal.front.replanning import EpochEnds
 from shoal.profiling.identity import model_digest, trainable_layers
-from shoal.session.session import current
+from shoal.session.session import Session, current
 
+T = TypeVar("T")
 RANKS, WIDTH, CLASSES = 2, 64, 3
 FAST = Link(latency_s=1e-6, bytes_per_s=1e12)
 WAITS = Spending(steps=20, compute_s=1e-3, waiting_s=1.0, optimizer_s=1e-4)
@@ -86,6 +87,40 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[float, float] | No
 
 
 Links = Callable[[tuple[float, float] | None], None]
+
+
+@dataclass
+class Rank:
+    """A rank, its copy of a model whose plan may be made anew, and its rows of all batches."""
+
+    session: Session
+    model: nn.Module
+    optimizer: Any
+    batches: list[Batch]
+
+    @property
+    def attached(self) -> Any:
+        """The model under its present plan."""
+        return self.session.attached[self.model]
+
+    def train(self, begin: int = 0, end: int | None = None) -> None:
+        """Make the steps from one on, up to another."""
+        plain(self.model, F.cross_entropy, self.optimizer, self.batches[begin:end])
+
+
+def on_ranks(work: Callable[[Rank], T], start: nn.Module = MODEL, **how: Any) -> list[T]:
+    """What `work` returns of ranks that have parallelised a model."""
+
+    def prepared(comm: ThreadComm) -> T:
+        model = copy.deepcopy(start)
+        optimizer = adamw(model.parameters())
+        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
+        options = {"plan": plain_plan(start), "replan": True} | how
+        with using(comm, cluster()) as session:
+            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], **options)
+            return work(Rank(session, model, optimizer, own))
+
+    return on_threads(RANKS, prepared)
 
 
 def choices(model: nn.Module) -> tuple[Choice, ...]:
@@ -166,19 +201,14 @@ def test_facts_that_choose_no_other_plan_change_nothing(
 ) -> None:
     links(rates)
 
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
-        with using(comm, cluster()) as session:
-            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own[0], replan=True)
-            plain(model, F.cross_entropy, optimizer, own[:3])
-            before = session.attached[model]
-            assert not shoal.replan(model)
-            assert session.attached[model] is before
-            plain(model, F.cross_entropy, optimizer, own[3:])
+    def work(rank: Rank) -> None:
+        rank.train(end=3)
+        before = rank.attached
+        assert not shoal.replan(rank.model)
+        assert rank.attached is before
+        rank.train(3)
 
-    on_threads(RANKS, work)
+    on_ranks(work, plan="auto")
 
 
 def test_it_is_made_anew_as_an_epoch_of_a_sharded_loader_ends(links: Links) -> None:
@@ -222,28 +252,15 @@ def test_buffers_that_each_rank_keeps_stay_its_own(links: Links) -> None:
     links(SLOWER)
     normed = built(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), net()))
 
-    def work(comm: ThreadComm) -> State:
-        model = copy.deepcopy(normed)
-        optimizer = adamw(model.parameters())
-        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
-        with using(comm, cluster()):
-            shoal.parallelize(
-                model,
-                F.cross_entropy,
-                optimizer,
-                sample=own[0],
-                buffers="local",
-                plan=plain_plan(normed),
-                replan=True,
-            )
-            plain(model, F.cross_entropy, optimizer, own)
-            before = state(model)
-            assert shoal.replan(model)
-            after = state(model)
+    def work(rank: Rank) -> State:
+        rank.train()
+        before = state(rank.model)
+        assert shoal.replan(rank.model)
+        after = state(rank.model)
         assert all(torch.equal(before[name], after[name]) for name in before)
         return after
 
-    one, other = on_threads(RANKS, work)
+    one, other = on_ranks(work, normed, buffers="local")
     assert not torch.equal(one["1.running_mean"], other["1.running_mean"])
 
 
@@ -254,39 +271,28 @@ def test_a_rank_that_cannot_follow_another_plan_keeps_all_at_the_present_one(
     why_not = {1: "module 0 is compiled"}
     monkeypatch.setattr(replanning, "_why_not", lambda *_: why_not.get(current().comm.rank, ""))
 
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = rows_of(BATCHES[0], comm.rank, RANKS)
-        with using(comm, cluster()) as session:
-            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own, replan=True)
-            before = session.attached[model]
-            assert not shoal.replan(model)
-            assert session.attached[model] is before
+    def work(rank: Rank) -> None:
+        before = rank.attached
+        assert not shoal.replan(rank.model)
+        assert rank.attached is before
 
-    on_threads(RANKS, work)
+    on_ranks(work, plan="auto")
 
 
 def test_gradients_that_were_not_sent_keep_the_plan(links: Links) -> None:
     links(SLOWER)
 
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer: Any = adamw(model.parameters())
-        x, y = rows_of(BATCHES[0], comm.rank, RANKS)
-        with using(comm, cluster()):
-            shoal.parallelize(
-                model, F.cross_entropy, optimizer, sample=(x, y), plan=plain_plan(), replan=True
-            )
-            with optimizer.accumulate():
-                F.cross_entropy(model(x), y).backward()
-            assert not shoal.replan(model)
-            loss = F.cross_entropy(model(x), y)
-            assert not shoal.replan(model)  # nor between forward and backward
-            loss.backward()
-            assert shoal.replan(model)
+    def work(rank: Rank) -> None:
+        model, (x, y) = rank.model, rank.batches[0]
+        with rank.optimizer.accumulate():
+            F.cross_entropy(model(x), y).backward()
+        assert not shoal.replan(model)
+        loss = F.cross_entropy(model(x), y)
+        assert not shoal.replan(model)  # nor between forward and backward
+        loss.backward()
+        assert shoal.replan(model)
 
-    on_threads(RANKS, work)
+    on_ranks(work)
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -297,25 +303,17 @@ def test_parameters_that_were_frozen_since_keep_the_plan(cut: bool, links: Links
     if cut:
         plan = replace(plan, choices=(way, *plan.choices[1:]))
 
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
-        with using(comm, cluster()) as session:
-            shoal.parallelize(
-                model, F.cross_entropy, optimizer, sample=own[0], plan=plan, replan=True
-            )
-            plain(model, F.cross_entropy, optimizer, own[:3])
-            before = session.attached[model]
-            layer = model.get_submodule("0")
-            layer.requires_grad_(False)
-            assert not shoal.replan(model)
-            assert session.attached[model] is before
-            layer.requires_grad_(True)
-            assert shoal.replan(model)
-            plain(model, F.cross_entropy, optimizer, own[3:])
+    def work(rank: Rank) -> None:
+        rank.train(end=3)
+        before, layer = rank.attached, rank.model.get_submodule("0")
+        layer.requires_grad_(False)
+        assert not shoal.replan(rank.model)
+        assert rank.attached is before
+        layer.requires_grad_(True)
+        assert shoal.replan(rank.model)
+        rank.train(3)
 
-    on_threads(RANKS, work)
+    on_ranks(work, plan=plan)
 
 
 @pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
@@ -324,22 +322,15 @@ def test_an_epoch_that_ends_where_no_gradients_are_made(
 ) -> None:
     links(SLOWER)
 
-    def work(comm: ThreadComm) -> State:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
-        with using(comm, cluster()):
-            shoal.parallelize(
-                model, F.cross_entropy, optimizer, sample=own[0], plan=plain_plan(), replan=True
-            )
-            plain(model, F.cross_entropy, optimizer, own[:3])
-            with how():
-                assert shoal.replan(model)
-            plain(model, F.cross_entropy, optimizer, own[3:])
-            shoal.unparallelize(model)
-        return state(model)
+    def work(rank: Rank) -> State:
+        rank.train(end=3)
+        with how():
+            assert shoal.replan(rank.model)
+        rank.train(3)
+        shoal.unparallelize(rank.model)
+        return state(rank.model)
 
-    got = on_threads(RANKS, work)
+    got = on_ranks(work)
     assert_same_bits(got)
     assert difference(in_one_process(), got[0]) <= 1e-10
 
@@ -350,56 +341,37 @@ def test_codecs_that_were_given_up_stay_so(links: Links, monkeypatch: pytest.Mon
     other = replace(plain_plan(), choices=tuple(replace(c, strategy="sliced") for c in coded))
     monkeypatch.setattr(replanning, "_better", lambda *_: other)
 
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
-        with using(comm, cluster()) as session:
-            shoal.parallelize(
-                model,
-                F.cross_entropy,
-                optimizer,
-                sample=own[0],
-                plan=replace(plain_plan(), choices=coded),
-                replan=True,
-            )
-            plain(model, F.cross_entropy, optimizer, own[:3])
-            for carrier in coded_carriers(session.attached[model].engine.transfers):
-                carrier.give_up([name for name in carrier.bucket.numels if name == "0.weight"])
-            assert shoal.replan(model)
-            carriers = list(coded_carriers(session.attached[model].engine.transfers))
-            kept = [name for carrier in carriers for name in carrier.given_up]
-            assert kept == ["0.weight"]
-            assert all(carrier.exact == bool(carrier.given_up) for carrier in carriers)
-            plain(model, F.cross_entropy, optimizer, own[3:])
+    def work(rank: Rank) -> None:
+        rank.train(end=3)
+        for carrier in coded_carriers(rank.attached.engine.transfers):
+            carrier.give_up([name for name in carrier.bucket.numels if name == "0.weight"])
+        assert shoal.replan(rank.model)
+        carriers = list(coded_carriers(rank.attached.engine.transfers))
+        kept = [name for carrier in carriers for name in carrier.given_up]
+        assert kept == ["0.weight"]
+        assert all(carrier.exact == bool(carrier.given_up) for carrier in carriers)
+        rank.train(3)
 
-    on_threads(RANKS, work)
+    on_ranks(work, plan=replace(plain_plan(), choices=coded))
 
 
 def test_a_run_is_recorded_under_the_plan_that_it_follows(links: Links) -> None:
     links(SLOWER)
 
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = [rows_of(batch, comm.rank, RANKS) for batch in BATCHES]
-        with using(comm, cluster()):
-            shoal.parallelize(
-                model, F.cross_entropy, optimizer, sample=own[0], plan=plain_plan(), replan=True
-            )
-            history = History(model)
-            history.begin(len(own))
-            for number, batch in enumerate(own):
-                if number == 4:
-                    assert shoal.replan(model)
-                history.step_begins()
-                plain(model, F.cross_entropy, optimizer, [batch])
-                history.step_ended(1.0, 0.0)
-            history.close()
-            (track, *_) = history.tracks(comm)
-            assert sum("backward" in event.what for event in track.events) == 3, track.events
+    def work(rank: Rank) -> None:
+        history = History(rank.model)
+        history.begin(len(rank.batches))
+        for number in range(len(rank.batches)):
+            if number == 4:
+                assert shoal.replan(rank.model)
+            history.step_begins()
+            rank.train(number, number + 1)
+            history.step_ended(1.0, 0.0)
+        history.close()
+        (track, *_) = history.tracks(rank.session.comm)
+        assert sum("backward" in event.what for event in track.events) == 3, track.events
 
-    on_threads(RANKS, work)
+    on_ranks(work)
 
 
 def test_a_model_that_is_parallelised_twice_is_made_anew_once_an_epoch() -> None:
@@ -411,16 +383,11 @@ def test_a_model_that_is_parallelised_twice_is_made_anew_once_an_epoch() -> None
 
 
 def test_steps_that_were_not_measured_choose_nothing() -> None:
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = rows_of(BATCHES[0], comm.rank, RANKS)
-        with using(comm, cluster()):
-            shoal.parallelize(model, F.cross_entropy, optimizer, sample=own, replan=True)
-            plain(model, F.cross_entropy, optimizer, [own])
-            assert not shoal.replan(model)
+    def work(rank: Rank) -> None:
+        rank.train(end=1)
+        assert not shoal.replan(rank.model)
 
-    on_threads(RANKS, work)
+    on_ranks(work, plan="auto")
 
 
 def test_a_rank_that_fails_half_way_ends_the_others(
@@ -434,23 +401,16 @@ def test_a_rank_that_fails_half_way_ends_the_others(
             raise RuntimeError("no memory is left")
         return follow(session, *others)
 
-    def work(comm: ThreadComm) -> None:
-        model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
-        own = rows_of(BATCHES[0], comm.rank, RANKS)
-        with using(comm, cluster()):
-            shoal.parallelize(
-                model, F.cross_entropy, optimizer, sample=own, plan=plain_plan(), replan=True
-            )
-            try:
-                shoal.replan(model)
-            except PeerLost as error:
-                lost.append(error.rank)
-                raise
+    def work(rank: Rank) -> None:
+        try:
+            shoal.replan(rank.model)
+        except PeerLost as error:
+            lost.append(error.rank)
+            raise
 
     monkeypatch.setattr(replanning, "follow", broken)
     with pytest.raises(RuntimeError, match="no memory is left"):
-        on_threads(RANKS, work)
+        on_ranks(work)
     assert lost == [1]
 
 
