@@ -41,7 +41,7 @@ def test_auto_is_the_fewest_steps_that_hide(bytes_per_s: float, steps: int) -> N
 
 
 def test_auto_leaves_processors_that_compute_little_else_to_do() -> None:
-    """8 MB take a core 1 s. Of six steps of 3.5 s that is 5 %; a core of its own has time for it."""
+    """8 MB take a core 1 s, 5 % of six steps of 3.5 s. A core with nothing else has time for it."""
 
     def auto(cores: float) -> Plan:
         where = cluster(2, 1e9, cores=cores, cpu=0.125e-6)
