@@ -17,10 +17,9 @@ import pytest
 
 from quick_set import showing_all
 
-# What measuring takes where a test does not ask for `exact_times`. Ranks are threads, which share a
-# core: each work would be timed over several turns of the others.
+# What measuring takes in the quick set, where a test does not ask for `exact_times`. Ranks are
+# threads, which share a core: each work would be timed over several turns of the others.
 BRIEF = {
-    "shoal.profiling.layers._MOST": 1,  # steps
     "shoal.profiling.timeline._MOST": 3,  # times of a work
     "shoal.profiling.timeline._SHARED_S": 0.0,  # of the same on a shared core
     "shoal.profiling.optimizer._MOST_TIMES": 1,  # copies of a small model's parameters
@@ -44,10 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One measured step instead of up to 200, and so on: few tests depend on how exactly times are
-    known.
+    """One measured step instead of up to 200, and so on in the quick set: few tests depend on how
+    exactly times are known.
     """
-    if not request.node.get_closest_marker("exact_times"):
+    if request.node.get_closest_marker("exact_times"):
+        return
+    monkeypatch.setattr("shoal.profiling.layers._MOST", 1)
+    if not request.node.get_closest_marker("slow"):
         for name, value in BRIEF.items():
             monkeypatch.setattr(name, value)
         of_codecs = import_module("shoal.codecs.paces")._SECONDS
@@ -56,10 +58,12 @@ def measured_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture(autouse=True)
-def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One trial of each kind of PyTorch's own optimizers in a process: of equal ones it finds the
-    same.
+def tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the quick set one trial of each kind of PyTorch's own optimizers in a process: of equal
+    ones it finds the same.
     """
+    if request.node.get_closest_marker("slow"):
+        return
     updates = import_module("shoal.profiling.updates")
     really_try = updates._try
 

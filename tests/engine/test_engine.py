@@ -273,7 +273,7 @@ def test_no_thread_is_left_after_close() -> None:
     engine, _, _, loss = scripted("cba")
     loss.backward()
     engine.close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_backward_after_the_session_is_refused() -> None:
