@@ -1,7 +1,7 @@
 """What a batch of 64 costs in accuracy against one of 8, in equal epochs, and what helps.
 
     .venv/bin/python benchmarks/batch_accuracy.py digits        two minutes of one core
-    .venv/bin/python benchmarks/batch_accuracy.py text          ten minutes of one core
+    .venv/bin/python benchmarks/batch_accuracy.py text          a quarter of an hour of one core
 
 Tasks and judging are those of accuracy.py: 0.5 points, or 1 % of the loss. As gradients are exact
 on any number of ranks, one process trains. All ways see the same number of rows. A way is an
@@ -29,7 +29,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import shoal
 
 SMALL, LARGE = 8, 64
-ROWS = {"digits": 32_768, "text": 16_384}  # that a run sees
+ROWS = {"digits": 32_768, "text": 8_192}  # that a run sees
 JUDGEMENTS = 16
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 OWN: dict[str, Make] = {

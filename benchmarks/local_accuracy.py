@@ -1,7 +1,7 @@
 """What local steps cost in accuracy: the same samples in the same order, exact and by each rule.
 
-    .venv/bin/python benchmarks/local_accuracy.py digits        ten minutes of one core
-    .venv/bin/python benchmarks/local_accuracy.py text          half an hour of one core
+    .venv/bin/python benchmarks/local_accuracy.py digits        a quarter of an hour of one core
+    .venv/bin/python benchmarks/local_accuracy.py text          half an hour of two cores
     .venv/bin/python benchmarks/local_accuracy.py text --exact-first 112 --local-steps 16
 
 Tasks and judging are those of accuracy.py: 0.5 points, or 1 % of the loss. Each way is a rule and
