@@ -2,9 +2,9 @@
 
 "auto" is the fewest steps that hide the exchange of all weights: they last as long, and its work
 for processors that compute as well is a small part of theirs. Then buckets take turns, and each has
-the time of its turn and a step more to come back. Where the ranks of a host
-step together, their exchange is a part of the step: it is priced by the processor time of its
-bytes, as inside a host nothing else holds them up. Guarded by tests/planner/test_local.py.
+the time of its turn and a step more to come back. Where the ranks of a host step together, their
+exchange is a part of the step: it is priced by the processor time of its bytes, as inside a host
+nothing else holds them up. Guarded by tests/planner/test_local.py.
 """
 
 from __future__ import annotations
