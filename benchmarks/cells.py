@@ -9,7 +9,7 @@ are one lab. Plans: "own" is the planner's, "codecs" is its with codecs, "all-re
 "ring" replicate all layers by that exchange. "sliced", "factor" and "cut" pin what they can serve
 ("cut" the two largest layers) and replicate the rest.
 
-A rank profiles and plans as `parallelize` does. The step is the median of the slowest rank. Then a
+A rank profiles and plans as `parallelize` does. The step is the median of all ranks'. Then a
 few more steps are recorded: forward, backward, the wait for gradients and the update, means over
 ranks. The term that was off is the one that differs most from the timeline's.
 
@@ -36,7 +36,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from cell_models import MODELS
 
 import shoal
 from shoal.comm.agreement import from_first
-from shoal.commands.peers import Peer, Workload, slowest_rank, step_times
+from shoal.commands.peers import Peer, Workload, step_times
 from shoal.contracts.launcher import Job
 from shoal.core.plan import Plan
 from shoal.core.trace import Recorder
@@ -224,10 +224,17 @@ def planned(way: str, its: Attached) -> Plan | None:
 def turn(
     peer: Peer, batch: tuple[Any, Any], expected_s: float, enough_s: float, fewest: int
 ) -> float:
-    """The median step of the slowest rank."""
+    """The median step of all ranks: from the last rank's end of one to the last rank's of the next.
+
+    They have one clock, as all are on this machine. A rank's own steps would not do: ranks go
+    through a step at different times, and what one of them loses in one it has back in another.
+    """
     steps = max(fewest, min(int(enough_s / expected_s), MOST))
     warm_up = 2 if fewest == FEWEST else 1
-    return slowest_rank(list(step_times(peer, batch, steps, warm_up)))
+    ends = [time.perf_counter() for _ in step_times(peer, batch, steps + 1, warm_up)]
+    ranks = current().comm.gather_objects(ends, "cells: ends of steps")
+    last = [max(of_ranks) for of_ranks in zip(*ranks, strict=True)]
+    return statistics.median(end - begin for begin, end in pairwise(last))
 
 
 def raced(cell: Cell, work: Workload, own: Peer, its: Attached) -> dict[str, list[float]]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.core.facts import UpdatePace
 from shoal.profiling.optimizer import OptimizerCost, _Scratch
 
 pytestmark = pytest.mark.exact_times
@@ -57,7 +58,9 @@ def test_groups_keep_their_options_and_frozen_parameters_cost_nothing() -> None:
         0.9,
     ]
     assert [len(group["params"]) for group in groups] == [1, 1] and groups[0]["params"][0] is not a
-    assert OptimizerCost.of([torch.optim.SGD([frozen], lr=0.1)]) == OptimizerCost(0.0, 0.0)
+    assert OptimizerCost.of([torch.optim.SGD([frozen], lr=0.1)]) == OptimizerCost(
+        0.0, 0.0, UpdatePace()
+    )
 
 
 def test_what_is_over_the_cap_is_scaled_up(monkeypatch: pytest.MonkeyPatch) -> None:

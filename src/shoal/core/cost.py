@@ -200,6 +200,7 @@ class Update:
 
     main: float = 1.0  # every rank, in optimizer.step()
     lane: float = 0.0  # the busiest owner, on its lane, before the phase after the step
+    pieces: int = 0  # of parameters, that such an owner has
     host: float = 0.0  # one of the hosts that do not train; the layer's next forward waits for it
 
 

@@ -119,6 +119,8 @@ class Cluster:
     paces: Mapping[str, Pace] = field(default_factory=lambda: MappingProxyType({}))
     # seconds of the main thread to bring a byte of gradient into its bucket
     pack_byte_s: float = 0.0
+    # and what it takes for each gradient besides: autograd calls a hook
+    pack_each_s: float = 0.0
     # hosts of ranks that only own parameters, behind those of the topology
     servers: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()  # or of ranks that run the end of the model
@@ -133,6 +135,10 @@ class Cluster:
     # whether each rank has its part of a core all the time, as by a quota. Else ranks that share
     # cores take turns, and whoever computes has a whole one
     steady: bool = False
+
+    def pack_s(self, nbytes: float, gradients: int) -> float:
+        """Seconds of the main thread to bring so many gradients into a bucket of these bytes."""
+        return nbytes * self.pack_byte_s + gradients * self.pack_each_s
 
     @property
     def size(self) -> int:
@@ -370,6 +376,22 @@ class SyncNorm:
 
 
 @dataclass(frozen=True)
+class UpdatePace:
+    """What a step of the optimizers takes whatever sizes parameters have."""
+
+    call_s: float = 0.0  # once
+    parameter_s: float = 0.0  # for each parameter
+
+    def of(self, parameters: int) -> float:
+        """Seconds of a step for so many parameters of hardly any size."""
+        return self.call_s + parameters * self.parameter_s
+
+    def times(self, factor: float) -> UpdatePace:
+        """That of ranks that take so many times as long."""
+        return UpdatePace(self.call_s * factor, self.parameter_s * factor)
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """A model's step on one rank: layers in the order of their gradients, and its times."""
 
@@ -382,6 +404,7 @@ class ModelProfile:
     moving: tuple[MovingState, ...] = ()
     norms: tuple[SyncNorm, ...] = ()
     terms: Terms = OF_ROWS  # what the loss is a mean over
+    update: UpdatePace = UpdatePace()  # the part of optimizer_s that does not go with bytes
 
     @property
     def nbytes(self) -> int:
@@ -435,6 +458,7 @@ class ModelProfile:
             optimizer_s=self.optimizer_s * share,
             digest=self.digest,
             state_bytes=self.state_bytes * share,
+            update=self.update,
         )
 
     @property

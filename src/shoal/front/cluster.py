@@ -32,6 +32,7 @@ from shoal.remote.tail_hosts import TailHosts
 from shoal.report.stages import Stages
 from shoal.servers.servers import Servers
 from shoal.session.session import Session
+from shoal.strategies.landing_pace import probe_landing
 
 # of a slow link, for a bucket of those that show how its directions hinder one another
 _BUCKET_S = 0.05
@@ -131,6 +132,7 @@ def _measured(session: Session, device: torch.device) -> Cluster:
                 cores,
                 paces,
                 pack_byte_s=probe_pack(comm, device),
+                pack_each_s=probe_landing(comm, device),
                 servers=server_hosts,
                 tail=tail.hosts if tail else (),
                 moves=moves,

@@ -39,6 +39,7 @@ def imagined(measured: Cluster, ranks: int, network: Network) -> Cluster:
         # each on a host of its own; but those that took turns are like those that will
         steady=measured.steady or network.cores_per_rank is not None,
         pack_byte_s=measured.pack_byte_s,
+        pack_each_s=measured.pack_each_s,
         duplex=measured.duplex,
         codings=measured.codings,
     )
@@ -98,4 +99,5 @@ def stretched(profile: ModelProfile, times: float) -> ModelProfile:
         forward_s=profile.forward_s * times,
         backward_s=profile.backward_s * times,
         optimizer_s=profile.optimizer_s * times,
+        update=profile.update.times(times),
     )

@@ -92,6 +92,7 @@ def _island_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
         cluster.cores_per_rank,
         {"direct": Pace(moved, moved)},
         cluster.pack_byte_s,
+        cluster.pack_each_s,
     )
     choices = tuple(Choice(choice.layer, "replicate", "direct") for choice in plan.choices)
     exact = replace(plan, ranks=ranks, choices=choices)

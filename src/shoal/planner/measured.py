@@ -81,7 +81,11 @@ def corrected(
     """The facts, with what was measured in place of what was predicted by them."""
     compute = _times(outcome.term(COMPUTE), outcome.predicted_s)
     optimizer = _times(outcome.term(OPTIMIZER), outcome.predicted_s)
-    profile = replace(stretched(profile, compute), optimizer_s=profile.optimizer_s * optimizer)
+    profile = replace(
+        stretched(profile, compute),
+        optimizer_s=profile.optimizer_s * optimizer,
+        update=profile.update.times(optimizer),
+    )
     if outcome.links is not None:
         then, now = outcome.links
         if abs(now - then) > _SAME_LINK * then:

@@ -39,7 +39,8 @@ from itertools import count
 from math import inf
 from typing import final
 
-from shoal.core.cost import Cost, Direction, Phase, Traffic, Wait, total
+from shoal.core.cost import Cost, Direction, Phase, Traffic, Update, Wait, total
+from shoal.core.facts import UpdatePace
 from shoal.core.plan import Site
 from shoal.core.trace import MAIN, Event, Rate
 from shoal.planner.lanes import Job, Lanes
@@ -128,10 +129,35 @@ class Compute:
     needed_s: tuple[tuple[str, float], ...]  # since forward began, each layer in its order
     ready_s: tuple[tuple[str, float], ...]  # since backward began, each layer in its order
     nbytes: Mapping[str, int]  # of each layer's parameters
+    counts: Mapping[str, int]  # how many those are
+    update: UpdatePace  # the part of optimizer_s that does not go with bytes
 
-    def update_s(self, site: Site) -> float:
-        """Seconds of the optimizer for a site."""
-        return self.optimizer_s * self.share(site)
+    def own_update_s(self, updates: Mapping[str, Update]) -> float:
+        """Seconds of the main thread's own updates: who updates each layer; itself those that are
+        not named.
+        """
+        parts = {layer: updates[layer].main if layer in updates else 1.0 for layer in self.nbytes}
+        updated = sum(self.counts[layer] for layer, part in parts.items() if part)
+        if not updated:
+            return 0.0
+        nbytes = sum(self.nbytes[layer] * part for layer, part in parts.items())
+        return self.update.of(updated) + self.bytes_s * nbytes / self.total_nbytes
+
+    def owners_update_s(self, site: Site, update: Update) -> float:
+        """Seconds of the busiest owner's update of a site."""
+        return self.update.of(update.pieces) + self.bytes_s * self.share(site) * update.lane
+
+    def hosts_update_s(self, site: Site, update: Update) -> float:
+        """Seconds of a site's update on a host that does not train; 0 where none updates it."""
+        if not update.host:
+            return 0.0
+        pace_s = self.update.of(sum(self.counts[layer] for layer in site.layers))
+        return pace_s + self.bytes_s * self.share(site) * update.host
+
+    @cached_property
+    def bytes_s(self) -> float:
+        """The part of optimizer_s that goes with bytes."""
+        return max(0.0, self.optimizer_s - self.update.of(sum(self.counts.values())))
 
     def share(self, site: Site) -> float:
         """A site's part of all parameters, by bytes."""
@@ -309,7 +335,7 @@ class Step:
         for flight in dict.fromkeys((*first, *reversed(flights))):
             site, cost = flight.priced.site, flight.priced.cost
             if phase := cost.after_step:
-                update_s = self._compute.update_s(site) * cost.update.lane
+                update_s = self._compute.owners_update_s(site, cost.update)
                 returned[flight] = self._lanes.add(
                     flight.lane,
                     end_s,
@@ -321,14 +347,9 @@ class Step:
 
     def _optimizer_s(self) -> float:
         """Seconds of the main thread's own updates."""
-        spared = {
-            layer: 1 - priced.cost.update.main
-            for priced in self._sites
-            for layer in priced.site.layers
-        }
-        nbytes = self._compute.nbytes
-        spared_bytes = sum(nbytes[layer] * part for layer, part in spared.items() if part)
-        return self._compute.optimizer_s * (1 - spared_bytes / self._compute.total_nbytes)
+        return self._compute.own_update_s(
+            {layer: priced.cost.update for priced in self._sites for layer in priced.site.layers}
+        )
 
     def _forward(
         self, end_s: float, begin_s: float, returned: Mapping[_Flight, Job]
@@ -362,7 +383,7 @@ class Step:
 
     def _waited_in_forward(self, priced: Priced, clock: float, end_s: float) -> float:
         """The main thread's clock when what a cut layer is called with is there, and updated."""
-        updated_s = end_s + self._compute.update_s(priced.site) * priced.cost.update.host
+        updated_s = end_s + self._compute.hosts_update_s(priced.site, priced.cost.update)
         clock, phase = max(clock, updated_s), priced.cost.in_forward
         if phase is None or phase.wait is not Wait.AT_ONCE:
             return clock

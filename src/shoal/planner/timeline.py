@@ -273,16 +273,15 @@ class Predictor:
             costs.append(Cost(in_backward=self._of_state))
         costs += [Cost(in_backward=phase) for phase in self._norms or ()]
         lanes_s = self._of_lanes_s(costs, plan)
-        spared = owned = 0.0  # parts of the main thread's own updates
+        updates, owned = {}, 0.0  # owned: a part of all bytes
         for choice in plan.choices:
             site = Site((choice.layer,), choice.strategy, choice.exchange)
-            share, update = self._compute.share(site), self.cost(site).update
-            spared += share * (1 - update.main)
-            owned += share * bool(update.lane)
+            updates[choice.layer] = self.cost(site).update
+            owned += self._compute.share(site) * bool(updates[choice.layer].lane)
         changes_s = sum(cost.forward_s + cost.backward_s for cost in costs)
         main_s = self._compute.forward_s + self._compute.backward_s + changes_s
-        main_s += self.profile.optimizer_s * (1 - spared)
-        lanes_s += self.profile.optimizer_s * owned / self.cluster.size
+        main_s += self._compute.own_update_s(updates)
+        lanes_s += self._compute.bytes_s * owned / self.cluster.size
         compute_s = self.beside_s(main_s, lanes_s)
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
@@ -308,4 +307,6 @@ def _compute(
         needed_s=tuple((layer.name, layer.needed_s * later) for layer in in_forward),
         ready_s=tuple((layer.name, layer.ready_s * later_back) for layer in profile.layers),
         nbytes=nbytes,
+        counts={layer.name: len(layer.parameters) for layer in profile.layers},
+        update=profile.update,
     )

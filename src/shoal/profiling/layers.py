@@ -32,7 +32,14 @@ from shoal.contracts.probe import Layer, Probe, Step, Trial
 from shoal.contracts.sample import ComputeLoss, LossFn, Sample
 from shoal.contracts.strategy import Strategy, probes_of
 from shoal.core.errors import SampleError
-from shoal.core.facts import Facts, LayerProfile, ModelProfile, ParameterProfile, first
+from shoal.core.facts import (
+    Facts,
+    LayerProfile,
+    ModelProfile,
+    ParameterProfile,
+    UpdatePace,
+    first,
+)
 from shoal.core.registry import of
 from shoal.core.terms import Terms
 from shoal.profiling.identity import model_digest, require_same_model, trainable_layers
@@ -133,6 +140,7 @@ def profile_model(
             forward_s=step.forward_s,
             backward_s=step.backward_s,
             optimizer_s=update.seconds,
+            update=update.pace,
             state_bytes=update.state_bytes,
             digest=model_digest(model),
         )
@@ -304,6 +312,9 @@ def _maximum(profiles: Sequence[ModelProfile]) -> ModelProfile:
         forward_s=max(p.forward_s for p in profiles),
         backward_s=max(p.backward_s for p in profiles),
         optimizer_s=max(p.optimizer_s for p in profiles),
+        update=UpdatePace(
+            max(p.update.call_s for p in profiles), max(p.update.parameter_s for p in profiles)
+        ),
         state_bytes=max(p.state_bytes for p in profiles),
         digest=profiles[0].digest,
     )

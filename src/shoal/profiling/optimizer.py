@@ -1,14 +1,15 @@
 """What the optimizers' step costs, measured on scratch copies: the real ones are not touched.
 
-A step is almost all memory traffic, so its time grows with the number of elements: what does not
-fit under the cap is scaled up from what does. Of few elements there are several copies: caches
-would hold one from a measured step to the next. In training they hold what came between.
+A large step is almost all memory traffic, so its time grows with the number of elements: what does
+not fit under the cap is scaled up from what does. Of few elements there are several copies: caches
+would hold one from a measured step to the next. In training they hold what came between. What each
+parameter costs whatever its size is measured on parameters of one element.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.core.facts import UpdatePace
 from shoal.core.rows import held_bytes, in_rows
 from shoal.profiling.timeline import Clock
 from shoal.profiling.updates import unhooked_step
@@ -25,6 +27,7 @@ from shoal.profiling.updates import unhooked_step
 _MOST_ELEMENTS = 16_000_000
 # beyond most caches with their gradients and state; copies of each, at most
 _LEAST_ELEMENTS, _MOST_TIMES = 4_000_000, 32
+_MANY = 32  # parameters of one element
 # over the parameters' bytes, where the step cannot be run: read and write w and one state, read g
 _PASSES = 5
 
@@ -35,17 +38,28 @@ class OptimizerCost:
 
     seconds: float
     state_bytes: float
+    pace: UpdatePace  # the part of the seconds that does not go with bytes
 
     @classmethod
     def of(
-        cls, optimizers: Iterable[Optimizer], rows: Mapping[Tensor, int] | None = None
+        cls, optimizers: Sequence[Optimizer], rows: Mapping[Tensor, int] | None = None
     ) -> OptimizerCost:
         """Of all of them together. All ranks call this at the same time.
 
         `rows` says how many rows gradients have that are sparse, by parameter.
         """
         costs = [_cost(optimizer, rows or {}) for optimizer in optimizers]
-        return cls(sum(cost.seconds for cost in costs), sum(cost.state_bytes for cost in costs))
+        seconds = sum(cost.seconds for cost in costs)
+        count = sum(len(_trained(optimizer)) for optimizer in optimizers)
+        each_s = sum(
+            cost.pace.parameter_s * len(_trained(optimizer))
+            for cost, optimizer in zip(costs, optimizers, strict=True)
+        )
+        pace = UpdatePace(sum(cost.pace.call_s for cost in costs), each_s / max(count, 1))
+        fixed_s = pace.of(count)
+        if fixed_s > seconds:
+            pace = pace.times(seconds / fixed_s)
+        return cls(seconds, sum(cost.state_bytes for cost in costs), pace)
 
 
 @dataclass(frozen=True)
@@ -103,19 +117,62 @@ def _cost(optimizer: Optimizer, rows: Mapping[Tensor, int]) -> OptimizerCost:
     scratch = _Scratch.of(optimizer, rows).several()
     tensors = [parameter for group in scratch.groups for parameter in group["params"]]
     if not tensors:
-        return OptimizerCost(0.0, 0.0)
+        return OptimizerCost(0.0, 0.0, UpdatePace())
     clock = Clock(tensors[0].device)
     try:
-        copy = type(optimizer)(scratch.groups, **_options(optimizer))
+        copy = _like(optimizer, scratch.groups)
         measured, kept = clock.usual(partial(unhooked_step, copy)), copy.state.values()
+        pace = _pace(optimizer, rows, clock)
     # it needs a closure, other arguments … : whatever it is, its cost is memory
     except Exception:
         measured, kept = _PASSES * _copy_seconds(tensors, clock), optimizer.state.values()
+        pace = UpdatePace()
     state_bytes = sum(
         held_bytes(value) for state in kept for value in state.values() if isinstance(value, Tensor)
     )
     seconds = measured / scratch.share if scratch.share else 0.0
-    return OptimizerCost(seconds, state_bytes / scratch.held)
+    return OptimizerCost(seconds, state_bytes / scratch.held, pace)
+
+
+def _pace(optimizer: Optimizer, rows: Mapping[Tensor, int], clock: Clock) -> UpdatePace:
+    """By a step of one parameter of one element, and a step of many such."""
+    small = [
+        (group, _element(parameter, parameter in rows))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad and parameter.numel()
+    ][:_MANY]
+
+    def seconds(count: int) -> float:
+        of_groups: dict[int, dict[str, Any]] = {}
+        for group, parameter in small[:count]:
+            copied = of_groups.setdefault(id(group), {**group, "params": []})
+            copied["params"].append(parameter)
+        return clock.usual(partial(unhooked_step, _like(optimizer, [*of_groups.values()])))
+
+    one_s = seconds(1)
+    if len(small) < 2:
+        return UpdatePace(one_s)
+    parameter_s = max(0.0, seconds(len(small)) - one_s) / (len(small) - 1)
+    return UpdatePace(max(0.0, one_s - parameter_s), parameter_s)
+
+
+def _element(parameter: Tensor, sparse: bool) -> Tensor:
+    """A leaf of as many dimensions as the parameter, of one element, with a gradient."""
+    element = torch.ones((1,) * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
+    return _copy(element, 1, 1 if sparse else None)
+
+
+def _trained(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that it updates."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _like(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """Another one of the class and the defaults, with these groups."""
+    kind: Any = type(optimizer)
+    made: Optimizer = kind(groups, **_options(optimizer))
+    return made
 
 
 def _copy(parameter: Tensor, most: int, rows: int | None = None) -> Tensor:

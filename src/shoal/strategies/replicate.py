@@ -62,11 +62,10 @@ class Replicate(Strategy):
         shapes = tuple(p.shape for p in parameters[:num_coded])
         bucket = Bucket(numel, itemsize, control=(num_exact + num_control,), shapes=shapes)
         traffic = exchange.traffic(bucket, cluster.topology)
-        pack_s = bucket.nbytes * cluster.pack_byte_s
         before_s, after_s = exchange.coding_s(bucket, cluster, cluster.size)
         return Cost(
             in_backward=Phase(traffic, exchange.pace(cluster), before_s=before_s, after_s=after_s),
-            backward_s=pack_s,
+            backward_s=cluster.pack_s(bucket.nbytes, len(parameters)),
             memory_bytes=bucket.nbytes + exchange.memory_bytes(bucket, cluster.size),
         )
 

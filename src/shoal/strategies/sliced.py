@@ -137,7 +137,7 @@ def owned_cost(
     control = tuple(whole - values for whole, values in zip(widths, coded, strict=True))
     bucket = Bucket(sum(widths), itemsize, widths, control)
     own_bytes = max(widths[: cluster.size]) * itemsize
-    pack_s, own_s = bucket.nbytes * cluster.pack_byte_s, own_bytes * cluster.pack_byte_s
+    return_s = (bucket.nbytes + 2 * own_bytes) * cluster.pack_byte_s
     traffic, pace = exchange.traffic(bucket, topology), exchange.pace(cluster)
     there_s, back_s = exchange.coding_s(bucket, cluster, topology.size, topology.servers)
     if topology.servers:
@@ -149,11 +149,13 @@ def owned_cost(
     return Cost(
         in_backward=Phase(going, pace, Wait.NEVER, out, before_s=there_s),
         # new parameters are taken out; own sums are kept, own new values put in before
-        after_step=Phase(coming, pace, direction=back, before_s=back_s, after_s=pack_s + 2 * own_s),
-        backward_s=pack_s,
+        after_step=Phase(coming, pace, direction=back, before_s=back_s, after_s=return_s),
+        backward_s=cluster.pack_s(bucket.nbytes, len(parameters)),
         memory_bytes=bucket.nbytes + own_bytes + exchange.memory_bytes(bucket, topology.size),
         update=Update(
-            main=0.0, lane=largest / sum(p.numel for p in parameters) if largest else 1.0
+            main=0.0,
+            lane=largest / sum(p.numel for p in parameters) if largest else 1.0,
+            pieces=max(map(len, rows)),
         ),
     )
 
