@@ -1,0 +1,87 @@
+"""Measures what a gradient costs the main thread as it lands, beside its bytes: autograd calls a
+hook, which brings it to its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import final
+
+import torch
+from torch import nn
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.transfer import Round, Rounds, Transfer
+from shoal.exchange.nothing import Nothing
+from shoal.strategies.replicate import BucketTransfer
+
+_PARAMETERS, _NUMEL, _TIMES = 32, 64, 9  # so small that bytes cost nothing
+
+
+def probe_landing(comm: Comm, device: torch.device) -> float:
+    """Seconds of the main thread for each gradient that lands in a bucket.
+
+    Args:
+        comm: the ranks, all of which call this at once.
+        device: where gradients are.
+
+    Returns:
+        The slowest rank's, on every rank the same. A hook that does nothing is no part of it: the
+        steps that are profiled have such hooks.
+    """
+    ours, plain = (
+        [nn.Parameter(torch.zeros(_NUMEL, device=device)) for _ in range(_PARAMETERS)]
+        for _ in range(2)
+    )
+    named = {str(number): parameter for number, parameter in enumerate(ours)}
+    transfer = BucketTransfer(named, Nothing(), comm.size, "a probe")
+    transfer.connect(_NoRounds())
+    for parameter in plain:
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    comm.gather_objects(None, "measuring the links: gradients that land")
+    more_s = []
+    for _ in range(_TIMES):
+        more_s.append(_backward_s(ours) - _backward_s(plain))
+        transfer.publish()
+    ranks: list[float] = comm.gather_objects(
+        max(0.0, median(more_s)) / _PARAMETERS, "measuring the links: gradients that land"
+    )
+    return max(ranks)
+
+
+def _backward_s(parameters: Sequence[nn.Parameter]) -> float:
+    """Seconds of a backward that gives each of them a gradient."""
+    for parameter in parameters:
+        parameter.grad = None
+    total = torch.cat(list(parameters)).sum()
+    begin_s = time.perf_counter()
+    torch.autograd.backward(total)
+    return time.perf_counter() - begin_s
+
+
+@final
+class _NoRounds(Rounds):
+    """Rounds that send nothing."""
+
+    def current(self) -> Round:
+        return _NO_ROUND
+
+
+@final
+class _NoRound(Round):
+    accumulating = False
+
+    @property
+    def share(self) -> float:
+        return 1.0
+
+    def ready(self, transfer: Transfer) -> None:
+        """Send nothing."""
+
+    def make_room(self, transfer: Transfer) -> None:
+        """There is room."""
+
+
+_NO_ROUND = _NoRound()
