@@ -13,8 +13,12 @@ A rank profiles and plans as `parallelize` does. The step is the median of all r
 few more steps are recorded: forward, backward, the wait for gradients and the update, means over
 ranks. The term that was off is the one that differs most from the timeline's.
 
+The machine itself drifts: the same compute takes a tenth more or less some seconds later. So ranks
+take turns with the bare model, which sends nothing. "error_now" is of the step as it is predicted
+from a profile that is stretched to what compute takes at that time.
+
 In twelve cells the planner's plan takes turns with the three others that are predicted to come
-nearest, two rounds each; of each plan the shorter round counts.
+nearest, three rounds each; of each plan the shortest round counts.
 
 By default hosts have equal parts of the processors by a quota (`shoal lab --cores`), 0.9 cores at
 most: each is then as a host of its own. Other programs need the rest; where they need more, give
@@ -38,6 +42,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -51,6 +56,7 @@ from shoal.core.plan import Plan
 from shoal.core.trace import Recorder
 from shoal.front.cluster import with_codings
 from shoal.launch.lab import Lab
+from shoal.planner.imagined import stretched
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.session.attach import attach
@@ -74,9 +80,10 @@ WAYS = (
 CODECS = ("bfloat16", "int8", "top_k", "low_rank")
 MOST_CUT = 2  # layers
 PROCESSORS = 0.9  # of the machine's, that ranks have together, unless said otherwise
-TURN_S, FEWEST, MOST = 4.0, 5, 60  # seconds of measuring, and numbers of steps
+# seconds of measuring at once, and numbers of steps; how often; seconds of compute alone beside
+TURN_S, FEWEST, MOST, TURNS, ALONE_S = 2.0, 5, 60, 2, 1.0
 # of a turn in a race, and the fewest steps; plans, and how much longer than the planner's they are
-RACE_S, FEWEST_IN_RACE, ROUNDS, RIVALS, HOPELESS = 2.0, 3, 2, 3, 1.6
+RACE_S, FEWEST_IN_RACE, ROUNDS, RIVALS, HOPELESS = 1.4, 3, 3, 3, 1.6
 RECORDED = 3
 ONE_S = 40.0  # a cell, at most mostly
 
@@ -155,14 +162,22 @@ def measured(cell: Cell) -> dict[str, Any]:
         its = replace(its, cluster=with_codings(its.cluster, comm, CODECS))
     plan = from_first(comm, Plan, lambda: planned(cell.way, its) or its.plan)
     peer = own if plan == its.plan else contender(cell, work, plan, its)
-    step_s = turn(peer, batch, plan.predicted_s, TURN_S, FEWEST)
+    bare = seeded(cell, work)
+    steps_s, bare_s = [], []
+    for _ in range(TURNS):
+        steps_s.append(turn(peer, batch, plan.predicted_s, TURN_S, FEWEST))
+        bare_s.append(turn(bare, batch, its.profile.step_s, ALONE_S, FEWEST))
+    step_s, times = fmean(steps_s), fmean(bare_s) / its.profile.step_s
     terms = recorded(peer, batch)
     expected = timeline(plan, its)
+    now_s = timeline(plan, replace(its, profile=stretched(its.profile, times)))
     found: dict[str, Any] = {
         "served": counted(plan),
         "predicted_s": plan.predicted_s,
         "step_s": step_s,
         "error": plan.predicted_s / step_s - 1,
+        "bare_s": [its.profile.step_s, fmean(bare_s)],
+        "error_now": sum(now_s.values()) / step_s - 1,
         "off": max(terms, key=lambda name: abs(terms[name] - expected[name])),
         "terms": {name: [expected[name], terms[name]] for name in terms},
         "cores": its.cluster.cores_per_rank,
@@ -268,7 +283,7 @@ def recorded(peer: Peer, batch: tuple[Any, Any]) -> dict[str, float]:
         for name in names
     ]
     ranks = comm.gather_objects(medians, "cells: parts of a step")
-    means = (statistics.fmean(times) for times in zip(*ranks, strict=True))
+    means = (fmean(times) for times in zip(*ranks, strict=True))
     return dict(zip(names, means, strict=True))
 
 
@@ -340,17 +355,21 @@ def summary(rows: Sequence[dict[str, Any]]) -> None:
     groups = {"all": lambda row: ""}
     groups |= {key: lambda row, key=key: str(row[key]) for key in ("rate", "hosts", "way", "off")}
     groups["family"] = lambda row: MODELS[row["model"]].family
-    print("\n| cells | how many | median | p95 | worst | mean, with its sign |")
-    print("|---|---|---|---|---|---|")
+    print("\n| cells | how many | median | p95 | worst | mean, with its sign | drift taken out |")
+    print("|---|---|---|---|---|---|---|")
     for title, key in groups.items():
         for name in sorted({key(row) for row in rows}):
-            errors = [row["error"] for row in rows if key(row) == name]
-            off = sorted(map(abs, errors))
-            high = off[min(len(off) - 1, int(0.95 * len(off)))]
-            figures = statistics.median(off), high, off[-1]
+            of_it = [row for row in rows if key(row) == name]
+            off = sorted(abs(row["error"]) for row in of_it)
+            figures = statistics.median(off), high(off), off[-1]
             told = " | ".join(f"{figure:.1%}" for figure in figures)
-            mean = f"{statistics.fmean(errors):+.1%}"
-            print(f"| {title} {name} | {len(off)} | {told} | {mean} |".replace("%", " %"))
+            mean = f"{fmean(row['error'] for row in of_it):+.1%}"
+            now = sorted(abs(row["error_now"]) for row in of_it)
+            then = f"{statistics.median(now):.1%}, {high(now):.1%}"
+            then += f", {fmean(row['error_now'] for row in of_it):+.1%}"
+            print(f"| {title} {name} | {len(off)} | {told} | {mean} | {then} |".replace("%", " %"))
+    drift = [abs(now / then - 1) for then, now in (row["bare_s"] for row in rows)]
+    print(f"\ncompute alone differs from its profile by {statistics.median(drift):.1%} (median)")
     races = [row for row in rows if row.get("race")]
     print("\n| race | planner's, ms | best | over the best |\n|---|---|---|---|")
     over = []
@@ -363,6 +382,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> None:
         print(f"| {what} | {1e3 * times[OWN]:.0f} | {others} | {100 * over[-1]:.0f} % |")
     good = sum(more <= 0.05 for more in over)
     print(f"\nwithin 5 % of the best: {good} of {len(races)}")
+
+
+def high(errors: Sequence[float]) -> float:
+    """What 95 of 100 errors are below, of errors in order."""
+    return errors[min(len(errors) - 1, int(0.95 * len(errors)))]
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from made_up import cluster, layer, linear, measured, model
 
 from shoal.contracts.exchange import Exchange
 from shoal.core.cost import Cost, Pace, Price, Wait
-from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting, Topology
+from shoal.core.facts import Cluster, LayerProfile, ModelProfile, Setting, Topology, UpdatePace
 from shoal.core.plan import Choice, Plan, Site
 from shoal.core.registry import registered
 from shoal.planner.step import Timeline
@@ -305,6 +305,42 @@ def test_a_layer_larger_than_a_bucket_comes_and_goes_in_parts() -> None:
     )
     one = sliced(fat, lanes=3, bucket_bytes=6_000_000)
     assert found.sent_bytes == pytest.approx(one.sent_bytes, rel=1e-4)  # two shares and marks more
+
+
+def test_a_gradient_costs_the_main_thread_something_whatever_its_size() -> None:
+    profile = model(layer("b", 0.5, 1), layer("a", 2.0, 1))
+    busy = replace(cluster(2, 1e9), pack_each_s=0.1)
+    for strategy, exchange in (("replicate", "allreduce"), ("sliced", "direct")):
+        choices = [Choice(each.name, strategy, exchange) for each in profile.layers]
+        found = Predictor(profile, busy).predict(choices, bucket_bytes=1, lanes=1)
+        assert found.backward_s == pytest.approx(2.0 + 2 * 0.1, **NEARLY)
+
+
+def test_a_parameter_costs_an_update_something_whatever_its_size() -> None:
+    """Of 0.8 s 0.1 go once and 0.1 for each of three parameters, and 0.4 s with 4 MB."""
+    profile = replace(
+        model(
+            layer("c", 0.4, MB // 2, needed_s=0.9),
+            layer("b", 0.5, MB // 2, needed_s=0.9),
+            layer("a", 2.0, MB, needed_s=0.0),
+            optimizer_s=0.8,
+        ),
+        update=UpdatePace(call_s=0.1, parameter_s=0.1),
+    )
+    a = Choice("a", "replicate", "allreduce")
+    halves = [Choice(name, "sliced", "direct") for name in "cb"]
+    found = Predictor(profile, cluster(2, 1e6)).predict([*halves, a], bucket_bytes=1, lanes=1)
+    assert found.optimizer_s == pytest.approx(0.1 + 0.1 + 0.2, **NEARLY), "a's"
+    returned_s = found.spans[0].back_s - found.spans[0].end_s
+    lone = replace(profile, update=UpdatePace())
+    less = Predictor(lone, cluster(2, 1e6)).predict([*halves, a], bucket_bytes=1, lanes=1)
+    assert less.optimizer_s == pytest.approx(0.4, **NEARLY)
+    assert returned_s - (less.spans[0].back_s - less.spans[0].end_s) == pytest.approx(
+        2 * (0.1 + 0.1 - 0.05), **NEARLY
+    ), "of b and of c, one after the other: 0.05 s less of bytes each"
+    owned = [replace(half, layer=name) for half in halves[:1] for name in "cba"]
+    every = Predictor(profile, cluster(2, 1e6)).predict(owned, bucket_bytes=1, lanes=1)
+    assert every.optimizer_s == 0.0, "nothing is left to call it for"
 
 
 def test_owners_update_their_share_on_a_lane() -> None:

@@ -47,6 +47,18 @@ def test_every_optimizer_has_a_price_and_is_left_alone(build: Callable[[Any], Op
     assert torch.equal(parameter, torch.ones(1000, 100)) and parameter.grad is None
 
 
+def test_parameters_cost_something_whatever_their_size() -> None:
+    few, many = (
+        OptimizerCost.of([torch.optim.AdamW([nn.Parameter(torch.ones(8)) for _ in range(count)])])
+        for count in (2, 40)
+    )
+    for cost, count in ((few, 2), (many, 40)):
+        assert cost.pace.parameter_s > 0 and cost.pace.of(count) <= 1.001 * cost.seconds
+    assert many.pace.of(40) > many.seconds / 5, "so small that bytes take hardly anything"
+    large = OptimizerCost.of([torch.optim.AdamW([nn.Parameter(torch.ones(4_000_000))])])
+    assert large.pace.of(1) < large.seconds / 5
+
+
 def test_groups_keep_their_options_and_frozen_parameters_cost_nothing() -> None:
     a, b, frozen = (nn.Parameter(torch.ones(4, 5)) for _ in range(3))
     frozen.requires_grad_(False)
