@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -149,9 +150,10 @@ def packed(value: Any, kinds: Iterable[type] = ()) -> tuple[Tensor, dict[str, ty
     except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
         raise not_plain(str(error)) from error
     head = len(text).to_bytes(_LENGTH_BYTES, "big") + text
-    parts = [torch.frombuffer(bytearray(head), dtype=torch.uint8)]
-    parts += [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(parts), {_name(kind): kind for kind in _named_by(found)}
+    parcel = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    if tensors:
+        parcel = torch.cat([parcel, *(tensor.view(-1).view(torch.uint8) for tensor in tensors)])
+    return parcel, {_name(kind): kind for of_one in found for kind in _named_by(of_one)}
 
 
 def unpacked(parcel: Tensor, records: Mapping[str, type]) -> Any:
@@ -160,43 +162,45 @@ def unpacked(parcel: Tensor, records: Mapping[str, type]) -> Any:
     Raises:
         ValueError: the bytes are no such value, whatever else they are.
     """
-    length = int.from_bytes(parcel[:_LENGTH_BYTES].numpy().tobytes(), "big")
-    elements = parcel[_LENGTH_BYTES + length :] if length <= len(parcel) else parcel[:0]
+    data = parcel.numpy()
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "big")
+    begin = end if end <= len(data) else len(data)  # of the elements that no tensor has yet
 
     def tensor(form: Sequence[int]) -> Tensor:
-        nonlocal elements
+        nonlocal begin
         number, *shape = form
         dtype = DTYPES[number]
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
-        if not 0 <= nbytes <= len(elements) or min(shape, default=0) < 0:
-            raise ValueError(f"a tensor of {nbytes} bytes where {len(elements)} came")
+        if not 0 <= nbytes <= len(data) - begin or min(shape, default=0) < 0:
+            raise ValueError(f"a tensor of {nbytes} bytes where {len(data) - begin} came")
         whole = torch.empty(shape, dtype=dtype, device="cpu")
-        whole.view(-1).view(torch.uint8).copy_(elements[:nbytes])
-        elements = elements[nbytes:]
+        whole.view(-1).view(torch.uint8).copy_(parcel[begin : begin + nbytes])
+        begin += nbytes
         return whole
 
     try:
-        text = parcel[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes()
-        return raised(msgspec.msgpack.decode(text), tensor, records)
+        return raised(msgspec.msgpack.decode(data[_LENGTH_BYTES:end].tobytes()), tensor, records)
     except Exception as error:  # of whatever kind: the bytes may be anything
         raise ValueError(f"{type(error).__name__}: {error}"[:500]) from error
 
 
-def _named_by(kinds: Iterable[type]) -> set[type]:
-    """These dataclasses, and those that their fields may hold."""
+@cache
+def _named_by(kind: type) -> frozenset[type]:
+    """This dataclass, and those that its fields may hold."""
     found: set[type] = set()
-    left = list(kinds)
+    left: list[Any] = [kind]
     while left:
         kind = left.pop()
         left += get_args(kind)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and kind not in found:
             found.add(kind)
             left += get_type_hints(kind).values()
-    return found
+    return frozenset(found)
 
 
+@cache
 def _fields(kind: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
