@@ -23,6 +23,9 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # cores. What fails again fails the target.
 ALONE := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 20
 
+# Tests start a hundred programs: each compiles the library anew where none may keep it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-rest test-gpu test-spark test-browser java lint docs lab clean
 
 demo: .venv/ready

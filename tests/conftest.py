@@ -8,6 +8,7 @@ test marked `quick` keeps all of its cases: those are cheap. What takes long by 
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from importlib import import_module
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         kept = list(cases)[:1] if _starts_processes(cases) else showing_all(cases)
         for case in cases.keys() - set(kept):
             case.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what lasts as long as the run: all modules and cases."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
