@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,29 @@ def part(module: str) -> str:
     return pieces[1] if len(pieces) > 1 else "__init__"
 
 
+@cache
+def imports(path: Path) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Import statements of a file, each with whether it stands in a function."""
+    found = []
+    left: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    while left:
+        block, in_function = left.pop()
+        if isinstance(block, ast.Import | ast.ImportFrom):
+            found.append((block, in_function))
+        in_function |= isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
+        nodes = ast.iter_child_nodes(block)
+        left += [(node, in_function) for node in nodes if not isinstance(node, ast.expr)]
+    return found
+
+
 def imported(path: Path) -> Iterator[str]:
     """Modules of Shoal that a file imports; `from shoal import core` is shoal.core where there is
     such a one.
     """
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node, _ in imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if part_of_shoal(alias.name))
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}:{node.lineno}: a relative import; write it from shoal"
             if node.module == "shoal":
                 yield from (f"shoal.{a.name}" if is_module(a.name) else "shoal" for a in node.names)
@@ -78,14 +94,8 @@ def test_imports_go_down(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_no_import_hides_in_a_function(path: Path) -> None:
-    for function in ast.walk(ast.parse(path.read_text())):
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            hidden = [
-                node.lineno
-                for node in ast.walk(function)
-                if isinstance(node, ast.Import | ast.ImportFrom)
-            ]
-            assert not hidden, f"imports inside a function, lines {hidden}"
+    hidden = [node.lineno for node, in_function in imports(path) if in_function]
+    assert not hidden, f"imports inside a function, lines {hidden}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

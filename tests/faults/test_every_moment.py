@@ -21,11 +21,11 @@ needs_lab = pytest.mark.skipif(
 
 QUICK = (
     "replicate, 2 ranks, rank 1, group 3, kill",
-    "cuts, 3 ranks, rank 1, in forward 2, exception",
     "tables, 3 ranks, rank 1, group 4, stop",
     "tails, 3 ranks, rank 0, group 2, interface",
 )
 LONG = (
+    "cuts, 3 ranks, rank 1, in forward 2, exception",  # test_lost_ranks.py has it in the quick set
     "tables, 3 ranks, rank 1, before forward 2, stop",
     "cuts, 2 ranks, rank 0, in backward 2, stop",
     "tails, 3 ranks, rank 2, message 12, link down",

@@ -107,17 +107,17 @@ def late(kind: str, rank: int = 1) -> Fault:
 CASES = (
     Case(
         "local",
-        late("kill"),
-        ("a peer was lost: rank 1 (host {host}) gives no sign of life",),
-        (1, 137, 1),
-        2,
-    ),
-    Case(
-        "local",
         late("exception"),
         ("a peer was lost: rank 1 (host {host}) failed: Planted: rank 1, step 5, end, exception",),
         (1, 1),
         1,
+    ),
+    Case(
+        "local",
+        late("kill"),
+        ("a peer was lost: rank 1 (host {host}) gives no sign of life",),
+        (1, 137, 1),
+        2,
     ),
     Case(
         "local",
