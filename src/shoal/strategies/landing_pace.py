@@ -10,14 +10,17 @@ from statistics import median
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Round, Rounds, Transfer
 from shoal.exchange.nothing import Nothing
 from shoal.strategies.replicate import BucketTransfer
 
-_PARAMETERS, _NUMEL, _TIMES = 32, 64, 9  # so small that bytes cost nothing
+_PARAMETERS, _NUMEL, _TIMES = 8, 64, 25  # so small that bytes cost nothing
+# numbers that are computed between two gradients: like a layer, they push out of caches what the
+# hook needs there
+_BETWEEN = 1 << 16
 
 
 def probe_landing(comm: Comm, device: torch.device) -> float:
@@ -35,6 +38,7 @@ def probe_landing(comm: Comm, device: torch.device) -> float:
         [nn.Parameter(torch.zeros(_NUMEL, device=device)) for _ in range(_PARAMETERS)]
         for _ in range(2)
     )
+    between = torch.ones(_BETWEEN, device=device)
     named = {str(number): parameter for number, parameter in enumerate(ours)}
     transfer = BucketTransfer(named, Nothing(), comm.size, "a probe")
     transfer.connect(_NoRounds())
@@ -43,7 +47,7 @@ def probe_landing(comm: Comm, device: torch.device) -> float:
     comm.gather_objects(None, "measuring the links: gradients that land")
     more_s = []
     for _ in range(_TIMES):
-        more_s.append(_backward_s(ours) - _backward_s(plain))
+        more_s.append(_backward_s(ours, between) - _backward_s(plain, between))
         transfer.publish()
     ranks: list[float] = comm.gather_objects(
         max(0.0, median(more_s)) / _PARAMETERS, "measuring the links: gradients that land"
@@ -51,11 +55,12 @@ def probe_landing(comm: Comm, device: torch.device) -> float:
     return max(ranks)
 
 
-def _backward_s(parameters: Sequence[nn.Parameter]) -> float:
-    """Seconds of a backward that gives each of them a gradient."""
+def _backward_s(parameters: Sequence[nn.Parameter], between: Tensor) -> float:
+    """Seconds of a backward that gives each of them a gradient, and computes in between."""
+    total = torch.zeros((), device=between.device)
     for parameter in parameters:
         parameter.grad = None
-    total = torch.cat(list(parameters)).sum()
+        total = total + (between * (total + parameter.sum())).mean()
     begin_s = time.perf_counter()
     torch.autograd.backward(total)
     return time.perf_counter() - begin_s
