@@ -119,7 +119,7 @@ class Cluster:
     paces: Mapping[str, Pace] = field(default_factory=lambda: MappingProxyType({}))
     # seconds of the main thread to bring a byte of gradient into its bucket
     pack_byte_s: float = 0.0
-    # and what it takes for each gradient besides: autograd calls a hook
+    # and processor seconds for each gradient besides: autograd calls a hook
     pack_each_s: float = 0.0
     # hosts of ranks that only own parameters, behind those of the topology
     servers: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class Cluster:
 
     def pack_s(self, nbytes: float, gradients: int) -> float:
         """Seconds of the main thread to bring so many gradients into a bucket of these bytes."""
-        return nbytes * self.pack_byte_s + gradients * self.pack_each_s
+        return nbytes * self.pack_byte_s + gradients * self.pack_each_s / self.core_part
 
     @property
     def size(self) -> int:
