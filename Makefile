@@ -3,7 +3,7 @@
 #                 twice the ranks each makes half the steps in one
 # make test       the quick set of the tests: every kind of case, not every combination
 # make test-all   all tests, but for those on a Spark cluster
-# make test-rest  those that `make test` leaves out, but for those that take minutes each
+# make test-rest  those that `make test` leaves out, but for what takes minutes, each or with its like
 # make test-gpu   what needs a GPU (one is enough), and lost ranks with models on it
 # make test-spark what needs a Spark cluster, which it starts here (needs Java 17: as with
 #                 apt-get install openjdk-17-jre-headless)
@@ -45,7 +45,7 @@ test-gpu: .venv/ready
 
 test-spark: java .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,spark]'
-	$(BIN)/python -m pytest -m spark tests/integrations || $(ALONE)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m spark tests/integrations || $(ALONE)
 
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'

@@ -44,7 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what lasts as long as the run: all modules and cases."""
-    gc.collect()
     gc.freeze()
 
 

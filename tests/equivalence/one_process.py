@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import Exchange
-from shoal.contracts.strategy import Strategy
+from shoal.contracts.strategy import Strategy, probes_of
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import strategy_and_exchange
 from shoal.core.registry import of
@@ -181,6 +181,7 @@ def served_by(
     needs beside them.
     """
     kind = of(Strategy)[strategy_and_exchange(strategy)[0]]()
+    how |= {"probes": probes_of([type(kind)])}
     profile = profile_model(copy.deepcopy(model), loss_fn, [], sample, ThreadComm(), **how)
     served: dict[str, str] = {}
     for layer in profile.layers:
