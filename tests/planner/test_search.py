@@ -136,9 +136,9 @@ def test_of_many_layers_small_neighbours_change_together_at_hardly_any_loss(
         for i in range(60)
     ]
     tried: list[int] = []
-    predict = Predictor.predict
+    step_s = Predictor.step_s
     monkeypatch.setattr(
-        Predictor, "predict", lambda *given, **how: tried.append(1) or predict(*given, **how)
+        Predictor, "step_s", lambda *given, **how: tried.append(1) or step_s(*given, **how)
     )
     one_by_one, trials = search(model(*layers), cluster(4, 5e6, cores=0.5)), len(tried)
     together = search(

@@ -42,14 +42,19 @@ class Part(NamedTuple):
 class Job:
     """What a lane does at one go."""
 
-    __slots__ = ("after", "end_s", "left_s", "part", "parts", "ready_s", "sent_s")
+    __slots__ = ("after", "end_s", "left_s", "part", "parts", "ready_s", "sent_s", "taken")
 
     def __init__(self, ready_s: float, parts: Iterable[Part], after: Job | None = None) -> None:
         self.ready_s = ready_s  # not before
         self.after = after  # nor before this one is over, which may be another lane's
         self.sent_s = self.end_s = inf  # its last byte is through; it is over
         self.parts = deque(parts)  # those to come
-        self.part, self.left_s = Part(0.0), 0.0  # the one under way
+        self.begin(Part(0.0))
+
+    def begin(self, part: Part) -> None:
+        """Have this part under way."""
+        self.part, self.left_s = part, part.seconds
+        self.taken = part[1:]  # what it takes
 
 
 @final
@@ -60,6 +65,8 @@ class Speeds:
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
         self._duplex = cluster.duplex
         self._known: dict[Any, tuple[list[float], float, float]] = {}
+        self._core_part = cluster.core_part
+        self._parts: dict[tuple[int, float], tuple[Phase, tuple[Part, ...]]] = {}
 
     def of(
         self, taken: tuple[tuple[float, int, float], ...], computes: bool, bursts: bool
@@ -76,6 +83,37 @@ class Speeds:
         if key not in self._known:
             self._known[key] = self._worked_out(taken, computes, bursts)
         return self._known[key]
+
+    def parts(self, phase: Phase, first_s: float) -> tuple[Part, ...]:
+        """A phase as parts of a job, which computes for so long before all."""
+        key = id(phase), first_s  # which is kept, so that no other phase comes to have its number
+        if key not in self._parts:
+            self._parts[key] = phase, self._parts_of(phase, first_s)
+        return self._parts[key][1]
+
+    def _parts_of(self, phase: Phase, first_s: float) -> tuple[Part, ...]:
+        pace, rounds = phase.pace, phase.traffic.rounds
+        nbytes = (
+            phase.traffic.worst if phase.shown == 1 else phase.traffic.scaled(phase.shown).worst
+        )
+        busy_byte_s = pace.cpu.byte_s / self._core_part
+        busy_s = rounds * pace.cpu.round_s / self._core_part
+        byte_s = max(pace.wall.byte_s, busy_byte_s)
+        sent = Part(0.0, link=phase.direction)
+        if byte_s:
+            shares = busy_byte_s / byte_s, phase.direction, pace.wall.byte_s / byte_s
+            sent = Part(nbytes * byte_s, *shares)
+        return tuple(
+            part
+            for part in (
+                Part(first_s + phase.before_s, processor=1.0),
+                sent,
+                Part(busy_s, processor=1.0),
+                Part(max(0.0, rounds * pace.wall.round_s - busy_s)),
+                Part(phase.after_s, processor=1.0),
+            )
+            if part.seconds or part is sent
+        )
 
     def _worked_out(
         self, taken: tuple[tuple[float, int, float], ...], computes: bool, bursts: bool
@@ -175,34 +213,9 @@ class Lanes:
         self.finish([job])
         return max(job.end_s, self.now_s)
 
-    def parts(self, phase: Phase, first_s: float = 0.0) -> list[Part]:
+    def parts(self, phase: Phase, first_s: float = 0.0) -> tuple[Part, ...]:
         """A phase as parts of a job, which computes for so long before all."""
-        pace, rounds = phase.pace, phase.traffic.rounds
-        nbytes = (
-            phase.traffic.worst if phase.shown == 1 else phase.traffic.scaled(phase.shown).worst
-        )
-        busy_byte_s = pace.cpu.byte_s / self.core_part
-        busy_s = rounds * pace.cpu.round_s / self.core_part
-        byte_s = max(pace.wall.byte_s, busy_byte_s)
-        sent = Part(0.0, link=phase.direction)
-        if byte_s:
-            shares = busy_byte_s / byte_s, phase.direction, pace.wall.byte_s / byte_s
-            sent = Part(nbytes * byte_s, *shares)
-        return [
-            part
-            for part in (
-                self.compute(first_s + phase.before_s),
-                sent,
-                self.compute(busy_s),
-                Part(max(0.0, rounds * pace.wall.round_s - busy_s)),
-                self.compute(phase.after_s),
-            )
-            if part.seconds or part is sent
-        ]
-
-    def compute(self, seconds: float) -> Part:
-        """Compute as a part of a job."""
-        return Part(seconds, processor=1.0)
+        return self._speeds.parts(phase, first_s)
 
     def pay(self, clock: float) -> float:
         """Run lanes while the main thread computes to its `clock` alone: its clock beside them."""
@@ -226,19 +239,23 @@ class Lanes:
             self._pass(main_s, 0.0)
             return main_s
         busy = [lane[0] for lane in lanes]
-        taken = tuple([job.part[1:] for job in busy])
+        taken = tuple([job.taken for job in busy])
         speeds, used, main_speed = self._speeds.of(taken, main_s > 0, self.burst_s > 0)
-        passed_s = min([job.left_s / speed for job, speed in zip(busy, speeds, strict=True)])
-        if main_s:
-            passed_s = min(passed_s, main_s / main_speed)
+        passed_s = main_s / main_speed if main_s else inf
+        for job, speed in zip(busy, speeds):  # noqa: B905  # in the innermost loop of a search
+            if (own_s := job.left_s / speed) < passed_s:
+                passed_s = own_s
         if self.burst_s and used > 1:
             passed_s = min(passed_s, self.burst_s / (used - 1))
         self._pass(passed_s, used)
-        for job, speed in zip(busy, speeds, strict=True):
+        ended = False
+        for job, speed in zip(busy, speeds):  # noqa: B905
             job.left_s -= passed_s * speed
-        for job, lane in zip(busy, lanes, strict=True):
-            if job.left_s <= _OVER_S:
-                self._end_part(lane)
+            ended = ended or job.left_s <= _OVER_S
+        if ended:
+            for job, lane in zip(busy, lanes, strict=True):
+                if job.left_s <= _OVER_S:
+                    self._end_part(lane)
         return passed_s * main_speed
 
     def _pass(self, seconds: float, used: float) -> None:
@@ -254,8 +271,7 @@ class Lanes:
         if job.part.link:
             job.sent_s = self.now_s
         if job.parts:
-            job.part = job.parts.popleft()
-            job.left_s = job.part.seconds
+            job.begin(job.parts.popleft())
             return
         job.end_s = self.now_s
         job.sent_s = min(job.sent_s, job.end_s)  # where it had nothing to send
@@ -275,5 +291,4 @@ class Lanes:
     def _begin(self, lane: deque[Job]) -> None:
         job = lane[0]
         waits = job.after is not None and job.after.end_s == inf
-        job.part = Part(inf if waits else max(0.0, job.ready_s - self.now_s))
-        job.left_s = job.part.seconds
+        job.begin(Part(inf if waits else max(0.0, job.ready_s - self.now_s)))

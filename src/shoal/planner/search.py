@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
+from math import inf
 
 from shoal.core.buckets import BUCKETS_A_LANE, MEMORY
 from shoal.core.errors import PlanError
@@ -46,6 +47,7 @@ OTHER_WORTH = 0.04
 # of the step: what a plan must gain if saving and evaluating are to take every rank
 CUT_WORTH = 0.05
 _OVER_WORTH = 100.0  # of the step: what keeping a limit of memory is worth, times what is over it
+_ROUNDING = 1e-9  # of seconds that are compared
 _Carrier = tuple[dict[str, str], int, int]  # each strategy's exchange, bucket bytes, lanes
 _End = tuple[float, dict[str, Option], _Carrier]  # a plan, with its step
 
@@ -132,7 +134,8 @@ class _Search:
         self._start: _Carrier = (first, tried.start_bytes, LANES)
         self._made: dict[tuple[str, str, str], Choice] = {}
         # starts meet, and come to the same plans
-        self._steps: dict[tuple[tuple[Choice, ...], int, int], float] = {}
+        # seconds, and whether they may be more, by numbers of choices, which are kept
+        self._steps: dict[tuple[int, ...], tuple[float, bool]] = {}
 
     def best(self) -> Plan:
         """Descend from every start and keep the best end."""
@@ -197,10 +200,11 @@ class _Search:
         for change in changes:
             changed = self._mended({**picks, **change})
             if changed != picks:
-                step_s = self._step(changed, carrier)
                 # a plainer choice may cost nothing; any other must be worth it
                 plainer = all(strategy == PLAIN for strategy, _ in change.values())
-                if step_s <= (best_s if plainer else best_s * (1 - _WORTH)):
+                most_s = best_s if plainer else best_s * (1 - _WORTH)
+                step_s = self._step(changed, carrier, most_s)
+                if step_s <= most_s:
                     picks, best_s = changed, step_s
         best_s, carrier = self._carried(picks, carrier, best_s)
         return best_s, picks, carrier
@@ -218,7 +222,7 @@ class _Search:
                     yield {**carrier[0], strategy: exchange}, carrier[1], LANES
 
         for other in carriers():
-            step_s = self._step(picks, other)
+            step_s = self._step(picks, other, best_s * (1 - _WORTH))
             if step_s < best_s * (1 - _WORTH):
                 carrier, best_s = other, step_s
         return best_s, carrier
@@ -264,15 +268,19 @@ class _Search:
             choices.append(made[key])
         return choices
 
-    def _step(self, picks: Mapping[str, Option], carrier: _Carrier) -> float:
-        tried = tuple(self._choices(picks, carrier[0])), carrier[1], carrier[2]
-        if tried not in self._steps:
+    def _step(self, picks: Mapping[str, Option], carrier: _Carrier, most_s: float = inf) -> float:
+        """The step's worth in seconds, or, where it is more than `most_s`, something above that."""
+        tried = self._choices(picks, carrier[0]), carrier[1], carrier[2]
+        key = (carrier[1], carrier[2], *map(id, tried[0]))
+        known_s, may_be_more = self._steps.get(key, (0.0, True))
+        if may_be_more and known_s <= most_s:
+            times = self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*tried))
+            limit_s = most_s / times * (1 + _ROUNDING)
             least_part_bytes = self._tried.least_part_bytes
-            step_s = self._predictor.predict(*tried, least_part_bytes=least_part_bytes).step_s
-            self._steps[tried] = (
-                step_s * self._worth(picks, carrier[0]) * (1 + _OVER_WORTH * self._over(*tried))
-            )
-        return self._steps[tried]
+            step_s = self._predictor.step_s(*tried, least_part_bytes, limit_s)
+            known_s = step_s * times
+            self._steps[key] = known_s, step_s > limit_s
+        return known_s
 
     def _over(self, choices: Sequence[Choice], bucket_bytes: int, lanes: int) -> float:
         """By how much a rank holds more than it may, as a part of the limit."""

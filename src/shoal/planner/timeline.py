@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from operator import attrgetter
 
 from shoal.codecs.coded import exchange_named, with_codec
@@ -230,6 +231,27 @@ class Predictor:
         """The timeline of a step under these choices; None: what is late at servers comes first."""
         plan = self._plan(choices, bucket_bytes, lanes)
         return self._run(replace(plan, least_part_bytes=least_part_bytes), late)
+
+    def step_s(
+        self,
+        choices: Sequence[Choice],
+        bucket_bytes: int,
+        lanes: int,
+        least_part_bytes: int = LEAST_PART_BYTES,
+        most_s: float = inf,
+    ) -> float:
+        """Seconds of a step under these choices, as `predict` has them.
+
+        Where they are more than `most_s`, it may be something between the two, found sooner.
+        """
+        plan = replace(self._plan(choices, bucket_bytes, lanes), least_part_bytes=least_part_bytes)
+        sites = [self._priced(site) for site in self._sites(plan)]
+        moved = self._of_state, self._state_is_late
+        step = Step(self._compute, sites, Lanes(self.cluster, lanes, self._speeds), *moved)
+        step_s = step.seconds(most_s)
+        if self.cluster.link.burst_s > _BURST * step_s:
+            return self._run(plan, None).step_s
+        return step_s
 
     def _run(self, plan: Plan, late: int | None) -> Timeline:
         sites = [self._priced(site) for site in self._sites(plan)]
