@@ -49,3 +49,16 @@ def test_who_shares_a_core_takes_the_mean_of_some_turns(monkeypatch: pytest.Monk
     core = Shared((0.002, 0.002), (0.002, 0.002), (0.010, 0.002))
     assert usual(core, monkeypatch) == pytest.approx(0.014 / 3, rel=0.05)
     assert core.now_s > timeline._SHARED_S
+
+
+def test_what_takes_long_is_run_twice_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Shared((0.2, 0.2))
+    assert usual(core, monkeypatch) == pytest.approx(0.2)
+    assert core.times == 1 + 2
+
+
+def test_what_is_warm_is_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = Shared((0.2, 0.2))
+    monkeypatch.setattr(timeline, "time", core)
+    assert Clock(torch.device("cpu")).usual(core.work, warm=True) == pytest.approx(0.2)
+    assert core.times == 2

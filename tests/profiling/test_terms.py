@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from shoal.contracts.sample import LossFn, Sample
 from shoal.core.errors import SampleError, UsageError
 from shoal.core.terms import INPUT, OF_ROWS, OUTPUT, TARGET, Terms
-from shoal.profiling.terms import Seen, agreed_terms, count_of, seen
+from shoal.profiling import terms
+from shoal.profiling.terms import Outputs, Seen, agreed_terms, count_of, seen
 
 
 class Model(nn.Module):
@@ -285,3 +286,32 @@ def test_a_sample_of_one_row_on_one_rank_alone() -> None:
         return seen(Sample.of(Rows(), None, {"x": X[:rows]}, mean_of("x")))
 
     assert count_of(agreed_terms([terms(1), terms(4)], of_batch=True), {"x": X}) == 5
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 20, 8])
+def test_a_kept_output_spares_a_forward_unless_it_is_large(
+    monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    monkeypatch.setattr(terms, "_SMALL_BYTES", most_bytes)
+    calls: list[int] = []
+
+    def twice(x: Tensor) -> Tensor:
+        calls.append(1)
+        return 2 * x
+
+    sample = Sample.of(Model(twice), F.mse_loss, (torch.ones(4, 3), torch.zeros(4, 3)))
+    expected, outputs = seen(sample), Outputs()
+    outputs.kept_of(sample).loss()
+    assert seen(sample, outputs=outputs) == expected
+    assert len(calls) == 2 + (most_bytes == 8)
+
+
+def test_a_kept_output_is_as_it_was_before_the_loss_and_has_no_history() -> None:
+    outputs = Outputs()
+    sample = Sample.of(
+        Model(lambda x: 2 * x),
+        lambda output, y: (output.mul_(3) - y).mean(),
+        (torch.ones(4, 3), torch.zeros(4, 3)),
+    )
+    outputs.kept_of(sample).loss().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(outputs.copy, torch.full((4, 3), 2.0)) and outputs.copy.grad_fn is None

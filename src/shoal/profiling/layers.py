@@ -1,14 +1,14 @@
 """Measures a model on a sample: for each layer its size as a product, its times, when its gradients
 come, and what strategies ask for.
 
-    1  watch     one forward, in which probes see every call                  (contracts/probe.py)
+    1  watch     a step to warm up, in whose forward probes see every call    (contracts/probe.py)
     2  measure   some training steps: each rank's times are medians
     3  probe     each probe measures each layer
     4  agree     the profile is the maximum over ranks, the same on every rank
     5  state     what forward changes beside the gradients, and has to agree          (moving.py)
 
 Every rank measures at the same time, so that cores which several ranks share are priced as training
-will find them. Costs some training steps (of a slow model four where they agree, of a quick one
+will find them. Costs some training steps (of a slow model three where they agree, of a quick one
 half a second's) and what the probes do. It leaves no trace: see untraced.py.
 """
 
@@ -48,7 +48,7 @@ from shoal.profiling.optimizer import OptimizerCost
 from shoal.profiling.products import rows_of, shape_of
 from shoal.profiling.rowwise import rowwise
 from shoal.profiling.sparse import is_sparse, rows_of_gradients
-from shoal.profiling.terms import Seen, agreed_terms, seen
+from shoal.profiling.terms import Outputs, Seen, agreed_terms, seen
 from shoal.profiling.timeline import Clock, usual, watch_step
 from shoal.profiling.untraced import drop_gradients, untraced
 from shoal.profiling.usage import Readers, kind_of, outside_use
@@ -56,7 +56,7 @@ from shoal.profiling.usage import Readers, kind_of, outside_use
 _CHECKING = "parallelize: trying the sample"
 # the fewest measured steps, after one to warm up, and seconds that are enough for more: where they
 # agree, and otherwise
-_AT_FIRST, _AT_MOST = (3, 0.5), (5, 2.0)
+_AT_FIRST, _AT_MOST = (2, 0.5), (3, 2.0)
 _AGREE = 0.1  # what steps that agree differ by
 _MOST = 200  # measured steps
 _TURN_S = 0.03  # in which ranks that share cores have all had their turns
@@ -112,7 +112,10 @@ def profile_model(
     with untraced(checked, optimizers) as checked:
         _meet(comm)  # every rank has noted the random state, which threads share
         changes = Changes(model, checked.function)
-        readers, step = _measured_step(checked, layers, probing, clock, comm, changes)  # 1, 2
+        outputs = Outputs()
+        readers, step = _measured_step(
+            checked, layers, probing, clock, comm, changes, outputs
+        )  # 1, 2
         trial = Trial(
             checked,
             layers,
@@ -146,7 +149,7 @@ def profile_model(
         )
         profiles = comm.gather_objects(on_this_rank, "measuring the model: profiles")
         moves = moving(checked, changes, comm, step.total_s, buffers)  # 5
-        here = agreed(comm, lambda: seen(checked, counted), _CHECKING, SampleError)
+        here = agreed(comm, lambda: seen(checked, counted, outputs), _CHECKING, SampleError)
         of_ranks = comm.gather_objects(here, "measuring the model: rows", Seen, Terms)
     _meet(comm)  # every rank has put the random state back
     profile = replace(
@@ -192,13 +195,14 @@ def _measured_step(
     clock: Clock,
     comm: Comm,
     changes: Changes,
+    outputs: Outputs,
 ) -> tuple[Readers, Step]:
     """Warm up while probes look on, then measure some steps in a row, as in training.
 
     Where ranks share cores, one step is long in forward and short in backward, and the next the
     other way round: so each rank's times are medians. In training all wait in every step for
     whoever is slowest in it, which is more than any rank takes in the median: the medians are
-    stretched to that. Three steps that agree are enough; where they do not, more follow.
+    stretched to that. Two steps that agree are enough; where they do not, more follow.
 
     Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
     that was interrupted is ten times as long, and who waits lets others have the core.
@@ -207,9 +211,15 @@ def _measured_step(
     start = time.perf_counter()
 
     def warm_up() -> tuple[Readers, Step]:
-        with Readers(sample.model, layers).watching() as readers, _seen_by(probes, layers):
-            sample.loss()
-        step = watch_step(sample, layers, clock, changes.forward_ended)
+        with ExitStack() as looking_on:
+            readers = looking_on.enter_context(Readers(sample.model, layers).watching())
+            looking_on.enter_context(_seen_by(probes, layers))
+
+            def forward_ended() -> None:
+                looking_on.close()  # backward may go forward again (checkpointing)
+                changes.forward_ended()
+
+            step = watch_step(outputs.kept_of(sample), layers, clock, forward_ended)
         if not step.ready_s:
             raise SampleError(
                 "the loss does not depend on any trainable parameter of the model",
@@ -232,7 +242,7 @@ def _measured_step(
         affordable = min(max(fewest, int(enough_s / each_s)), int(left_s / each_s), _MOST)
         told = comm.gather_objects(affordable, "measuring the model: number of steps")
         steps += [measure() for _ in range(len(steps), max(1, min(told)))]
-        typical = usual(steps)
+        typical = usual(steps, warm)
         ranks: list[list[float]] = comm.gather_objects(
             [typical.total_s, *(step.total_s for step in steps)],
             "measuring the model: seconds of steps",
@@ -255,12 +265,13 @@ def _slowest(ranks: Sequence[Sequence[float]], usual_s: float) -> list[float]:
 
 
 def _agree(seconds: Sequence[float]) -> bool:
-    """Whether each third of the steps says the same as the others."""
-    third = len(seconds) // 3
-    if not third:
+    """Whether each third of the steps says the same as the others; of two, each half."""
+    parts = min(3, len(seconds))
+    if parts < 2:
         return False
-    thirds = [median(seconds[i * third : (i + 1) * third]) for i in range(3)]
-    return max(thirds) <= (1 + _AGREE) * min(thirds)
+    size = len(seconds) // parts
+    medians = [median(seconds[i * size : (i + 1) * size]) for i in range(parts)]
+    return max(medians) <= (1 + _AGREE) * min(medians)
 
 
 def _layer_profile(layer: Layer, step: Step, outside: str) -> LayerProfile:

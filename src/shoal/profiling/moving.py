@@ -1,6 +1,6 @@
 """Finds the state that training changes on each rank otherwise: what has to agree, and how.
 
-    1  changed    the steps of the profile have left it otherwise than it was
+    1  changed    the first step of the profile, or all of them, left it otherwise than it was
     2  differs    its bits differ between ranks, or would with other rows. What all ranks come to
                   alike stays: SyncBatchNorm's statistics, a counter, weights that follow others
     3  is read    two steps with other values in its place have another loss or other gradients:
@@ -59,6 +59,7 @@ class Changes:
             if (tensor := state.tensor) is not None
         }
         self._between: dict[str, Tensor] = {}
+        self._once: set[str] = set()  # changed by the first step: a place in a ring comes back
         self.in_backward = False
         # of weights that are trained the version tells, as they may be large
         self._weights = {
@@ -76,7 +77,8 @@ class Changes:
         }
 
     def backward_ended(self) -> None:
-        """Note whether backward has changed any of it again."""
+        """Note what the step has changed, and whether backward has changed any of it again."""
+        self._once.update(self.changed())
         self.in_backward = any(
             (now := self.states[name].tensor) is None or not _same(now, before)
             for name, before in self._between.items()
@@ -84,8 +86,12 @@ class Changes:
         self._between.clear()
 
     def changed(self) -> list[str]:
-        """The state that is not what it was, by name."""
-        return [name for name, before in self._before.items() if self._is_changed(name, *before)]
+        """The state that is not what it was, or was not after the first step, by name."""
+        return [
+            name
+            for name, before in self._before.items()
+            if name in self._once or self._is_changed(name, *before)
+        ]
 
     def _is_changed(self, name: str, tensor: Tensor, value: Tensor) -> bool:
         now = self.states[name].tensor

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import isfinite, prod
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from shoal.core.errors import SampleError, UsageError
 from shoal.core.terms import INPUT, OUTPUT, TARGET, Terms
 
 _FEW = 8  # rows that a loss is tried on
+_SMALL_BYTES = 16 << 20  # an output of which a copy is kept
 _NEAR = 1e-3  # of two losses that should be the same
 _OF_MODULES = frozenset(vars(nn.Module()))
 _LENGTH = "#"  # in a path: of the list there
@@ -72,7 +73,38 @@ class Seen:
     kept: bool = False  # modules keep tensors with a history
 
 
-def seen(sample: Sample, counted: bool = False) -> Seen:
+@final
+class Outputs:
+    """A copy of what a model has put out, where that is small, so that it need not run again."""
+
+    def __init__(self) -> None:
+        self.copy: Any = None
+
+    def kept_of(self, sample: Sample) -> Sample:
+        """The same sample, whose loss function copies what it is given."""
+        loss_fn = sample.loss_fn
+        if loss_fn is None:
+            return sample
+
+        def keeping(output: Any, y: Any) -> Tensor:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self.copy = _copied(output)
+            return loss_fn(output, y)
+
+        return replace(sample, loss_fn=keeping)
+
+
+def _copied(output: Any) -> Any:
+    """The same without a history; None where it is large, or of other things than tensors."""
+    leaves = pytree.tree_leaves(output)
+    if not all(type(leaf) is Tensor and leaf.layout is torch.strided for leaf in leaves):
+        return None
+    if sum(leaf.nbytes for leaf in leaves) > _SMALL_BYTES:
+        return None
+    return pytree.tree_map(lambda leaf: leaf.detach().clone(), output)
+
+
+def seen(sample: Sample, counted: bool = False, outputs: Outputs | None = None) -> Seen:
     """What this rank's sample shows, after a step. Runs the model and the loss some times more.
 
     Nothing need be seen of a `compute_loss` whose terms are `counted`.
@@ -85,7 +117,7 @@ def seen(sample: Sample, counted: bool = False) -> Seen:
     )
     with torch.no_grad():
         if sample.loss_fn is not None:
-            found = _of_loss(sample, sample.loss_fn)
+            found = _of_loss(sample, sample.loss_fn, outputs and outputs.copy)
         elif counted and sample.compute_loss is not None:
             found = Seen(_UNKNOWN, (Terms(),))
         else:
@@ -165,9 +197,13 @@ def count_of(terms: Terms, value: Any) -> float:
     return float(prod(size[dim] for dim in terms.dims if dim < len(size)))
 
 
-def _of_loss(sample: Sample, loss_fn: LossFn) -> Seen:
-    with torch.enable_grad():  # as in training: some models look (checkpointing)
-        output, y = pytree.tree_map(_detached, sample.output()), sample.y
+def _of_loss(sample: Sample, loss_fn: LossFn, output: Any = None) -> Seen:
+    if output is None:
+        with torch.enable_grad():  # as in training: some models look (checkpointing)
+            output = pytree.tree_map(_detached, sample.output())
+    else:
+        sample.renew()
+    y = sample.y
     target = next(_sizes(y), None)
     if target is None or not target[1][0]:
         return Seen(_UNKNOWN, (Terms(),))

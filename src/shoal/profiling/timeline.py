@@ -30,7 +30,8 @@ from shoal.profiling.processor import page_faults
 
 Mark = Any  # a moment: seconds on a CPU, an event on CUDA
 NOBODY = ""
-_FEWEST, _MOST, _ENOUGH_S = 3, 25, 0.05
+# runs: the fewest, of those that take long by themselves, and the most; seconds that are enough
+_FEWEST, _FEWEST_LONG, _MOST, _ENOUGH_S = 3, 2, 25, 0.05
 # the part of the time that a thread has which has its core alone; of a mean where it has not
 _ALONE, _SHARED_S = 0.9, 0.06
 
@@ -57,22 +58,33 @@ class Clock:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
-    def usual(self, work: Callable[[], object]) -> float:
+    def usual(self, work: Callable[[], object], warm: bool = False) -> float:
         """Seconds that `work` takes after a warm-up, the median of some runs.
+
+        On a CPU it needs none where what it does and has is `warm`.
 
         Where others have the core for a part of the time, a short run has all or nothing of that in
         it. Then it is the mean, over as many turns as make it that of a step.
         """
-        first_s = self._time(work)
-        times = max(_FEWEST, min(int(_ENOUGH_S / max(first_s, 1e-9)), _MOST))
         began_s, busy_s = time.perf_counter(), time.thread_time()
-        seconds = [self._time(work) for _ in range(times)]
+        seconds = [self._time(work)]
+        times = self._times(seconds[0])
+        if self._cuda or not warm:
+            began_s, busy_s = time.perf_counter(), time.thread_time()
+            seconds.clear()
+        seconds += [self._time(work) for _ in range(times - len(seconds))]
         passed_s, busy_s = time.perf_counter() - began_s, time.thread_time() - busy_s
         if self._cuda or busy_s > _ALONE * passed_s:
             return median(seconds)
         while time.perf_counter() - began_s < _SHARED_S:
             seconds.append(self._time(work))
         return fmean(seconds)
+
+    def _times(self, one_s: float) -> int:
+        """How many runs are to be made of what takes so long."""
+        if one_s > _ENOUGH_S:
+            return _FEWEST_LONG
+        return max(_FEWEST, min(int(_ENOUGH_S / max(one_s, 1e-9)), _MOST))
 
     def _time(self, work: Callable[[], object]) -> float:
         start = self.mark()
@@ -128,14 +140,17 @@ def watch_step(
     )
 
 
-def usual(steps: Sequence[Step]) -> Step:
-    """The median of each time over steps of one model; counts are the last step's."""
+def usual(steps: Sequence[Step], warm: Step) -> Step:
+    """The median of each time over steps of one model; counts are the last step's.
+
+    Of the step before, to warm up, only how often it called layers counts.
+    """
     last, used = steps[-1], {name for step in steps for name in step.ready_s}
     return Step(
         layers={
             name: replace(
                 watched,
-                calls_vary=len({step.layers[name].calls for step in steps}) > 1,
+                calls_vary=len({step.layers[name].calls for step in (warm, *steps)}) > 1,
                 needed_s=median(step.layers[name].needed_s for step in steps),
                 forward_s=median(step.layers[name].forward_s for step in steps),
                 backward_s=median(step.layers[name].backward_s for step in steps),
