@@ -43,7 +43,7 @@ def test_work_is_the_gradient_product() -> None:
 @pytest.mark.parametrize("embedding", [False, True])
 def test_work_done_anew_takes_new_memory_each_time(embedding: bool) -> None:
     product = Product(embedding, 8, 4, 5, torch.float32, torch.device("cpu"))
-    kept, anew = product.work(6), product.work(6, anew=True)
+    kept, anew = product.work(6, product.buffer()), product.work(6)
     results = [kept(), kept(), anew(), anew()]
     pointers = [result.data_ptr() for result in results if isinstance(result, torch.Tensor)]
     assert pointers[0] == pointers[1] and len(set(pointers)) == 3

@@ -23,8 +23,8 @@ from shoal.core.rows import held_bytes, in_rows
 from shoal.profiling.timeline import Clock
 from shoal.profiling.updates import unhooked_step
 
-# 64 MB of float32: beyond every cache, and still small beside a model's own memory
-_MOST_ELEMENTS = 16_000_000
+# 32 MB of float32, as much of gradients, and state: beyond caches, and small beside a model's own
+_MOST_ELEMENTS = 8_000_000
 # beyond most caches with their gradients and state; copies of each, at most
 _LEAST_ELEMENTS, _MOST_TIMES = 4_000_000, 32
 _MANY = 32  # parameters of one element

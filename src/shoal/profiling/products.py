@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.contracts.probe import Layer, Probe, Trial, Watched
@@ -25,8 +25,8 @@ from shoal.profiling.processor import page_faults
 from shoal.profiling.sparse import says_sparse
 from shoal.profiling.timeline import Clock
 
-_MOST_WORK = 2e9  # multiplications in one measurement: larger ones only take longer to say the same
-_MOST_ELEMENTS = 1 << 24  # of an operand with so many rows, and of a result: it outgrows caches
+_MOST_WORK = 1e9  # multiplications in one measurement: larger ones only take longer to say the same
+_MOST_ELEMENTS = 1 << 23  # of an operand with so many rows, and of a result: it outgrows caches
 
 
 @dataclass(frozen=True)
@@ -138,20 +138,23 @@ class Product:
         high = min(self.rows * factor, max(int(most), factor))
         return max(1, high // factor), high
 
-    def work(self, rows: int, anew: bool = False) -> Callable[[], object]:
-        """The product over that many rows, with operands, and a buffer unless taken `anew`."""
+    def buffer(self) -> Tensor:
+        """What a product can be written into."""
+        shape = (self.inputs, self.outputs) if self.embedding else (self.outputs, self.inputs)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def work(self, rows: int, into: Tensor | None = None) -> Callable[[], Tensor]:
+        """The product over that many rows, with operands, into a buffer, else into new memory."""
         dy = torch.rand(rows, self.outputs, dtype=self.dtype, device=self.device)
         if self.embedding:
-            table = dy.new_zeros(self.inputs, self.outputs)
             ids = torch.randint(self.inputs, (rows,), device=self.device)
-            if anew:
-                return lambda: torch.zeros_like(table).index_add_(0, ids, dy)
-            return lambda: table.zero_().index_add_(0, ids, dy)
+            if into is None:
+                return lambda: dy.new_zeros(self.inputs, self.outputs).index_add_(0, ids, dy)
+            return lambda: into.zero_().index_add_(0, ids, dy)
         x = torch.rand(rows, self.inputs, dtype=self.dtype, device=self.device)
-        if anew:
+        if into is None:
             return lambda: torch.mm(dy.T, x)
-        buffer = dy.new_empty(self.outputs, self.inputs)
-        return lambda: torch.mm(dy.T, x, out=buffer)
+        return lambda: torch.mm(dy.T, x, out=into)
 
 
 @dataclass(frozen=True)
@@ -179,10 +182,20 @@ def _measure(product: Product, ranks: int) -> ProductCost:
         part = replace(product, outputs=max(1, _MOST_ELEMENTS // product.inputs))
         product, times = part, product.outputs / part.outputs
     low, high = product.sizes(ranks)
-    fixed_s, s_per_row = fit_line({rows: clock.usual(product.work(rows)) for rows in (low, high)})
-    anew = product.work(low, anew=True)
-    anew_s = max(0.0, clock.usual(anew) - fixed_s - s_per_row * low)
-    faults = page_faults()
-    anew()
-    faults = page_faults() - faults
-    return ProductCost(times * fixed_s, times * s_per_row, times * anew_s, round(times * faults))
+    buffer = product.buffer()
+    low_s = clock.usual(product.work(low, buffer))
+    high_s = clock.usual(product.work(high, buffer), warm=True)
+    fixed_s, s_per_row = fit_line({low: low_s, high: high_s})
+    del buffer
+    faults: list[int] = []
+    anew = product.work(low)
+
+    def counted() -> None:
+        before = page_faults()
+        anew()
+        faults.append(page_faults() - before)
+
+    anew_s = max(0.0, clock.usual(counted) - fixed_s - s_per_row * low)
+    return ProductCost(
+        times * fixed_s, times * s_per_row, times * anew_s, round(times * faults[-1])
+    )
