@@ -81,9 +81,10 @@ CODECS = ("bfloat16", "int8", "top_k", "low_rank")
 MOST_CUT = 2  # layers
 PROCESSORS = 0.9  # of the machine's, that ranks have together, unless said otherwise
 # seconds of measuring at once, and numbers of steps; how often; seconds of compute alone beside
-TURN_S, FEWEST, MOST, TURNS, ALONE_S = 2.0, 5, 60, 2, 1.0
-# of a turn in a race, and the fewest steps; plans, and how much longer than the planner's they are
-RACE_S, FEWEST_IN_RACE, ROUNDS, RIVALS, HOPELESS = 1.4, 3, 3, 3, 1.6
+TURN_S, MOST, TURNS, ALONE_S = 2.0, 60, 2, 1.0
+FEWEST = 3  # steps measured at once
+# of a turn in a race; plans, and how much longer than the planner's they are
+RACE_S, ROUNDS, RIVALS, HOPELESS = 1.4, 3, 3, 1.6
 RECORDED = 3
 ONE_S = 40.0  # a cell, at most mostly
 
@@ -165,8 +166,8 @@ def measured(cell: Cell) -> dict[str, Any]:
     bare = seeded(cell, work)
     steps_s, bare_s = [], []
     for _ in range(TURNS):
-        steps_s.append(turn(peer, batch, plan.predicted_s, TURN_S, FEWEST))
-        bare_s.append(turn(bare, batch, its.profile.step_s, ALONE_S, FEWEST))
+        steps_s.append(turn(peer, batch, plan.predicted_s, TURN_S))
+        bare_s.append(turn(bare, batch, its.profile.step_s, ALONE_S))
     step_s, times = fmean(steps_s), fmean(bare_s) / its.profile.step_s
     terms = recorded(peer, batch)
     expected = timeline(plan, its)
@@ -236,17 +237,14 @@ def planned(way: str, its: Attached) -> Plan | None:
     return plan_for(profile, cluster, pins=pins) if able else None
 
 
-def turn(
-    peer: Peer, batch: tuple[Any, Any], expected_s: float, enough_s: float, fewest: int
-) -> float:
+def turn(peer: Peer, batch: tuple[Any, Any], expected_s: float, enough_s: float) -> float:
     """The median step of all ranks: from the last rank's end of one to the last rank's of the next.
 
     They have one clock, as all are on this machine. A rank's own steps would not do: ranks go
     through a step at different times, and what one of them loses in one it has back in another.
     """
-    steps = max(fewest, min(int(enough_s / expected_s), MOST))
-    warm_up = 2 if fewest == FEWEST else 1
-    ends = [time.perf_counter() for _ in step_times(peer, batch, steps + 1, warm_up)]
+    steps = max(FEWEST, min(int(enough_s / expected_s), MOST))
+    ends = [time.perf_counter() for _ in step_times(peer, batch, steps + 1, num_warm_up=1)]
     ranks = current().comm.gather_objects(ends, "cells: ends of steps")
     last = [max(of_ranks) for of_ranks in zip(*ranks, strict=True)]
     return statistics.median(end - begin for begin, end in pairwise(last))
@@ -267,7 +265,7 @@ def raced(cell: Cell, work: Workload, own: Peer, its: Attached) -> dict[str, lis
     for _ in range(ROUNDS):
         for name, peer in peers.items():
             expected_s = plans[name].predicted_s
-            rounds[name].append(turn(peer, work.batch, expected_s, RACE_S, FEWEST_IN_RACE))
+            rounds[name].append(turn(peer, work.batch, expected_s, RACE_S))
     return {name: [plans[name].predicted_s, min(times)] for name, times in rounds.items()}
 
 
