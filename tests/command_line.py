@@ -25,8 +25,8 @@ def prepare(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(session, "_joined", [])  # which an error in an earlier test has left
-    monkeypatch.setattr(paces, "_RUN_S", 0.01)
-    monkeypatch.setattr(paces, "_MOST_TIMES", 2)
+    monkeypatch.setattr(paces, "_QUICK_S", 0.02)
+    monkeypatch.setattr(paces, "_BUDGET_S", 0.02)
 
 
 def shoal(*arguments: Any, ranks: int = 1) -> list[int]:

@@ -12,7 +12,7 @@ from shaped import ShapedComm
 
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.facts import Link
-from shoal.profiling.links import _apart, _partners, probe_link, probe_now
+from shoal.profiling.links import _partners, probe_link, probe_now
 
 
 def test_latency_and_rate_of_a_known_link() -> None:
@@ -74,9 +74,3 @@ def test_a_few_messages_find_no_more_than_a_link_carries(monkeypatch: pytest.Mon
         first, *others = run(3, lambda comm: probe_now(ShapedComm.of(comm), Link(2e-3, 50e6)))
         assert others == [first] * 2
         assert 0 < first <= 1.1 * rate
-
-
-def test_groups_agree_by_the_three_in_the_middle() -> None:
-    assert _apart([1.0]) == 0.0 and _apart([1.0, 1.5]) == pytest.approx(0.5)
-    assert _apart([1.0, 1.1, 1.5]) == pytest.approx(0.5)
-    assert _apart([9.0, 1.0, 1.01, 1.04, 0.1, 1.02]) == pytest.approx(0.02)

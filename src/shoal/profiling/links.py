@@ -3,9 +3,9 @@
 Every rank sends to another host and receives from one, all at once, back to back. So ranks that
 share a host each find their share of its link; on one host alone they find what they can send each
 other. After a pause a shaped link (the lab's, or a cloud's) lets a burst pass for free, so each
-row of messages begins with some that are not counted, and the large ones decide the rate; how much
-it is, a train of messages after a pause tells by how much too early it comes. What the ranks agree
-on is the slowest rank's, so that all go on alike and return the same.
+size begins with messages that are not counted, and the large ones decide the rate; how much it is,
+a train of messages after a pause tells by how much too early it comes. What the ranks agree on is
+the slowest rank's, so that all go on alike and return the same.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shoal.core.facts import Link
 from shoal.profiling.fit import fit_line
 from shoal.profiling.processor import ProcessorTime
 
-SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
+SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _BURST = 1 << 18  # bytes: what may pass for free after a pause, and some more
 _CAR, _TRAIN, _TRAINS = 1 << 16, 8, 3  # bytes of a message; so many after each of so many pauses
 _PAUSE_S, _LONGEST_S = 0.05, 0.5  # of a pause; of all trains
-# of messages timed together, so that clumps even out, seconds and number; the median group counts
-_GROUP_S, _MOST_IN_GROUP = 0.06, 16
-# groups: in a row, and at most; what the three in the middle differ by where they are enough
-_IN_A_ROW, _GROUPS, _AGREE = 3, 9, 0.05
+# of messages timed together, so that clumps even out; the median group counts
+_GROUPS, _MOST_IN_GROUP = 9, 16
+# groups, of so many seconds, that are enough where they differ by no more than so much
+_FEWEST, _QUICK_S, _AGREE = 3, 0.1, 0.05
 # a trial: seconds, and bytes, of one of so many messages
 _TRIAL_S, _TRIAL_BYTES, _TRIALS = 0.02, (1 << 16, 1 << 22), 3
 _ALIKE = 1.7  # times as fast, or as slow: what a link may be that was measured before
@@ -49,8 +49,8 @@ def probe_link(
         comm: the ranks, all of which call this at once.
         sharing: how many of them run on this rank's machine.
         sizes: bytes of a message, at least two of them; on a slow link the largest are left out.
-        budget_s: about how long it may take, at most twice that; a third where groups of messages
-            take as long as one another.
+        budget_s: about how long it may take, at most twice that; a third where messages of each
+            size take as long as one another.
 
     Returns:
         The same link on every rank, with a burst up to half a megabyte. `cpu_s_per_byte` is the
@@ -133,33 +133,23 @@ def _burst(comm: Comm, link: Link, steady_s: float) -> float:
 def _time_messages(comm: Comm, size: int, allowed_s: float, sharing: int) -> tuple[float, float]:
     """(seconds a message, processor seconds a byte) of messages of one size, back to back."""
     shift = _shifter(comm, size)
-    warm_up = max(1, min(_BURST // size, _MOST_IN_GROUP))
+    warm_up = max(1, min(_BURST // size, 4 * _MOST_IN_GROUP))
     one_s = max(comm.gather_objects(shift(warm_up), "measuring the links"))
-    most = min(math.ceil(_GROUP_S / one_s), _MOST_IN_GROUP)
-    in_group = max(1, min(int(allowed_s / one_s / _GROUPS), most))
+    in_group = max(1, min(int(allowed_s / one_s / _GROUPS), _MOST_IN_GROUP))
     groups = max(1, min(int(allowed_s / one_s / in_group), _GROUPS))
+    quick = max(1, min(in_group, math.ceil(_QUICK_S / one_s)))
     cpu_start = ProcessorTime.now()
-    timed: list[float] = []
-    count = 0
-    while len(timed) < groups:
-        if groups >= _IN_A_ROW:
-            shift(warm_up)  # which may profit from the pause
-            count += warm_up
-        row = [shift(in_group) for _ in range(min(_IN_A_ROW, groups - len(timed)))]
-        timed, count = timed + row, count + len(row) * in_group
-        if max(comm.gather_objects(_apart(timed), "measuring the links")) <= _AGREE:
-            break
+    # the first one may profit from the pause
+    timed = [shift(quick) for _ in range(min(_FEWEST, groups))]
+    count = len(timed) * quick
+    apart = max(comm.gather_objects(max(timed) / min(timed) - 1, "measuring the links"))
+    if apart > _AGREE:
+        cpu_start = ProcessorTime.now()
+        timed, count = [shift(in_group) for _ in range(groups)], groups * in_group
     message_s = median(timed)
     cpu_s_per_byte = ProcessorTime.now().since(cpu_start, sharing) / (count * size)
     ranks = comm.gather_objects((message_s, cpu_s_per_byte), "measuring the links")
     return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
-
-
-def _apart(timed: Sequence[float]) -> float:
-    """By what part the three in the middle differ."""
-    begin = max(0, len(timed) - 3) // 2
-    middle = sorted(timed)[begin : begin + 3]
-    return middle[-1] / middle[0] - 1
 
 
 def _shifter(comm: Comm, size: int) -> Callable[[int], float]:

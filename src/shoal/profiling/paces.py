@@ -35,15 +35,15 @@ from shoal.profiling.processor import ProcessorTime
 
 # bytes of a bucket; of the large, the first that fits
 _SMALL, _LARGE = 1 << 16, (4 << 20, 1 << 20, 1 << 18)
-_RUN_S = 0.06  # for each exchange and size: of a run
-_TIMES, _MOST_TIMES = 2, 5  # runs: that are enough where they agree, and otherwise
+# for each exchange and size: where two runs agree, and for two more where they do not
+_QUICK_S, _BUDGET_S = 0.12, 0.5
+_TIMES = 2
 _AGREE = 0.1  # what runs that agree differ by
 _MOST_ROUNDS = 64
 _PACK_S = 0.1
-_COLD = 32 << 20  # bytes that no cache holds beside as many others
+_COLD = 64 << 20  # bytes that no cache holds beside as many others
 _DUPLEX_S = 1.0  # of each turn: what the queues of a link hold is used up in a tenth of it
 CPU = torch.device("cpu")
-_MOVES = 3  # in a run, at least: ranks do not begin it at once
 _COMPUTED = 384  # rows and columns of the product between two moves: some milliseconds
 
 
@@ -119,21 +119,17 @@ def probe_paces(
         return {name: pace(exchange) for name, exchange in exchanges.items()}
 
 
-def _a_round(
-    run: Callable[[int], tuple[float, ...]], first_s: float, fewest: int = 1
-) -> list[float]:
+def _a_round(run: Callable[[int], tuple[float, ...]], first_s: float) -> list[float]:
     """What a round takes, by the figures of a run of some, the first of them its seconds.
 
-    The quickest two are averaged, once they agree: the kernel counts interrupts by ticks. Where
-    none do, the least counts.
+    Runs that agree are averaged: the kernel counts interrupts by ticks. Of others the least counts.
     """
-    rounds = max(fewest, min(int(_RUN_S / first_s), _MOST_ROUNDS))
-    runs: list[list[float]] = []
-    for _ in range(_MOST_TIMES):
-        runs.append([figure / rounds for figure in run(rounds)])
-        quickest = sorted(runs)[:_TIMES]
-        if len(runs) >= _TIMES and quickest[-1][0] <= (1 + _AGREE) * quickest[0][0]:
-            return [fmean(figures) for figures in zip(*quickest, strict=True)]
+    for budget_s in _QUICK_S, _BUDGET_S:
+        rounds = max(1, min(int(budget_s / _TIMES / first_s), _MOST_ROUNDS))
+        runs = [[figure / rounds for figure in run(rounds)] for _ in range(_TIMES)]
+        seconds = [own[0] for own in runs]
+        if max(seconds) <= (1 + _AGREE) * min(seconds):
+            return [fmean(figures) for figures in zip(*runs, strict=True)]
     return [min(figures) for figures in zip(*runs, strict=True)]
 
 
@@ -186,7 +182,7 @@ def probe_moves(
         return (times * seconds(times, halves),)
 
     ((both_s,), (computed_s,)) = (
-        _a_round(partial(timed, halves), first_s, _MOVES) for halves in (moving, computing)
+        _a_round(partial(timed, halves), first_s) for halves in (moving, computing)
     )
     traffic = direct.traffic(Bucket(flat.numel(), flat.itemsize), comm.topology)
     round_s = max(0.0, both_s - computed_s - traffic.worst * pace.wall.byte_s) / traffic.rounds
@@ -305,6 +301,6 @@ def probe_pack(comm: Comm, device: torch.device = CPU) -> float:
 def _large(traffic: Mapping[int, Traffic], link: Link, in_flight: int) -> int:
     """The largest bucket of which three rounds are quick, else the smallest."""
     for nbytes in _LARGE:
-        if 3 * in_flight * traffic[nbytes].worst / link.bytes_per_s <= 2 * _RUN_S:
+        if 3 * in_flight * traffic[nbytes].worst / link.bytes_per_s <= _QUICK_S:
             break
     return nbytes
