@@ -1,7 +1,7 @@
 """What a batch of 64 costs in accuracy against one of 8, in equal epochs, and what helps.
 
     .venv/bin/python benchmarks/batch_accuracy.py digits        two minutes of one core
-    .venv/bin/python benchmarks/batch_accuracy.py text          a quarter of an hour of one core
+    .venv/bin/python benchmarks/batch_accuracy.py text          25 minutes of one core
 
 Tasks and judging are those of accuracy.py: 0.5 points, or 1 % of the loss. As gradients are exact
 on any number of ranks, one process trains. All ways see the same number of rows. A way is an

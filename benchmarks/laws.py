@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/laws.py hosts     two models on 2, 3, 4, 6 and 8 hosts, each
                                                        with a fifth of a core; what 2 to 4 foresee
-                                                       of 6 and 8: 6 min
+                                                       of 6 and 8: 15 min
     sudo .venv/bin/python benchmarks/laws.py measure   exchanges alone on 2 to 8 hosts: 4 min
     python benchmarks/laws.py plot                     docs/lab/laws.svg: those, and 2 to 1,024
                                                        hosts simulated (needs matplotlib)
