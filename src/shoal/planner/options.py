@@ -18,8 +18,7 @@ from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 PLAIN = Replicate.name
-# of a step that sends nothing: what a cut of a layer, or a pair, must spare to be tried
-_CUT_SPARES = 0.01
+LEAST_CUT_BYTES = 1 << 20  # of a layer, or a pair, that is cut unasked
 
 
 def options_of(
@@ -61,8 +60,7 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
     """Of the ways to cut the layer no more than the cheapest, and that if it may be worth it.
 
     They differ in what they send. What the layer does not hide is waited for, and spares no more
-    than what the layer costs otherwise. How large the layer is does not matter: on a slow link a
-    small model is all of the step.
+    than what the layer costs otherwise.
     """
     whole = [name for name in names if not predictor.role(name).is_cut]
     cuts = sorted(
@@ -70,15 +68,9 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
     )
     if whole and cuts:
         least_s = min(_seconds(predictor, layer, name) for name in whole)
-        if not _is_worth_trying(predictor, least_s - _seconds(predictor, layer, cuts[0])):
+        if layer.nbytes < LEAST_CUT_BYTES or _seconds(predictor, layer, cuts[0]) >= least_s:
             return whole
     return [*whole, *cuts[:1]]
-
-
-def _is_worth_trying(predictor: Predictor, spared_s: float) -> bool:
-    profile = predictor.profile
-    step_s = profile.forward_s + profile.backward_s + profile.optimizer_s
-    return spared_s > _CUT_SPARES * step_s
 
 
 def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
@@ -121,7 +113,8 @@ def pairs_of(
             apart_s = sum(
                 min(_seconds(predictor, layers[n], way) for way, _ in options[n]) for n in served
             )
-            if every or _is_worth_trying(predictor, apart_s - together_s):
+            large = sum(member.nbytes for member in layers.values()) >= LEAST_CUT_BYTES
+            if every or (large and together_s < apart_s):
                 pairs.append(pair)
     return pairs
 
