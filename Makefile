@@ -45,7 +45,7 @@ test-gpu: .venv/ready
 
 test-spark: java .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,spark]'
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m spark tests/integrations || $(ALONE)
+	$(BIN)/python -m pytest -m spark tests/integrations || $(ALONE)
 
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
-from written_digits import load_digits
 
 from shoal.core.errors import SampleError, UsageError
 from shoal.integrations import spark as stages

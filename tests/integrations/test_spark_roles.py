@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
-from written_digits import load_digits
 
 import shoal
 from shoal.core.errors import UsageError
