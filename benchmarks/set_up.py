@@ -48,6 +48,7 @@ PHASES = {
     "paces of exchanges": (("shoal.front.cluster", "probe_paces"),),
     "paces of moves": (("shoal.front.cluster", "probe_moves"),),
     "pace of packing": (("shoal.front.cluster", "probe_pack"),),
+    "pace of landing": (("shoal.front.cluster", "probe_landing"),),
     "paces of codecs": (("shoal.front.cluster", "probe_codings"),),
     "search": (("shoal.front.spreading", "plan_for"),),
     "waiting for the plan": (("shoal.front.spreading", "from_first"),),

@@ -16,7 +16,7 @@ from shoal.contracts.launcher import Job
 from shoal.launch.local import Local
 
 SCRIPTS = {str(page.relative_to(ROOT)): source for page in PAGES if (source := script(page))}
-# Alone README.md is enough for CI: what a page needs of other ranks, two of them show.
+# On one rank README.md is enough for CI: the other pages' code runs on two.
 RANKS = [
     pytest.param(page, ranks, marks=[pytest.mark.minutes] * (ranks == 1 and page != "README.md"))
     for ranks in (2, 1)

@@ -338,7 +338,7 @@ def test_a_parameter_costs_an_update_something_whatever_its_size() -> None:
     assert returned_s - (less.spans[0].back_s - less.spans[0].end_s) == pytest.approx(
         2 * (0.1 + 0.1 - 0.05), **NEARLY
     ), "of b and of c, one after the other: 0.05 s less of bytes each"
-    owned = [replace(half, layer=name) for half in halves[:1] for name in "cba"]
+    owned = [*halves, Choice("a", "sliced", "direct")]
     every = Predictor(profile, cluster(2, 1e6)).predict(owned, bucket_bytes=1, lanes=1)
     assert every.optimizer_s == 0.0, "nothing is left to call it for"
 

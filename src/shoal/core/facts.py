@@ -416,6 +416,12 @@ class ModelProfile:
         """Seconds of a step in which nothing is sent."""
         return self.forward_s + self.backward_s + self.optimizer_s
 
+    @property
+    def update_bytes_s(self) -> float:
+        """The part of optimizer_s that goes with bytes."""
+        parameters = sum(len(layer.parameters) for layer in self.layers)
+        return max(0.0, self.optimizer_s - self.update.of(parameters))
+
     def placed(self, owners: Mapping[str, Owner]) -> ModelProfile:
         """The same profile with these owners of whole parameters, by dotted name, and no others."""
         return replace(
@@ -451,11 +457,12 @@ class ModelProfile:
         layers = [layer for layer in self.layers if layer.name in excerpt.layers]
         starts_s = min(layer.needed_s for layer in layers)
         share = sum(layer.nbytes for layer in layers) / max(self.nbytes, 1)
+        fixed_s = self.update.of(sum(len(layer.parameters) for layer in layers))
         return ModelProfile(
             layers=tuple(layer.in_excerpt(excerpt, starts_s) for layer in layers),
             forward_s=max(0.0, self.forward_s - starts_s) * excerpt.rows,
             backward_s=max(layer.ready_s for layer in layers) * excerpt.rows,
-            optimizer_s=self.optimizer_s * share,
+            optimizer_s=fixed_s + self.update_bytes_s * share,
             digest=self.digest,
             state_bytes=self.state_bytes * share,
             update=self.update,

@@ -59,7 +59,10 @@ class Job:
 
 @final
 class Speeds:
-    """How fast parts go beside one another on one cluster; what is worked out is kept."""
+    """What jobs are made of on one cluster, and how fast parts of them go beside one another.
+
+    What is worked out is kept.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.processors = max(1.0, cluster.cores_per_rank)  # in main threads as they were profiled
@@ -170,7 +173,6 @@ class Lanes:
         """So many lanes each way, on a link whose burst lasts so many seconds."""
         self._speeds = speeds
         self.turn = cluster.turn
-        self.core_part = cluster.core_part
         directions = tuple(Direction) if cluster.servers else (Direction.BOTH,)
         self._lanes: dict[Direction, list[deque[Job]]] = {
             direction: [deque() for _ in range(number)] for direction in directions
@@ -242,14 +244,14 @@ class Lanes:
         taken = tuple([job.taken for job in busy])
         speeds, used, main_speed = self._speeds.of(taken, main_s > 0, self.burst_s > 0)
         passed_s = main_s / main_speed if main_s else inf
-        for job, speed in zip(busy, speeds):  # noqa: B905  # in the innermost loop of a search
+        for job, speed in zip(busy, speeds, strict=True):
             if (own_s := job.left_s / speed) < passed_s:
                 passed_s = own_s
         if self.burst_s and used > 1:
             passed_s = min(passed_s, self.burst_s / (used - 1))
         self._pass(passed_s, used)
         ended = False
-        for job, speed in zip(busy, speeds):  # noqa: B905
+        for job, speed in zip(busy, speeds, strict=True):
             job.left_s -= passed_s * speed
             ended = ended or job.left_s <= _OVER_S
         if ended:

@@ -91,8 +91,8 @@ def _island_s(plan: Plan, profile: ModelProfile, cluster: Cluster) -> float:
         Link(0.0, math.inf, cluster.link.cpu_s_per_byte),
         cluster.cores_per_rank,
         {"direct": Pace(moved, moved)},
-        cluster.pack_byte_s,
-        cluster.pack_each_s,
+        pack_byte_s=cluster.pack_byte_s,
+        pack_each_s=cluster.pack_each_s,
     )
     choices = tuple(Choice(choice.layer, "replicate", "direct") for choice in plan.choices)
     exact = replace(plan, ranks=ranks, choices=choices)

@@ -79,7 +79,7 @@ def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
     """
     cost = predictor.cost(Site((layer.name,), strategy, predictor.carriers(strategy)[0]))
     added_s = cost.alone_s + cost.forward_s + cost.backward_s - cost.beside_s
-    return added_s + predictor.update_s(layer) * (cost.held + cost.update.host)
+    return added_s + predictor.update_s(layer, cost.held + cost.update.host)
 
 
 def pairs_of(

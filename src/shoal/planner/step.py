@@ -125,12 +125,12 @@ class Compute:
 
     forward_s: float
     backward_s: float
-    optimizer_s: float
     needed_s: tuple[tuple[str, float], ...]  # since forward began, each layer in its order
     ready_s: tuple[tuple[str, float], ...]  # since backward began, each layer in its order
     nbytes: Mapping[str, int]  # of each layer's parameters
     counts: Mapping[str, int]  # how many those are
-    update: UpdatePace  # the part of optimizer_s that does not go with bytes
+    update: UpdatePace  # of the optimizers, whatever sizes parameters have
+    update_bytes_s: float  # what they take for all bytes
 
     def own_update_s(self, updates: Mapping[str, Update]) -> float:
         """Seconds of the main thread's own updates: who updates each layer; itself those that are
@@ -141,23 +141,23 @@ class Compute:
         if not updated:
             return 0.0
         nbytes = sum(self.nbytes[layer] * part for layer, part in parts.items())
-        return self.update.of(updated) + self.bytes_s * nbytes / self.total_nbytes
+        return self.update.of(updated) + self.update_bytes_s * nbytes / self.total_nbytes
+
+    def added_update_s(self, layer: str, part: float) -> float:
+        """Seconds that a part of a layer's bytes adds to an update of others."""
+        fixed_s = self.counts[layer] * self.update.parameter_s
+        return fixed_s + self.update_bytes_s * part * self.nbytes[layer] / self.total_nbytes
 
     def owners_update_s(self, site: Site, update: Update) -> float:
         """Seconds of the busiest owner's update of a site."""
-        return self.update.of(update.pieces) + self.bytes_s * self.share(site) * update.lane
+        return self.update.of(update.pieces) + self.update_bytes_s * self.share(site) * update.lane
 
     def hosts_update_s(self, site: Site, update: Update) -> float:
         """Seconds of a site's update on a host that does not train; 0 where none updates it."""
         if not update.host:
             return 0.0
-        pace_s = self.update.of(sum(self.counts[layer] for layer in site.layers))
-        return pace_s + self.bytes_s * self.share(site) * update.host
-
-    @cached_property
-    def bytes_s(self) -> float:
-        """The part of optimizer_s that goes with bytes."""
-        return max(0.0, self.optimizer_s - self.update.of(sum(self.counts.values())))
+        fixed_s = self.update.of(sum(self.counts[layer] for layer in site.layers))
+        return fixed_s + self.update_bytes_s * self.share(site) * update.host
 
     def share(self, site: Site) -> float:
         """A site's part of all parameters, by bytes."""

@@ -170,9 +170,9 @@ class Predictor:
             cost = replace(cost.each(every), memory_bytes=cost.memory_bytes + kept_bytes)
         return cost.mean
 
-    def update_s(self, layer: LayerProfile) -> float:
-        """Seconds that the optimizer takes for one layer."""
-        return self.profile.optimizer_s * layer.nbytes / self._compute.total_nbytes
+    def update_s(self, layer: LayerProfile, part: float) -> float:
+        """Seconds that the optimizer takes for a part of one layer's bytes, beside other layers."""
+        return self._compute.added_update_s(layer.name, part)
 
     def alone_s(self, choice: Choice) -> tuple[float, float]:
         """Bytes, and seconds of link and lane, of one layer served by itself."""
@@ -245,24 +245,23 @@ class Predictor:
         Where they are more than `most_s`, it may be something between the two, found sooner.
         """
         plan = replace(self._plan(choices, bucket_bytes, lanes), least_part_bytes=least_part_bytes)
+        step_s = self._step(plan).seconds(most_s)
+        return self._run(plan, None).step_s if self._bursts(step_s) else step_s
+
+    def _step(self, plan: Plan, burst_s: float = 0.0) -> Step:
+        """A step under a plan, that begins with so many seconds of a burst."""
         sites = [self._priced(site) for site in self._sites(plan)]
-        moved = self._of_state, self._state_is_late
-        step = Step(self._compute, sites, Lanes(self.cluster, lanes, self._speeds), *moved)
-        step_s = step.seconds(most_s)
-        if self.cluster.link.burst_s > _BURST * step_s:
-            return self._run(plan, None).step_s
-        return step_s
+        lanes = Lanes(self.cluster, plan.lanes, self._speeds, burst_s)
+        return Step(self._compute, sites, lanes, self._of_state, self._state_is_late)
+
+    def _bursts(self, step_s: float) -> bool:
+        """Whether what a step leaves of a burst changes the next one."""
+        return self.cluster.link.burst_s > _BURST * step_s
 
     def _run(self, plan: Plan, late: int | None) -> Timeline:
-        sites = [self._priced(site) for site in self._sites(plan)]
-        moved = self._of_state, self._state_is_late
-        timeline = Step(
-            self._compute, sites, Lanes(self.cluster, plan.lanes, self._speeds), *moved
-        ).run(late)
-        # what a step leaves of a burst the next one has
-        if self.cluster.link.burst_s > _BURST * timeline.step_s:
-            anew = Lanes(self.cluster, plan.lanes, self._speeds, timeline.burst_s)
-            timeline = Step(self._compute, sites, anew, *moved).run(late)
+        timeline = self._step(plan).run(late)
+        if self._bursts(timeline.step_s):
+            timeline = self._step(plan, timeline.burst_s).run(late)
         if self._norms is not None:
             sent = (phase.traffic for phase in self._norms)
             crossing_s = timeline.crossing_s + sum(phase.alone_s for phase in self._norms)
@@ -277,11 +276,10 @@ class Predictor:
 
     def lanes_s(self, plan: Plan) -> float:
         """Processor seconds of what a rank's lanes do to serve each site once."""
-        return self._of_lanes_s(self.costs(plan), plan)
+        return self._of_lanes_s(self.costs(plan))
 
-    def _of_lanes_s(self, costs: Iterable[Cost], plan: Plan) -> float:
-        lanes = Lanes(self.cluster, plan.lanes, self._speeds)
-        return sum(cost.processor_s / lanes.core_part + cost.lane_s for cost in costs)
+    def _of_lanes_s(self, costs: Iterable[Cost]) -> float:
+        return sum(cost.processor_s / self.cluster.core_part + cost.lane_s for cost in costs)
 
     def floor_s(self, plan: Plan) -> float:
         """What no schedule of this plan beats: its compute, or a host's bytes at the link's rate.
@@ -294,7 +292,7 @@ class Predictor:
         if self._of_state is not None:
             costs.append(Cost(in_backward=self._of_state))
         costs += [Cost(in_backward=phase) for phase in self._norms or ()]
-        lanes_s = self._of_lanes_s(costs, plan)
+        lanes_s = self._of_lanes_s(costs)
         updates, owned = {}, 0.0  # owned: a part of all bytes
         for choice in plan.choices:
             site = Site((choice.layer,), choice.strategy, choice.exchange)
@@ -303,7 +301,7 @@ class Predictor:
         changes_s = sum(cost.forward_s + cost.backward_s for cost in costs)
         main_s = self._compute.forward_s + self._compute.backward_s + changes_s
         main_s += self._compute.own_update_s(updates)
-        lanes_s += self._compute.bytes_s * owned / self.cluster.size
+        lanes_s += self._compute.update_bytes_s * owned / self.cluster.size
         compute_s = self.beside_s(main_s, lanes_s)
         return max(compute_s, self.cluster.link_s(total([cost.traffic for cost in costs])))
 
@@ -325,10 +323,10 @@ def _compute(
     return Compute(
         forward_s,
         backward_s,
-        profile.optimizer_s,
         needed_s=tuple((layer.name, layer.needed_s * later) for layer in in_forward),
         ready_s=tuple((layer.name, layer.ready_s * later_back) for layer in profile.layers),
         nbytes=nbytes,
         counts={layer.name: len(layer.parameters) for layer in profile.layers},
         update=profile.update,
+        update_bytes_s=profile.update_bytes_s,
     )

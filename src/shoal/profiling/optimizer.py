@@ -49,16 +49,15 @@ class OptimizerCost:
         `rows` says how many rows gradients have that are sparse, by parameter.
         """
         costs = [_cost(optimizer, rows or {}) for optimizer in optimizers]
+        counts = [len(_trained(optimizer)) for optimizer in optimizers]
         seconds = sum(cost.seconds for cost in costs)
-        count = sum(len(_trained(optimizer)) for optimizer in optimizers)
+        call_s = sum(cost.pace.call_s for cost in costs)
         each_s = sum(
-            cost.pace.parameter_s * len(_trained(optimizer))
-            for cost, optimizer in zip(costs, optimizers, strict=True)
+            cost.pace.parameter_s * count for cost, count in zip(costs, counts, strict=True)
         )
-        pace = UpdatePace(sum(cost.pace.call_s for cost in costs), each_s / max(count, 1))
-        fixed_s = pace.of(count)
-        if fixed_s > seconds:
-            pace = pace.times(seconds / fixed_s)
+        pace = UpdatePace(call_s, each_s / max(sum(counts), 1))
+        if call_s + each_s > seconds:
+            pace = pace.times(seconds / (call_s + each_s))
         return cls(seconds, sum(cost.state_bytes for cost in costs), pace)
 
 
