@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +17,8 @@ from shoal.core.pieces import cut
 from shoal.core.trace import MAIN, Recorder
 
 T = TypeVar("T")
+# ranks that one sends to: many senders at once overrun the queue of a receiver's link
+_AT_ONCE = 3
 _USUAL = ("training", "backward", "exchange", "step", "update", "row counts")
 WORDS = 64  # bytes of what ranks tell each other that they do
 
@@ -63,6 +65,21 @@ class Comm(ABC):
     @abstractmethod
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Start receiving into `tensor`."""
+
+    def send_in_turn(self, messages: Iterable[tuple[int, Sequence[Tensor]]]) -> list[Pending]:
+        """Start sending these tensors to each rank, in order; the last ones are still under way.
+
+        Only `_AT_ONCE` ranks are sent to at a time, so one's own receives must have begun. With
+        servers it is all at once: else every worker would begin with the same ones, and the others
+        would have nothing to do.
+        """
+        at_once = _AT_ONCE if self.workers == self.size else self.size
+        under_way: list[list[Pending]] = []
+        for index, (to, tensors) in enumerate(messages):
+            if index >= at_once:
+                self.finish(under_way[index - at_once])
+            under_way.append([self.send(tensor, to) for tensor in tensors])
+        return [sending for to_one in under_way[-at_once:] for sending in to_one]
 
     def finish(self, pending: Sequence[Pending]) -> None:
         """Wait for all of them."""

@@ -21,14 +21,11 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from shoal.contracts.comm import Comm, Pending
+from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, DeliveringExchange
 from shoal.core.by_host import staged
 from shoal.core.cost import Traffic
 from shoal.core.facts import Topology
-
-# messages of a rank: what many senders at once send one receiver overruns its link's queue
-_AT_ONCE = 3
 
 
 @final
@@ -82,8 +79,8 @@ class Direct(DeliveringExchange):
             for r in comm.others
             if r < comm.workers and landing[r].numel()
         }
-        sends = _sent(
-            comm, [(outgoing[r], r) for r in comm.others if trains and outgoing[r].numel()]
+        sends = comm.send_in_turn(
+            (r, [outgoing[r]]) for r in comm.others if trains and outgoing[r].numel()
         )
         for r in range(comm.workers):
             if r in receives:
@@ -101,23 +98,7 @@ class Direct(DeliveringExchange):
             if comm.rank < comm.workers and slices[r].numel()
         ]
         at_host = staged(own)  # once for all, where it lies on a GPU
-        pending += _sent(
-            comm, [(at_host, r) for r in comm.others if r < comm.workers and own.numel()]
+        pending += comm.send_in_turn(
+            (r, [at_host]) for r in comm.others if r < comm.workers and own.numel()
         )
-        for transmission in pending:
-            transmission.wait()
-
-
-def _sent(comm: Comm, messages: Sequence[tuple[Tensor, int]]) -> list[Pending]:
-    """Send each tensor to its rank, in order; the last ones are still under way.
-
-    With servers all at once: else every worker would begin with the same ones, and the others would
-    have nothing to do.
-    """
-    at_once = _AT_ONCE if comm.workers == comm.size else max(1, len(messages))
-    sends: list[Pending] = []
-    for index, (tensor, to) in enumerate(messages):
-        if index >= at_once:
-            sends[index - at_once].wait()
-        sends.append(comm.send(tensor, to))
-    return sends[-at_once:]
+        comm.finish(pending)

@@ -319,21 +319,15 @@ class _Gathered:
 
 
 def _gathered(comm: Comm, packed: _Packed) -> _Gathered:
-    """All ranks' rows. Everything is sent at once.
-
-    A peer receives when it knows how much there is.
-    """
+    """All ranks' rows. A peer receives when it knows how much there is."""
     left, right, mark = packed.left, packed.right, packed.mark
     word = 0 if mark is None else mark.word
     words = [len(left), packed.share, 2 * word + (packed.more is not None)]
     header = torch.tensor(words, dtype=torch.float64, device="cpu")
     headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
     pending = [comm.receive(headers[r], r) for r in comm.others]
-    # once for all, where they lie on a GPU
-    own_factors = [header, staged(left), staged(right)] if len(left) else [header]
-    sends = [comm.send(part, r) for part in own_factors for r in comm.others]
-    for transmission in pending:
-        transmission.wait()
+    sends = [comm.send(header, r) for r in comm.others]
+    comm.finish(pending)
     rows = [int(header_of_rank[0]) for header_of_rank in headers]
     mean_share = at_least(sum(float(header_of_rank[1]) for header_of_rank in headers) / comm.size)
     all_left, all_right = (
@@ -344,10 +338,12 @@ def _gathered(comm: Comm, packed: _Packed) -> _Gathered:
     pending = [
         comm.receive(parts[r], r) for parts in (lefts, rights) for r in comm.others if rows[r]
     ]
+    if len(left):
+        own_factors = staged(left), staged(right)  # once for all, where they lie on a GPU
+        pending += comm.send_in_turn((r, own_factors) for r in comm.others)
     lefts[comm.rank].copy_(left)
     rights[comm.rank].copy_(right)
-    for transmission in (*pending, *sends):
-        transmission.wait()
+    comm.finish([*pending, *sends])
     if mark is not None and any(int(theirs[2]) >> 1 != mark.word for theirs in headers):
         mark.compare(comm)
     if mean_share != 1:

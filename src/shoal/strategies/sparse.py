@@ -159,13 +159,11 @@ class SparseTransfer(Transfer):
     ) -> tuple[list[Tensor], tuple[list[Tensor], list[Tensor]]]:
         """Every rank's header, ids and values, by rank.
 
-        All is sent at once. A peer receives when it knows how much there is.
+        A peer receives when it knows how much there is.
         """
         headers = [header if r == comm.rank else torch.empty_like(header) for r in range(comm.size)]
         pending = [comm.receive(headers[r], r) for r in comm.others]
-        # once for all, where they lie on a GPU
-        sent = [header, *(staged(part) for part in (ids, values) if len(part))]
-        sends = [comm.send(part, r) for part in sent for r in comm.others]
+        sends = [comm.send(header, r) for r in comm.others]
         comm.finish(pending)
         all_ids, all_values = [ids] * comm.size, [values] * comm.size
         pending = []
@@ -173,6 +171,9 @@ class SparseTransfer(Transfer):
             num_ids, num_values = self._sizes(headers[r])
             all_ids[r], all_values[r] = ids.new_empty(num_ids), values.new_empty(num_values)
             pending += [comm.receive(p, r) for p in (all_ids[r], all_values[r]) if len(p)]
+        # once for all, where they lie on a GPU
+        own = [staged(part) for part in (ids, values) if len(part)]
+        pending += comm.send_in_turn((r, own) for r in comm.others if own)
         comm.finish([*pending, *sends])
         return headers, (all_ids, all_values)
 
