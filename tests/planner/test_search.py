@@ -14,7 +14,7 @@ from shoal.core.cost import Pace, Price
 from shoal.core.errors import PlanError
 from shoal.core.plan import Choice
 from shoal.planner.explain import explain
-from shoal.planner.options import LEAST_CUT_BYTES
+from shoal.planner.options import least_cut_bytes
 from shoal.planner.search import CUT_WORTH, LANES, OTHER_WORTH, search
 from shoal.planner.search_options import DEFAULT, SearchOptions
 from shoal.planner.sharing import plan_for
@@ -58,7 +58,6 @@ def test_where_traffic_hides_anyway_nothing_is_changed() -> None:
 def test_a_wide_layer_is_cut_as_a_pair_with_the_small_one_behind_it() -> None:
     small = measured(linear("small", 0.1, 4096, 10, rows=32), PairFacts(fed_by="wide"))
     wide = measured(linear("wide", 0.2, 1024, 4096, rows=32), PairFacts(feeds="small"))
-    assert small.nbytes < LEAST_CUT_BYTES
     net, where = (
         model(small, wide, forward_s=0.01, backward_s=0.2, optimizer_s=0.0),
         cluster(4, 1e8),
@@ -267,7 +266,8 @@ def test_the_search_is_within_one_percent_of_trying_everything_that_cuts(seed: i
         )
 
     names = [each.name for each in layers]
-    ways = [[*whole, *(cuts if each.nbytes >= LEAST_CUT_BYTES else [])] for each in layers]
+    large = least_cut_bytes(where.link)
+    ways = [[*whole, *(cuts if each.nbytes >= large else [])] for each in layers]
     best = min(
         weighed(picks, carrier, nbytes)
         for picks in filter(allowed, itertools.product(*ways))

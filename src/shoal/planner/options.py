@@ -8,7 +8,7 @@ from typing import Any
 from shoal.codecs.coded import codec_named, exchange_named
 from shoal.contracts.strategy import Strategy
 from shoal.core.errors import PlanError
-from shoal.core.facts import LayerProfile
+from shoal.core.facts import LayerProfile, Link
 from shoal.core.names import matched
 from shoal.core.plan import Choice, Site, rows_and_rest, strategy_and_exchange
 from shoal.core.registry import named, of
@@ -18,7 +18,8 @@ from shoal.strategies.replicate import Replicate
 
 Option = tuple[str, str]  # a strategy, and its own exchange or ''
 PLAIN = Replicate.name
-LEAST_CUT_BYTES = 1 << 20  # of a layer, or a pair, that is cut unasked
+# of a layer, or a pair, that is cut unasked: bytes, and the link's time for them
+_LEAST_CUT_BYTES, _LEAST_CUT_S = 1 << 20, 0.02
 
 
 def options_of(
@@ -68,9 +69,15 @@ def _worth_trying(predictor: Predictor, layer: LayerProfile, names: Sequence[str
     )
     if whole and cuts:
         least_s = min(_seconds(predictor, layer, name) for name in whole)
-        if layer.nbytes < LEAST_CUT_BYTES or _seconds(predictor, layer, cuts[0]) >= least_s:
+        is_small = layer.nbytes < least_cut_bytes(predictor.cluster.link)
+        if is_small or _seconds(predictor, layer, cuts[0]) >= least_s:
             return whole
     return [*whole, *cuts[:1]]
+
+
+def least_cut_bytes(link: Link) -> float:
+    """Of a layer, or a pair, that may be cut unasked: the slower the link, the fewer."""
+    return min(_LEAST_CUT_BYTES, link.bytes_per_s * _LEAST_CUT_S)
 
 
 def _seconds(predictor: Predictor, layer: LayerProfile, strategy: str) -> float:
@@ -113,7 +120,8 @@ def pairs_of(
             apart_s = sum(
                 min(_seconds(predictor, layers[n], way) for way, _ in options[n]) for n in served
             )
-            large = sum(member.nbytes for member in layers.values()) >= LEAST_CUT_BYTES
+            nbytes = sum(member.nbytes for member in layers.values())
+            large = nbytes >= least_cut_bytes(predictor.cluster.link)
             if every or (large and together_s < apart_s):
                 pairs.append(pair)
     return pairs

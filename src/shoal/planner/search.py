@@ -1,10 +1,10 @@
 """Chooses: the strategy of every layer, and the exchange and bucket size that carry the rest.
 
 Coordinate descent on the predicted step. It starts from all layers in one strategy, for each that
-takes buckets, and from each layer's cheapest choice alone, with small buckets and, in a model of
-few layers, with large ones; takes the layers one at a time, largest first, and keeps a change that
-makes the step shorter; then pairs of layers, and the ways to carry buckets; then all of it once
-more; and changes two of the largest layers at once at the best end. A change must gain more than
+takes buckets, and from each layer's cheapest choice alone, each carried as is best for it; takes
+the layers one at a time, largest first, and keeps a change that makes the step shorter; then pairs
+of layers, and the ways to carry buckets; then all of it once more. From the best end it goes on: it
+changes two of the largest layers at once, and then one again. A change must gain more than
 `_WORTH` of the step, so that what hides anyway stays plain; a plan that cuts layers over ranks,
 which takes every rank to save or evaluate, must gain `CUT_WORTH`, and one whose buckets all go
 otherwise than by the library's all-reduce `OTHER_WORTH`. In a model of many layers small neighbours
@@ -131,14 +131,17 @@ class _Search:
         }
         self._exchanges = {strategy: predictor.carriers(strategy) for strategy in sorted(used)}
         first = {name: carriers[0] for name, carriers in self._exchanges.items()}
-        self._start: _Carrier = (first, tried.start_bytes, LANES)
+        # of sizes that take all of the model only the least: they make the same buckets
+        enough = [nbytes for nbytes in tried.bucket_bytes if nbytes >= predictor.profile.nbytes]
+        self._sizes = [n for n in tried.bucket_bytes if not enough or n <= enough[0]]
+        self._start: _Carrier = (first, min(tried.start_bytes, self._sizes[-1]), LANES)
         self._made: dict[tuple[str, str, str], Choice] = {}
         # starts meet, and come to the same plans
         # seconds, and whether they may be more, by numbers of choices, which are kept
         self._steps: dict[tuple[int, ...], tuple[float, bool]] = {}
 
     def best(self) -> Plan:
-        """Descend from every start and keep the best end."""
+        """Descend from every start, and go on from the best end."""
         starts = [{name: self._cheapest(name) for name in self._order}]
         for strategy in reversed(self._exchanges):  # as much of one strategy as there can be
             kinds = {
@@ -147,20 +150,18 @@ class _Search:
             }
             starts.insert(0, {name: options[0] for name, options in kinds.items()})
         different = [start for i, start in enumerate(starts) if start not in starts[:i]]
-        sizes = (
-            [self._start[1]]
-            if self._large
-            else sorted({self._start[1], self._tried.bucket_bytes[-1]}, reverse=True)
-        )
-        ends = [self._descend(start, nbytes) for start in different for nbytes in sizes]
         best = min(
-            ends,
+            [
+                self._descend(start, carrier)
+                for start in different
+                for carrier in self._carriers(start)
+            ],
             key=lambda end: (
                 end[0],
                 [option[0] != PLAIN for option in end[1].values()].count(True),
             ),
         )
-        _, picks, (exchange_of, bucket_bytes, lanes) = self._with_two_changed(best)
+        _, picks, (exchange_of, bucket_bytes, lanes) = self._gone_on(best)
         choices = self._choices(picks, exchange_of)
         cluster, profile = self._predictor.cluster, self._predictor.profile
         if self._over(choices, bucket_bytes, lanes):
@@ -187,11 +188,26 @@ class _Search:
         )
         return replace(plan, late=step.late, least_part_bytes=least_part_bytes)
 
-    def _descend(self, picks: dict[str, Option], bucket_bytes: int) -> _End:
-        carrier = self._start[0], bucket_bytes, LANES
+    def _carriers(self, picks: dict[str, Option]) -> list[_Carrier]:
+        """How these picks are best carried and, in a small model, how any are at first.
+
+        Carried otherwise, layers are changed for what only the exchange of their start costs, and
+        one at a time they do not change back.
+        """
+        _, carrier = self._carried(picks, self._start, self._step(picks, self._start))
+        return [carrier] if self._large or carrier == self._start else [carrier, self._start]
+
+    def _descend(self, picks: dict[str, Option], carrier: _Carrier) -> _End:
         end = self._step(picks, carrier), picks, carrier
         for _ in range(2):
             end = self._changed(end, self._changes())
+        return end
+
+    def _gone_on(self, end: _End) -> _End:
+        """What comes of changing two of the largest layers at once, and then one while it gains."""
+        before_s, end = end[0], self._with_two_changed(end)
+        while end[0] < before_s * (1 - _WORTH):
+            before_s, end = end[0], self._changed(end, self._changes())
         return end
 
     def _changed(self, end: _End, changes: Iterable[dict[str, Option]]) -> _End:
@@ -215,7 +231,7 @@ class _Search:
         """The best step, with the bucket sizes and each strategy's exchanges that give it."""
 
         def carriers() -> Iterator[_Carrier]:
-            for nbytes in self._tried.bucket_bytes:
+            for nbytes in self._sizes:
                 yield carrier[0], nbytes, LANES
             for strategy, exchanges_of in self._exchanges.items():
                 for exchange in exchanges_of:
@@ -246,7 +262,7 @@ class _Search:
             )
         ]
         _, picks, (exchange_of, bucket_bytes, _) = end
-        for nbytes in [bucket_bytes] if self._large else self._tried.bucket_bytes:
+        for nbytes in [bucket_bytes] if self._large else self._sizes:
             carrier = exchange_of, nbytes, LANES
             other_end = self._changed((self._step(picks, carrier), picks, carrier), changes)
             if other_end[0] < end[0] * (1 - _WORTH):
