@@ -167,7 +167,7 @@ def measured(cell: Cell) -> dict[str, Any]:
     steps_s, bare_s = [], []
     for _ in range(TURNS):
         steps_s.append(turn(peer, batch, plan.predicted_s, TURN_S))
-        bare_s.append(turn(bare, batch, its.profile.step_s, ALONE_S))
+        bare_s.append(alone(bare, batch, its.profile.step_s))
     step_s, times = fmean(steps_s), fmean(bare_s) / its.profile.step_s
     terms = recorded(peer, batch)
     expected = timeline(plan, its)
@@ -248,6 +248,19 @@ def turn(peer: Peer, batch: tuple[Any, Any], expected_s: float, enough_s: float)
     ranks = current().comm.gather_objects(ends, "cells: ends of steps")
     last = [max(of_ranks) for of_ranks in zip(*ranks, strict=True)]
     return statistics.median(end - begin for begin, end in pairwise(last))
+
+
+def alone(peer: Peer, batch: tuple[Any, Any], expected_s: float) -> float:
+    """The median step of all ranks that begin it together, and send nothing."""
+    comm, seconds = current().comm, []
+    peer.step(*batch)
+    for _ in range(max(FEWEST, min(int(ALONE_S / expected_s), MOST))):
+        comm.gather_objects(None, "cells: begin together")
+        begin_s = time.perf_counter()
+        peer.step(*batch)
+        moments = comm.gather_objects((begin_s, time.perf_counter()), "cells: a step alone")
+        seconds.append(max(end for _, end in moments) - max(begin for begin, _ in moments))
+    return statistics.median(seconds)
 
 
 def raced(cell: Cell, work: Workload, own: Peer, its: Attached) -> dict[str, list[float]]:

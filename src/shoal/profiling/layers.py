@@ -204,6 +204,10 @@ def _measured_step(
     whoever is slowest in it, which is more than any rank takes in the median: the medians are
     stretched to that. Two steps that agree are enough; where they do not, more follow.
 
+    Ranks begin each step together, as they do in training: who is done early leaves the core to
+    others. Of three ranks on two cores one would else have a core for itself, and the others would
+    never seem to be faster than on half of one.
+
     Steps that are over before the kernel has given every rank its turn are taken by the dozen: one
     that was interrupted is ten times as long, and who waits lets others have the core.
     """
@@ -238,17 +242,21 @@ def _measured_step(
     left_s = _BUDGET_S - (time.perf_counter() - start) - warm.forward_s
     steps = [measure()]
     each_s = min(step.total_s for step in (warm, *steps))
+    turn = math.ceil(_TURN_S / max(comm.gather_objects(each_s, "measuring the model: one step")))
     for fewest, enough_s in _AT_FIRST, _AT_MOST:
         affordable = min(max(fewest, int(enough_s / each_s)), int(left_s / each_s), _MOST)
         told = comm.gather_objects(affordable, "measuring the model: number of steps")
-        steps += [measure() for _ in range(len(steps), max(1, min(told)))]
+        for index in range(len(steps), max(1, min(told))):
+            if index % turn == 0:
+                _meet(comm)
+            steps.append(measure())
         typical = usual(steps, warm)
         ranks: list[list[float]] = comm.gather_objects(
             [typical.total_s, *(step.total_s for step in steps)],
             "measuring the model: seconds of steps",
         )
         usual_s = max(total_s for total_s, *_ in ranks)
-        slowest = _slowest([own for _, *own in ranks], usual_s)
+        slowest = _slowest([own for _, *own in ranks], turn)
         if _agree(slowest) or len(steps) == _MOST:
             break
     drop_gradients(parameters)
@@ -256,10 +264,10 @@ def _measured_step(
     return readers, typical.times(max(1.0, slowest_s / usual_s))
 
 
-def _slowest(ranks: Sequence[Sequence[float]], usual_s: float) -> list[float]:
-    """Seconds of a step on the rank that was slowest in it, of steps that make a turn together."""
+def _slowest(ranks: Sequence[Sequence[float]], turn: int) -> list[float]:
+    """Seconds of a step on the rank that was slowest in it, of as many steps as make a turn."""
     count = len(ranks[0])
-    size = min(count, math.ceil(_TURN_S / usual_s))
+    size = min(count, turn)
     groups = [range(i, i + size) for i in range(0, count - size + 1, size)]
     return [max(sum(own[i] for i in group) for own in ranks) / size for group in groups]
 
