@@ -82,8 +82,33 @@ ours = {str(thread.native_id) for thread in threading.enumerate()}
 assert set(os.listdir("/proc/self/task")) <= ours
 """
 
+# A rank that ends its program now closes no connection that another still makes.
+SLOW = """
+import os, time
+import torch.distributed as dist
+from shoal.comm.process_group import join
+from shoal.launch.rendezvous import seat
 
-SCRIPTS = {"channels": (CHANNELS, 3), "given group": (GIVEN_GROUP, 2), "threads": (THREADS, 2)}
+made, connected = dist.init_process_group, []
+
+def slowly(*args, **kwargs):
+    made(*args, **kwargs)
+    time.sleep(0.5 if os.environ["RANK"] == "0" else 0.0)
+    connected.append(time.monotonic())
+
+dist.init_process_group = slowly
+comm = join(seat(), timeout_s=60, start_timeout_s=60)
+moments = comm.gather_objects((*connected, time.monotonic()), "test")
+assert min(joined for _, joined in moments) >= max(made for made, _ in moments), moments
+"""
+
+
+SCRIPTS = {
+    "channels": (CHANNELS, 3),
+    "given group": (GIVEN_GROUP, 2),
+    "threads": (THREADS, 2),
+    "slow": (SLOW, 2),
+}
 
 
 @pytest.fixture

@@ -237,7 +237,9 @@ def test_models_one_after_another_leave_no_threads_and_no_channels(monkeypatch):
         assert all(closed[name] == opened[name] for name in mine)
 
 
-@pytest.mark.parametrize("way", ["replicate", "factor", "column"])
+@pytest.mark.parametrize(
+    "way", ["replicate", "column", pytest.param("factor", marks=pytest.mark.minutes)]
+)
 def test_models_that_are_gone_hold_no_memory(way: str) -> None:
     models = [[built(mlp) for _ in range(3)] for _ in range(2)]
 

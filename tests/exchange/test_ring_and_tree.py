@@ -50,3 +50,11 @@ def test_the_size_of_a_chunk_does_not_change_a_bit(kind: type[Ring | Tree], rank
 def test_no_chunks_are_refused(kind: type[Ring | Tree]) -> None:
     with pytest.raises(UsageError, match="chunk_bytes"):
         kind(chunk_bytes=0)
+
+
+def test_a_small_bucket_goes_up_and_down_a_tree_in_chunks_where_it_stands_for_a_large_one() -> None:
+    small, large = 256 << 10, 4 << 20
+    assert Tree().scaled(large) == Tree()
+    assert Tree().scaled(small) == Tree(chunk_bytes=small // 4)
+    assert Tree(chunk_bytes=1024).scaled(small) == Tree(chunk_bytes=1024)
+    assert Ring().scaled(small) == Ring()

@@ -445,14 +445,20 @@ def _made(
         group = inside.run(partial(_named, make, heartbeat), in_time=True)
     if heartbeat.store is not None:
         heartbeat.store.is_made()
-    assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _named(make: Callable[[], T], heartbeat: Heartbeat) -> T:
-    """Make it; what this host lacks for it is said in the library's words."""
+def _named(make: Callable[[], object], heartbeat: Heartbeat) -> dist.ProcessGroup:
+    """Make it; what this host lacks for it is said in the library's words.
+
+    It is there when every rank has it: one that went on and ended its program would close
+    connections that others still make.
+    """
     try:
-        return make()
+        group = make()
+        assert isinstance(group, dist.ProcessGroup)
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+        return group
     except RuntimeError as error:
         heartbeat.check()  # what another rank lacks comes this way too
         reason = str(error).splitlines()[0]

@@ -213,6 +213,12 @@ class Exchange(Contract, ABC):
         """How many messages a rank sends in a round, each to another rank: what more ranks cost."""
         return 1
 
+    def scaled(self, nbytes: int) -> Exchange:
+        """What moves so small a bucket as this moves large ones, to measure by: in several messages
+        where large ones go so.
+        """
+        return self
+
     def carrier(self, bucket: LiveBucket) -> Carrier:
         """What carries one bucket from now on."""
         return PlainCarrier((partial(self.reduce, bucket.flat), partial(self.gather, bucket.flat)))

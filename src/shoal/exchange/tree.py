@@ -19,7 +19,7 @@ Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, re
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -31,6 +31,8 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
 from shoal.core.pieces import chunked
 from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
+
+_CHUNKS = 4  # of what is measured
 
 
 @final
@@ -46,6 +48,10 @@ class Tree(Exchange):
             raise UsageError(
                 "a tree's chunk_bytes is at least 1", got=str(self.chunk_bytes), do="leave it out"
             )
+
+    def scaled(self, nbytes: int) -> Tree:
+        """In at least `_CHUNKS`: in one, the levels would add up."""
+        return replace(self, chunk_bytes=min(self.chunk_bytes, max(1, nbytes // _CHUNKS)))
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
         """The whole bucket once along every edge, each way."""

@@ -96,18 +96,18 @@ def probe_paces(
             return max(seconds for seconds, _ in ranks), max(cpu for _, cpu in ranks)
 
         def pace(exchange: Exchange) -> Pace:
+            by_size = {_SMALL: exchange} | {nbytes: exchange.scaled(nbytes) for nbytes in _LARGE}
             traffic = {
-                nbytes: exchange.traffic(Bucket(nbytes // 4, 4), comm.topology)
-                for nbytes in (_SMALL, *_LARGE)
+                nbytes: measured.traffic(Bucket(nbytes // 4, 4), comm.topology)
+                for nbytes, measured in by_size.items()
             }
             if not traffic[_SMALL].worst:
                 return Pace(Price(0.0, 0.0), Price(0.0, 0.0))
             # seconds of a message by its bytes: a large bucket may go in more messages
             wall, cpu = {}, {}
             for nbytes in (_SMALL, _large(traffic, link, len(lanes))):
-                # makes the connections, and uses up the burst
-                first_s, _ = run(exchange, nbytes, 1)
-                timed = partial(run, exchange, nbytes)
+                timed = partial(run, by_size[nbytes], nbytes)
+                first_s, _ = timed(1)  # makes the connections, and uses up the burst
                 seconds, cpu_seconds = _a_round(timed, first_s)
                 messages, sent = traffic[nbytes].rounds, traffic[nbytes].worst
                 wall[len(lanes) * sent / messages] = seconds / messages
