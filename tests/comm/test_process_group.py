@@ -216,7 +216,7 @@ def test_a_limit_that_is_given_is_kept_to_whatever_is_predicted(
     monkeypatch.setattr(process_group, "meet", lambda *_: company)
     monkeypatch.setattr(process_group, "Heartbeat", lambda *_: heartbeat)
     monkeypatch.setattr(process_group, "_pulses", lambda *_: None)
-    monkeypatch.setattr(process_group, "_made", lambda *_: Group())
+    monkeypatch.setattr(process_group, "made", lambda *_: Group())
     monkeypatch.setattr(process_group.dist, "get_process_group_ranks", lambda _: [0])
     monkeypatch.setattr(process_group.dist, "get_world_size", lambda: 1)
     told = ProcessGroupComm, "gather_objects", lambda comm, value, purpose: [value]

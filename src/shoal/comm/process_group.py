@@ -1,17 +1,16 @@
 """Ranks as processes: a Comm over torch.distributed (gloo, and NCCL where CUDA is there).
 
-The one file that knows torch.distributed's names. Every channel is a process group of its own.
-Whole buckets go through the library's all_reduce; everything else is point-to-point, which on gloo
-is faster than its own reduce_scatter and all_gather. Ranks meet first (meeting.py). What breaks or
-takes too long is raised as the verdict that the heartbeat finds (heartbeat.py), which also frees
-whoever is blocked here.
+With groups.py the one place that knows torch.distributed's names. Every channel is a process group
+of its own. Whole buckets go through the library's all_reduce; everything else is point-to-point,
+which on gloo is faster than its own reduce_scatter and all_gather. Ranks meet first (meeting.py).
+What breaks or takes too long is raised as the verdict that the heartbeat finds (heartbeat.py),
+which also frees whoever is blocked here.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import socket
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from shoal.comm.aside import Aside
+from shoal.comm.groups import made
 from shoal.comm.heartbeat import Heartbeat, Keeper
 from shoal.comm.inside import Inside, Landing, Work, is_timeout
 from shoal.comm.meeting import INTERFACE, Company, meet
@@ -34,7 +34,7 @@ from shoal.contracts.launcher import Seat
 from shoal.contracts.plain import packed, unpacked
 from shoal.contracts.store_values import Values
 from shoal.core.by_host import beside, staged
-from shoal.core.errors import RanksDiffer, ShoalError, UsageError, WorldError
+from shoal.core.errors import RanksDiffer, ShoalError, WorldError
 from shoal.core.facts import Topology
 from shoal.core.interfaces import is_loopback
 from shoal.core.open_files import raise_limit
@@ -45,8 +45,6 @@ _SHORT = 1016  # bytes of what ranks tell each other that cross at once
 _USUAL_S = 300.0  # the limit of an exchange, where nobody says otherwise
 _FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times what is planned
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
-# what gloo says where not the others are at fault
-_OWN_FAULTS = ("Unable to find address", "Unable to find interface", "Cannot resolve", "bind")
 
 
 @final
@@ -201,7 +199,7 @@ class ProcessGroupComm(Comm):
             group_desc=f"shoal-{name}",
             use_local_synchronization=by_themselves,
         )
-        group = _made(make, self._heartbeat, self._inside, ranks)
+        group = made(make, self._heartbeat, self._inside, ranks)
         return ProcessGroupComm(
             group,
             name,
@@ -409,7 +407,7 @@ def join(
     heartbeat.reached("making the first connections")
     try:
         inside = Inside(heartbeat, start_timeout_s, aside, None)
-        group = _made(make, heartbeat, inside, range(company.size))
+        group = made(make, heartbeat, inside, range(company.size))
     except BaseException as error:
         heartbeat.leave(error)  # whatever the program does now
         raise
@@ -430,47 +428,6 @@ def _pulses(seat: Seat, company: Company) -> Pulses:
     host = "" if is_alone else own.address or seat.host
     company.values.write(f"pulse/{company.rank}", PulseAddress(host, pulse.port))
     return Pulses(pulse, seat.meeting.address if seat.meeting else "", seat.token)
-
-
-def _made(
-    make: Callable[[], object], heartbeat: Heartbeat, inside: Inside, ranks: Sequence[int]
-) -> dist.ProcessGroup:
-    """Make a process group of these ranks, while the beats of all of them are looked at.
-
-    Raises:
-        UsageError: this host has no such interface or address.
-        WorldError: a rank is lost that is to make it, too, or has not made it in time.
-    """
-    with heartbeat.awaiting(ranks):
-        group = inside.run(partial(_named, make, heartbeat), in_time=True)
-    if heartbeat.store is not None:
-        heartbeat.store.is_made()
-    return group
-
-
-def _named(make: Callable[[], object], heartbeat: Heartbeat) -> dist.ProcessGroup:
-    """Make it; what this host lacks for it is said in the library's words.
-
-    It is there when every rank has it: one that went on and ended its program would close
-    connections that others still make.
-    """
-    try:
-        group = make()
-        assert isinstance(group, dist.ProcessGroup)
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
-        return group
-    except RuntimeError as error:
-        heartbeat.check()  # what another rank lacks comes this way too
-        reason = str(error).splitlines()[0]
-        if not any(words in reason for words in _OWN_FAULTS):
-            raise
-        raise UsageError(
-            "this host has no such network interface or address to meet the other ranks at",
-            where=heartbeat.who,
-            got=f"{INTERFACE}={os.environ.get(INTERFACE)!r}; {reason[-200:]}",
-            do=f"set {INTERFACE} on this host to one of "
-            + ", ".join(name for _, name in socket.if_nameindex()),
-        ) from None
 
 
 def _store(values: Values, heartbeat: Heartbeat, timeout_s: float) -> Store:
