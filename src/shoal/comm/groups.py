@@ -24,23 +24,22 @@ def made(
 ) -> dist.ProcessGroup:
     """Make a process group of these ranks, while the beats of all of them are looked at.
 
+    It is returned once every rank has it: one that went on and ended its program would close
+    connections that others still make.
+
     Raises:
         UsageError: this host has no such interface or address.
         WorldError: a rank is lost that is to make it, too, or has not made it in time.
     """
     with heartbeat.awaiting(ranks):
-        group = inside.run(partial(_named, make, heartbeat), in_time=True)
+        group = inside.run(partial(_everywhere, make, heartbeat), in_time=True)
     if heartbeat.store is not None:
         heartbeat.store.is_made()
     return group
 
 
-def _named(make: Callable[[], object], heartbeat: Heartbeat) -> dist.ProcessGroup:
-    """Make it; what this host lacks for it is said in the library's words.
-
-    It is there when every rank has it: one that went on and ended its program would close
-    connections that others still make.
-    """
+def _everywhere(make: Callable[[], object], heartbeat: Heartbeat) -> dist.ProcessGroup:
+    """Make it on every rank; what this host lacks for it is said in the library's words."""
     try:
         group = make()
         assert isinstance(group, dist.ProcessGroup)

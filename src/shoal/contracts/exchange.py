@@ -214,8 +214,9 @@ class Exchange(Contract, ABC):
         return 1
 
     def scaled(self, nbytes: int) -> Exchange:
-        """What moves so small a bucket as this moves large ones, to measure by: in several messages
-        where large ones go so.
+        """The exchange by which so small a bucket is measured in place of a large one.
+
+        Where large buckets go in several messages, that one does, too.
         """
         return self
 

@@ -32,7 +32,7 @@ from shoal.core.facts import Topology
 from shoal.core.pieces import chunked
 from shoal.exchange.arrivals import arrivals, landing_beside, once_sent
 
-_CHUNKS = 4  # of what is measured
+_CHUNKS = 4  # at least, of a bucket that is measured in place of a large one
 
 
 @final
@@ -50,7 +50,7 @@ class Tree(Exchange):
             )
 
     def scaled(self, nbytes: int) -> Tree:
-        """In at least `_CHUNKS`: in one, the levels would add up."""
+        """Small buckets go in `_CHUNKS` chunks: in one, the seconds of all levels would add up."""
         return replace(self, chunk_bytes=min(self.chunk_bytes, max(1, nbytes // _CHUNKS)))
 
     def traffic(self, bucket: Bucket, topology: Topology) -> Traffic:
