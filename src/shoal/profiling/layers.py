@@ -246,10 +246,7 @@ def _measured_step(
     for fewest, enough_s in _AT_FIRST, _AT_MOST:
         affordable = min(max(fewest, int(enough_s / each_s)), int(left_s / each_s), _MOST)
         told = comm.gather_objects(affordable, "measuring the model: number of steps")
-        for index in range(len(steps), max(1, min(told))):
-            if index % turn == 0:
-                _meet(comm)
-            steps.append(measure())
+        _measure_on(steps, max(1, min(told)), measure, turn, comm)
         typical = usual(steps, warm)
         ranks: list[list[float]] = comm.gather_objects(
             [typical.total_s, *(step.total_s for step in steps)],
@@ -262,6 +259,16 @@ def _measured_step(
     drop_gradients(parameters)
     slowest_s = median(slowest)
     return readers, typical.times(max(1.0, slowest_s / usual_s))
+
+
+def _measure_on(
+    steps: list[Step], number: int, measure: Callable[[], Step], turn: int, comm: Comm
+) -> None:
+    """Measure until there are so many steps; ranks begin each turn together."""
+    for index in range(len(steps), number):
+        if index % turn == 0:
+            _meet(comm)
+        steps.append(measure())
 
 
 def _slowest(ranks: Sequence[Sequence[float]], turn: int) -> list[float]:
