@@ -45,11 +45,11 @@ test-gpu: .venv/ready
 
 test-spark: java .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,spark]'
-	$(BIN)/python -m pytest -m spark tests/integrations || $(ALONE)
+	$(BIN)/python -m pytest -m spark tests/tools/spark || $(ALONE)
 
 test-browser: .venv/ready
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,browser]'
-	$(BIN)/python -m pytest tests/report/test_browser.py
+	$(BIN)/python -m pytest tests/tools/report/test_browser.py
 
 java:
 	@command -v java >/dev/null || test -x "$$JAVA_HOME/bin/java" || { echo "Spark needs Java 17 or newer: \

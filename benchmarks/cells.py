@@ -50,17 +50,17 @@ from cell_models import MODELS
 
 import shoal
 from shoal.comm.agreement import from_first
-from shoal.commands.peers import Peer, Workload, step_times
 from shoal.contracts.launcher import Job
 from shoal.core.plan import Plan
 from shoal.core.trace import Recorder
 from shoal.front.cluster import with_codings
-from shoal.launch.lab import Lab
 from shoal.planner.imagined import stretched
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor, as_planned
 from shoal.session.attach import attach
 from shoal.session.session import Attached, current
+from shoal_tools.contenders.peers import Peer, Workload, step_times
+from shoal_tools.launch.lab import Lab
 
 HERE = Path(__file__).parent
 SEED = 38

@@ -24,13 +24,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.commands.peers import Peer, Workload, slowest_rank, step_times
 from shoal.contracts.launcher import Job
 from shoal.core.plan import Choice, Plan
-from shoal.launch.lab import Lab
 from shoal.profiling.identity import model_digest
 from shoal.session.attach import attach
 from shoal.session.session import Attached, current
+from shoal_tools.contenders.peers import Peer, Workload, slowest_rank, step_times
+from shoal_tools.launch.lab import Lab
 
 RESULTS = Path(__file__).parent / "results" / "crossings.json"
 RANKS, WIDTH, HIDDEN = 4, 1024, 1024

@@ -34,14 +34,14 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
-from shoal.comm import faulty
 from shoal.comm.process_group import ProcessGroupComm
 from shoal.contracts.launcher import Job
 from shoal.core.facts import Link
-from shoal.launch import processes
-from shoal.launch.lab import Lab
-from shoal.launch.namespaces import enter
 from shoal.session.session import current
+from shoal_tools.launch import processes
+from shoal_tools.launch.lab import Lab
+from shoal_tools.launch.namespaces import enter
+from shoal_tools.testing import faulty
 
 INTERFACE = "interface"
 TIMEOUT_S = 120.0  # of an exchange: no fault may have to wait for it

@@ -12,10 +12,10 @@ that rank's, and what happens:
     exception   one that nobody catches
     interface   GLOO_SOCKET_IFNAME names no interface of this host
 
-The first four are kinds of `shoal.comm.faulty`. Each fault is a job of its own in a lab of its own,
-so a link that is down cuts off a host as a pulled cable would. The moments are found by a run
-without a fault, which counts the groups of connections that each rank makes and the messages that
-it waits for. A fault has passed when all other ranks have ended by themselves within 30 s, each of
+The first four are kinds of `shoal_tools.testing.faulty`. Each fault is a job of its own in a lab
+of its own, so a link that is down cuts off a host as a pulled cable would. The moments are found by
+a run without a fault, which counts the groups of connections that each rank makes and the messages
+that it waits for. A fault has passed when all other ranks have ended by themselves within 30 s, each of
 them naming the rank and its host, and neither a process nor a network namespace is left. A host
 that is cut off cannot know who else is: it has to end too, and that is all. A fault at the very end
 may be nobody's loss.
@@ -54,7 +54,7 @@ from fault_job import (
     is_late,
 )
 
-from shoal.launch.namespaces import NAMES
+from shoal_tools.launch.namespaces import NAMES
 
 KINDS = ("kill", "stop", "link down", "exception")
 SOON_S = 30.0

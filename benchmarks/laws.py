@@ -34,17 +34,17 @@ from exchanges import MB, PAYLOAD, Case, climb, descend
 from exchanges import measure as measured_in_lab
 
 import shoal
-from shoal.commands.peers import Peer, Workload, slowest_rank, step_times
 from shoal.contracts.launcher import Job
 from shoal.core.facts import Cluster, LayerProfile, Link, ModelProfile, ParameterProfile, Topology
 from shoal.core.foresight import Network, Question
 from shoal.core.plan import Site
-from shoal.launch.lab import Lab
 from shoal.planner.imagined import imagined
-from shoal.planner.simulate import simulate
 from shoal.planner.timeline import Predictor
 from shoal.profiling.saved import Measured
 from shoal.session.session import current
+from shoal_tools.contenders.peers import Peer, Workload, slowest_rank, step_times
+from shoal_tools.launch.lab import Lab
+from shoal_tools.simulate import simulate
 
 HERE = Path(__file__).parent
 HOSTS, EXCHANGES = HERE / "results/laws-hosts.json", HERE / "results/laws-exchanges.json"

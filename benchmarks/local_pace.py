@@ -20,11 +20,11 @@ from time import perf_counter
 from typing import Any
 
 import shoal
-from shoal.commands.peers import Workload, plain
 from shoal.front.recipe import load
 from shoal.planner.explain import explain
 from shoal.profiling.interfaces import carried
 from shoal.session.session import current
+from shoal_tools.contenders.peers import Workload, plain
 
 
 def mean_step_s(step: Callable[[], Any], steps: int) -> tuple[float, float]:

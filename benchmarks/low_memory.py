@@ -24,8 +24,8 @@ import shoal
 from shoal.contracts.launcher import Job
 from shoal.core.buckets import MEMORY
 from shoal.front.recipe import load
-from shoal.launch.lab import Lab
 from shoal.session.session import current
+from shoal_tools.launch.lab import Lab
 
 HERE = Path(__file__).parent
 RECIPE, RESULTS = HERE.parent / "examples" / "resnet50.py", HERE / "results" / "low-memory.json"

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.contracts.launcher import Job
-from shoal.launch.lab import Lab
-from shoal.launch.local import Local
 from shoal.session.session import current
+from shoal_tools.launch.lab import Lab
+from shoal_tools.launch.local import Local
 
 RANKS, LAYERS, WIDTH, ROWS, RATE = 4, 48, 512, 8, 1e-3
 WARM_UP, STEPS = 2, 4

@@ -33,8 +33,8 @@ from shoal.core.facts import (
     Topology,
 )
 from shoal.core.foresight import Network, Question
-from shoal.planner.simulate import simulate
 from shoal.profiling.products import ProductFacts
+from shoal_tools.simulate import simulate
 
 GIGABIT = 1e9 / 8
 _CORES, _LATENCY_S = 8.0, 1e-4  # beside a GPU; of a message

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.contracts.launcher import Job
-from shoal.launch.lab import SWITCH_ADDRESS, Lab
+from shoal_tools.launch.lab import SWITCH_ADDRESS, Lab
 
 HOSTS, PORT, PAGE = 4, 7077, 8080
 MASTER = f"spark://{SWITCH_ADDRESS}:{PORT}"
@@ -49,7 +49,7 @@ SUBMIT = (
 IDLE = f"""
 import sys, time
 from pyspark.sql import SparkSession
-from shoal.launch.cluster import check_slots
+from shoal_tools.launch.cluster import check_slots
 spark = SparkSession.builder.getOrCreate()
 check_slots(spark, {HOSTS}, "")
 spark.sparkContext.parallelize(range(64), {HOSTS}).map(lambda i: i).sum()
@@ -61,7 +61,7 @@ DISTRIBUTED = f"""
 import sys
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
-from shoal.launch.cluster import check_slots
+from shoal_tools.launch.cluster import check_slots
 spark = SparkSession.builder.getOrCreate()
 check_slots(spark, {HOSTS}, "")
 TorchDistributor(num_processes={HOSTS}, local_mode=False, use_gpu=False).run(*sys.argv[1:])
@@ -72,7 +72,7 @@ import pathlib, statistics, sys
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
-from shoal.commands.run import timed_step
+from shoal_tools.commands.run import timed_step
 from shoal.data.sharded import ShardedLoader
 from shoal.front.recipe import load
 

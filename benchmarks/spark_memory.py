@@ -20,7 +20,7 @@ from pyspark.sql import functions
 from torch import nn
 
 import shoal
-from shoal.integrations.spark import run, session
+from shoal_tools.spark import run, session
 
 WIDTH, CLASSES, LOOKS = 32, 10, 40  # of a row; looks at memory in an epoch
 NAMES = ("rank", "rank's files", "worker")

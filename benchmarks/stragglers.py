@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.comm.faulty import Victim, strike
 from shoal.contracts.launcher import Job
-from shoal.launch.lab import Lab
+from shoal_tools.launch.lab import Lab
+from shoal_tools.testing.faulty import Victim, strike
 
 _RATE = "200mbit"
 _WIDTH, _ROWS = 384, 256

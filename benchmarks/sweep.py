@@ -35,20 +35,20 @@ from torch import nn
 
 import shoal
 from shoal.comm.agreement import from_first
-from shoal.commands.peers import Peer, Workload, slowest_rank, step_times
 from shoal.contracts.launcher import Job
 from shoal.contracts.strategy import Strategy
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.plan import Choice, Plan
 from shoal.core.registry import of
 from shoal.front.recipe import load
-from shoal.launch.lab import Lab
 from shoal.planner.search import repredicted
 from shoal.planner.search_options import DEFAULT
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.session.attach import attach
 from shoal.session.session import Attached, current
+from shoal_tools.contenders.peers import Peer, Workload, slowest_rank, step_times
+from shoal_tools.launch.lab import Lab
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

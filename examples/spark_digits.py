@@ -10,10 +10,9 @@ import argparse
 
 import torch
 from pyspark.ml import Pipeline
+from shoal.integrations.spark import Parts, ShoalEstimator, session
 from sklearn.datasets import load_digits
 from torch import nn
-
-from shoal.integrations.spark import Parts, ShoalEstimator, session
 
 
 def model():

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import main
 from shoal.comm.threads import ThreadComm, run
 from shoal.front.joining import using
 from shoal.profiling import paces
 from shoal.session import session
+from shoal_tools.cli import main
 
 RECIPE = str(Path(__file__).parent / "tiny_recipe.py")
 

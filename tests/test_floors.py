@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-PACKAGE = SOURCE / "shoal"
-FILES = sorted(PACKAGE.rglob("*.py"))
-NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+PACKAGES = ("shoal", "shoal_tools")  # the library, and the tools that use it
+FILES = sorted(path for package in PACKAGES for path in (SOURCE / package).rglob("*.py"))
+NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 
-FLOORS = {
+LIBRARY = {
     "core": 0,
     "contracts": 1,
     "tensors": 2,
-    **dict.fromkeys(["comm", "launch", "report"], 3),
-    **dict.fromkeys(["remote", "doctor", "checkpoint"], 4),
+    "comm": 3,
+    **dict.fromkeys(["remote", "checkpoint"], 4),
     **dict.fromkeys(["profiling", "exchange", "codecs"], 5),
     **dict.fromkeys(["strategies", "data"], 6),
     **dict.fromkeys(["planner", "rewrite", "engine"], 7),
@@ -28,18 +28,34 @@ FLOORS = {
     "session": 10,
     "tail": 11,
     "front": 12,
+    "moved": 12,  # old names of tools
     "integrations": 13,
     "__init__": 13,  # the public names
-    "commands": 14,
-    "cli": 15,
-    "__main__": 16,
+    "__main__": 14,  # `python -m shoal`, a door to the tools
 }
+TOOLS = {
+    "__init__": 20,
+    "testing": 20,
+    "launch": 20,
+    "simulate": 20,
+    "contenders": 20,
+    "doctor": 21,
+    "report": 21,
+    "spark": 22,
+    "commands": 23,
+    "cli": 24,
+}
+FLOORS = {
+    **{f"shoal.{room}": floor for room, floor in LIBRARY.items()},
+    **{f"shoal_tools.{room}": floor for room, floor in TOOLS.items()},
+}
+DOORS = {"shoal.__main__"}
 
 
 def part(module: str) -> str:
-    """The folder or file at the top of the package that a module belongs to."""
-    pieces = module.split(".")
-    return pieces[1] if len(pieces) > 1 else "__init__"
+    """Return the room of a module: its package, and the folder or file at the top of that."""
+    package, *rest = module.split(".")
+    return f"{package}.{rest[0] if rest else '__init__'}"
 
 
 @cache
@@ -66,18 +82,20 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if part_of_shoal(alias.name))
         else:
             assert node.level == 0, f"{path}:{node.lineno}: a relative import; write it from shoal"
-            if node.module == "shoal":
-                yield from (f"shoal.{a.name}" if is_module(a.name) else "shoal" for a in node.names)
+            if node.module in PACKAGES:
+                for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                    yield name if is_module(name) else node.module
             elif node.module is not None and part_of_shoal(node.module):
                 yield node.module
 
 
 def part_of_shoal(module: str) -> bool:
-    return module == "shoal" or module.startswith("shoal.")
+    return module.partition(".")[0] in PACKAGES
 
 
 def is_module(name: str) -> bool:
-    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+    path = SOURCE / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -87,9 +105,16 @@ def test_imports_go_down(path: Path) -> None:
     for module in imported(path):
         there = part(module)
         assert there in FLOORS, f"give {there} a floor"
-        assert there == here or FLOORS[there] < FLOORS[here], (
+        assert there == here or FLOORS[there] < FLOORS[here] or here in DOORS, (
             f"{here} (floor {FLOORS[here]}) imports {module}"
         )
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_the_library_does_not_use_the_tools(path: Path) -> None:
+    here = part(".".join(path.relative_to(SOURCE).with_suffix("").parts))
+    if here.startswith("shoal.") and here not in DOORS:
+        assert not [name for name in imported(path) if name.startswith("shoal_tools")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

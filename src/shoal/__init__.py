@@ -30,10 +30,13 @@ from shoal.front.saving import load, save
 from shoal.front.scaled_lr import scaled_lr
 from shoal.front.sharding import shard
 from shoal.front.together import gather, mean
+from shoal.moved import install as _install
 from shoal.planner.search_options import SearchOptions
 from shoal.session.local import global_weights
 from shoal.session.memory import Memory, memory
 from shoal.session.session import World, world
+
+_install()
 
 __all__ = [
     "Checkpoints",

@@ -1,5 +1,5 @@
 """`python -m shoal` is the command line."""
 
-from shoal.cli import main
+from shoal_tools.cli import main
 
 main(prog_name="shoal")

@@ -11,12 +11,12 @@ from shoal.codecs.coded import Coded, codec_named, exchange_named
 from shoal.codecs.runs import RUN, Runs
 from shoal.codecs.top_k import threshold
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Bucket, LiveBucket
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Topology
 from shoal.core.registry import of
+from shoal_tools.testing.traced import TracedComm
 
 OWN = sorted(of(Codec))
 FED_BACK = [name for name, kind in of(Codec).items() if kind.feedback]

@@ -13,10 +13,10 @@ from shoal.codecs.low_rank import LowRank
 from shoal.codecs.remembering import Remembering
 from shoal.codecs.summed import turns_of
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts.exchange import Bucket, LiveBucket
 from shoal.core.errors import PlanError
 from shoal.core.facts import Topology
+from shoal_tools.testing.traced import TracedComm
 
 SHAPES = {"tall": (40, 30), "tiny": (7, 5), "conv": (16, 3, 5, 5), "other": (24, 60)}
 NUMELS = {name: prod(shape) for name, shape in SHAPES.items()}

@@ -16,11 +16,11 @@ from torch.distributed import TCPStore
 from shoal.comm import process_group
 from shoal.comm.places import Journal
 from shoal.comm.process_group import ProcessGroupComm, join
+from shoal.comm.rendezvous import seat
 from shoal.contracts.launcher import Job
 from shoal.core.errors import MissingRank, UsageError
 from shoal.core.facts import Topology
-from shoal.launch.local import Local
-from shoal.launch.rendezvous import seat
+from shoal_tools.launch.local import Local
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -29,7 +29,7 @@ import os
 import torch
 from shoal.comm.process_group import join
 from shoal.core.errors import RanksDiffer
-from shoal.launch.rendezvous import seat
+from shoal.comm.rendezvous import seat
 
 comm = join(seat(), timeout_s=60, start_timeout_s=60)
 rank, lane, other = comm.rank, comm.channel("lane"), comm.channel("other")
@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 from dataclasses import replace
 from shoal.comm.process_group import has_joined, join
-from shoal.launch.rendezvous import seat
+from shoal.comm.rendezvous import seat
 
 dist.init_process_group("gloo")
 group = dist.group.WORLD
@@ -72,7 +72,7 @@ THREADS = """
 import os, threading
 import torch
 from shoal.comm.process_group import join
-from shoal.launch.rendezvous import seat
+from shoal.comm.rendezvous import seat
 
 comm = join(seat(), timeout_s=60, start_timeout_s=60)
 comm.channel("lane").gather_objects(1, "test")
@@ -87,7 +87,7 @@ SLOW = """
 import os, time
 import torch.distributed as dist
 from shoal.comm.process_group import join
-from shoal.launch.rendezvous import seat
+from shoal.comm.rendezvous import seat
 
 made, connected = dist.init_process_group, []
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.faulty import FaultyComm
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts.comm import Comm
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer
 from shoal.core.facts import Topology
+from shoal_tools.testing.faulty import FaultyComm
+from shoal_tools.testing.traced import TracedComm
 
 SESSION: ContextVar[str] = ContextVar("SESSION", default="none")
 

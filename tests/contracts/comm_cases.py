@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm.process_group import join
-from shoal.comm.traced import TracedComm
+from shoal.comm.rendezvous import seat
 from shoal.contracts.comm import Comm
 from shoal.core.cost import Pace, Price
 from shoal.core.errors import DeadlinePassed, PeerLost, RanksDiffer, WorldError
-from shoal.launch.rendezvous import seat
+from shoal_tools.testing.traced import TracedComm
 
 HOSTS = "aab"
 RANKS = len(HOSTS)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.comm.around import Around
 from shoal.contracts.comm import Comm, Pending
+from shoal_tools.testing.around import Around
 
 _HOOKS = (
     "_forward_hooks",

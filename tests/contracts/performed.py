@@ -9,12 +9,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shoal.comm.faulty import FaultyComm, NetworkFault
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import Counts, TracedComm
 from shoal.contracts.comm import Comm, Pending
 from shoal.contracts.exchange import Exchange
 from shoal.core.facts import Topology
+from shoal_tools.testing.faulty import FaultyComm, NetworkFault
+from shoal_tools.testing.traced import Counts, TracedComm
 
 RANKS = [1, 2, 3, 4, 5, 8]
 

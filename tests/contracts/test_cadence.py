@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.faulty import FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, LiveBucket
@@ -36,6 +34,8 @@ from shoal.front.joining import using
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.rewrite.apply import sites
+from shoal_tools.testing.faulty import FaultyComm, RandomDelay
+from shoal_tools.testing.traced import TracedComm
 
 RANKS, STEPS = 2, 8
 THIRD = Cadence(Event.STEP_ENDED, every=3)

@@ -17,7 +17,7 @@ from shoal.comm.threads import run
 from shoal.contracts.comm import Comm
 from shoal.contracts.launcher import Job
 from shoal.core.errors import DeadlinePassed
-from shoal.launch.local import Local
+from shoal_tools.launch.local import Local
 
 CASES = PEACEFUL | ENDING
 

@@ -35,13 +35,13 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts import codec as contract
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import StateDict
 from shoal.core import registry
 from shoal.core.plan import Plan
 from shoal.front.joining import using
+from shoal_tools.testing.traced import TracedComm
 
 PIN = "replicate:direct+delay(ms=1)"
 STEPS = 5

@@ -16,9 +16,7 @@ from performed import (
 )
 from torch import Tensor
 
-from shoal.comm.faulty import RandomDelay
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import Counts, TracedComm
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Exchange, SplitExchange
 from shoal.core.facts import Topology
@@ -26,6 +24,8 @@ from shoal.core.pieces import cut
 from shoal.core.registry import of
 from shoal.exchange.ring import Ring
 from shoal.exchange.tree import Tree
+from shoal_tools.testing.faulty import RandomDelay
+from shoal_tools.testing.traced import Counts, TracedComm
 
 pytestmark = pytest.mark.quick
 

@@ -33,7 +33,6 @@ from torch.nn import functional as F
 import shoal
 from shoal.codecs.coded import Coded, exchange_named
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts import codec as contract
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Bucket, Carrier, LiveBucket, Span, StateDict
@@ -43,6 +42,7 @@ from shoal.core.facts import Topology
 from shoal.exchange.direct import Direct
 from shoal.front.joining import using
 from shoal.planner.search import search
+from shoal_tools.testing.traced import TracedComm
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,7 @@ def test_of_a_compiled_function_it_is_no_part() -> None:
 @pytest.mark.processes
 def test_the_command_line_does_not_import_what_takes_a_second() -> None:
     heavy = ["torch._dynamo", "torch.distributed.fsdp", "sympy"]
-    code = (
-        f"import shoal.cli, sys; sys.exit(str([name for name in {heavy} if name in sys.modules]))"
-    )
+    found = f"[name for name in {heavy} if name in sys.modules]"
+    code = f"import shoal_tools.cli, sys; sys.exit(str({found}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr == "[]\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, commands
 
-from shoal.launch.lab import Lab
+from shoal_tools.launch.lab import Lab
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,7 +16,7 @@ from pages import PAGES, ROOT
 import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.front.joining import using
-from shoal.launch.lab import Lab
+from shoal_tools.launch.lab import Lab
 
 
 def _is_raised(public: object) -> bool:
@@ -25,7 +25,7 @@ def _is_raised(public: object) -> bool:
 
 # errors and the end of a server's script are raised, not called
 CALLED = [name for name in shoal.__all__ if not _is_raised(getattr(shoal, name))]
-NEED_SPARK = {"shoal.integrations.spark.estimator"}
+NEED_SPARK = {"shoal_tools.spark.estimator"}
 API = ROOT / "docs" / "reference" / "api.md"
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 

@@ -11,9 +11,9 @@ import click
 import pytest
 from pages import PAGES, ROOT, commands, script
 
-from shoal.cli import main
 from shoal.contracts.launcher import Job
-from shoal.launch.local import Local
+from shoal_tools.cli import main
+from shoal_tools.launch.local import Local
 
 SCRIPTS = {str(page.relative_to(ROOT)): source for page in PAGES if (source := script(page))}
 # On one rank README.md is enough for CI: the other pages' code runs on two.

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.comm.faulty import Delay, FaultyComm, Kill, Killed, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer, Round, Transfer
@@ -28,6 +27,7 @@ from shoal.front.joining import using
 from shoal.optim.owners import Owners
 from shoal.servers.servers import serve
 from shoal.tensors.guarded import ComingParameter
+from shoal_tools.testing.faulty import Delay, FaultyComm, Kill, Killed, RandomDelay
 
 
 class Scripted(Transfer):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.comm.faulty import flip
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import RanksDiffer, UsageError, WorldError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.engine.replicas import Odd, digests_of, judged
 from shoal.front.joining import using
+from shoal_tools.testing.faulty import flip
 
 ROWS = torch.arange(24 * 6, dtype=torch.float32).reshape(24, 6).sin()
 EVERY = 4

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.comm.faulty import Delay, FaultyComm
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.cadence import Event
 from shoal.contracts.comm import Comm
@@ -30,6 +29,7 @@ from shoal.engine.stragglers import (
     window_of,
 )
 from shoal.front.joining import using
+from shoal_tools.testing.faulty import Delay, FaultyComm
 
 USUAL = Seen(0.2, 0.12, 0.01, 0.02, 0.0, 0.05)
 HOSTS = Topology(("a", "b", "c"))

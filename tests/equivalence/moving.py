@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm
-from shoal.comm.traced import Counts, TracedComm
 from shoal.core.facts import MovingState
 from shoal.front.joining import using
 from shoal.session.session import current
+from shoal_tools.testing.traced import Counts, TracedComm
 
 
 class Centred(nn.Module):

@@ -28,7 +28,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.launcher import Job
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
-from shoal.launch.local import Local
+from shoal_tools.launch.local import Local
 
 WAY = pytest.mark.parametrize("way", EVERY_RANK)
 

@@ -35,7 +35,6 @@ from torch.optim import Optimizer
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts.strategy import Place
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.outer import Outer
@@ -44,6 +43,7 @@ from shoal.front.joining import using
 from shoal.servers.geo import GeoModel, GlobalSlice
 from shoal.servers.servers import serve
 from shoal.strategies.geo import GeoTransfer
+from shoal_tools.testing.traced import TracedComm
 
 STEPS, ROUND = 8, 3  # the last round is not full
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]

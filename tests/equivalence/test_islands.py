@@ -39,11 +39,11 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.contracts.launcher import Job
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.front.joining import using
-from shoal.launch.local import Local
+from shoal_tools.launch.local import Local
+from shoal_tools.testing.traced import TracedComm
 
 
 def assert_islands(rule: str, hosts: str, **how: Any) -> None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.comm.faulty import FaultyComm, RandomDelay
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import OwnedTransfer
@@ -29,6 +28,7 @@ from shoal.core.facts import Cluster, Link, Topology
 from shoal.engine.routes import Routes
 from shoal.front.joining import using
 from shoal.servers.servers import serve
+from shoal_tools.testing.faulty import FaultyComm, RandomDelay
 
 
 def test_a_cut_parameter_waits_for_all_its_parts_when_another_is_looked_at():

@@ -35,17 +35,17 @@ from with_tail import (
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.plan import Plan
+from shoal.front import text
 from shoal.front.joining import using
 from shoal.planner.explain import explain
 from shoal.planner.timeline import Predictor
 from shoal.profiling.identity import trainable_layers
 from shoal.profiling.tails import tail_of
-from shoal.report import text
 from shoal.rewrite.apply import sites
 from shoal.session.session import current
+from shoal_tools.testing.traced import TracedComm
 
 COUNT_BYTES = 40  # a row count that is asked for, to every other rank
 

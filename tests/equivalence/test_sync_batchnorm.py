@@ -30,7 +30,6 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.core.cost import total
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import ModelProfile
@@ -40,6 +39,7 @@ from shoal.profiling.layers import profile_model
 from shoal.session.session import current
 from shoal.strategies.sync_batchnorm import SyncNorms, alone, phases_of
 from shoal.tensors.sync_norm import Synchronised
+from shoal_tools.testing.traced import TracedComm
 
 
 class Block(nn.Module):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.lab import Lab
+from shoal_tools.launch.lab import Lab
 
 FAULTS = Path(__file__).parents[2] / "benchmarks" / "faults.py"
 needs_lab = pytest.mark.skipif(

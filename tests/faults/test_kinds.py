@@ -23,8 +23,14 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.checkpoint.folder import LATEST
-from shoal.comm import faulty
-from shoal.comm.faulty import (
+from shoal.comm.threads import ThreadComm, run
+from shoal.contracts.launcher import Job
+from shoal.core.errors import DeadlinePassed, PeerLost, UsageError
+from shoal.core.facts import Cluster, Link, Topology
+from shoal.front.joining import using
+from shoal_tools.launch.lab import Lab
+from shoal_tools.testing import faulty
+from shoal_tools.testing.faulty import (
     KINDS,
     Fault,
     Faults,
@@ -34,12 +40,6 @@ from shoal.comm.faulty import (
     Victim,
     faults_of,
 )
-from shoal.comm.threads import ThreadComm, run
-from shoal.contracts.launcher import Job
-from shoal.core.errors import DeadlinePassed, PeerLost, UsageError
-from shoal.core.facts import Cluster, Link, Topology
-from shoal.front.joining import using
-from shoal.launch.lab import Lab
 
 HOSTS = ("a", "b", "c")
 STEPS, AT = 6, 3
@@ -219,7 +219,7 @@ def test_faults_that_last_are_over_behind_the_block(monkeypatch: pytest.MonkeyPa
 # Strikes at once, and says what both ends of each host's link carry then, bits a second.
 LINKS = """
 import json, os
-from shoal.comm import faulty
+from shoal_tools.testing import faulty
 if os.environ["RANK"] == "1":
     faulty.strike(os.environ["KIND"], faulty.Victim())
     for namespace, device in faulty._ends():

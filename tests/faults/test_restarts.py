@@ -18,8 +18,8 @@ import torch
 from networks import Hosts, Network, up
 
 from shoal.contracts.launcher import Job
-from shoal.launch.lab import Lab
-from shoal.launch.local import Local
+from shoal_tools.launch.lab import Lab
+from shoal_tools.launch.local import Local
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from torch import nn
 import shoal
-from shoal.comm.faulty import Faults
+from shoal_tools.testing.faulty import Faults
 from shoal.core.facts import Link
 from shoal.session.session import current
 

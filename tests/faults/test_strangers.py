@@ -20,8 +20,8 @@ import pytest
 from strangers import Stranger
 
 from shoal.contracts.launcher import Job, Launcher, Result
-from shoal.launch.local import Local
-from shoal.launch.torchrun import Torchrun
+from shoal_tools.launch.local import Local
+from shoal_tools.launch.torchrun import Torchrun
 
 # Trains; each rank tells which classes any pickle has named in it meanwhile, and its parameters.
 # Rank LATE comes a second behind the others, and tells them late how it is reached, so that their
@@ -31,7 +31,7 @@ import logging, os, sys, time
 import torch
 from torch import nn
 import shoal
-from shoal.comm.faulty import Faults
+from shoal_tools.testing.faulty import Faults
 from shoal.comm.signed_store import SignedStore
 from shoal.core.facts import Link
 from shoal.session.session import current

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.checkpoint.folder import LATEST
-from shoal.comm.faulty import Faults
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import UsageError
 from shoal.front.joining import using
+from shoal_tools.testing.faulty import Faults
 
 
 class Script:

@@ -13,7 +13,7 @@ import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.launcher import Job
 from shoal.front.joining import using
-from shoal.launch.local import Local
+from shoal_tools.launch.local import Local
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shoal.contracts.launcher import Job
-from shoal.launch.local import Local
+from shoal_tools.launch.local import Local
 
 TRAIN = """
 import sys, threading, time

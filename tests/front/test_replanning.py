@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.codecs.remembering import coded_carriers
 from shoal.comm.threads import ThreadComm
-from shoal.commands.recording import History
 from shoal.core.errors import PeerLost, PlanError, UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outcome import Spending
@@ -44,6 +43,7 @@ from shoal.front.joining import using
 from shoal.front.replanning import EpochEnds
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.session.session import Session, current
+from shoal_tools.commands.recording import History
 
 T = TypeVar("T")
 RANKS, WIDTH, CLASSES = 2, 64, 3

@@ -13,7 +13,7 @@ from shoal.contracts.launcher import Job
 from shoal.core.facts import Topology
 from shoal.core.plan import Choice, Plan
 from shoal.front.rounding import warn_of_rounding
-from shoal.launch.local import Local
+from shoal_tools.launch.local import Local
 
 HOSTS = ("a", "b", "b", "c")
 ALIKE = ("AVX2 fma",) * 4

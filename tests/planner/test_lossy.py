@@ -14,13 +14,13 @@ from shoal.core.cost import CodingPace
 from shoal.core.errors import PlanError
 from shoal.core.facts import LayerProfile, ModelProfile
 from shoal.core.plan import Plan, Site
+from shoal.front.text import explained, plain
 from shoal.planner.explain import explain
 from shoal.planner.search_options import SearchOptions
 from shoal.planner.sharing import plan_for
 from shoal.planner.timeline import Predictor
 from shoal.profiling.products import ProductFacts
 from shoal.profiling.tails import Tail, TailFacts
-from shoal.report.text import explained, plain
 
 FAST, SLOW = CodingPace(1e-10, 1e-10), CodingPace(1e-5, 1e-5)
 

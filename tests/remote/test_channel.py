@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.core.errors import WorldError
 from shoal.remote.channel import HEAD_BYTES, Channel, receive, send, wire_bytes
 from shoal.remote.wire import Data, Message, Reader, written
+from shoal_tools.testing.traced import TracedComm
 
 
 class Note(Message):

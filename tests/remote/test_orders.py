@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from shoal.comm.threads import ThreadComm, run
-from shoal.comm.traced import TracedComm
 from shoal.core.errors import UsageError, WorldError
 from shoal.core.placement import Owner
 from shoal.profiling.updates import form_of, made_of
@@ -37,6 +36,7 @@ from shoal.remote.orders import (
 )
 from shoal.remote.orders import OpenModel as Open
 from shoal.remote.wire import Data, Reader
+from shoal_tools.testing.traced import TracedComm
 
 HEAD = 1 << 12  # bytes of an order's first message
 

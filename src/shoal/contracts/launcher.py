@@ -103,7 +103,7 @@ class Result:
 class Launcher(Contract, ABC):
     """Runs one command once a rank."""
 
-    package: ClassVar[str] = "shoal.launch"
+    package: ClassVar[str] = "shoal_tools.launch"
     group: ClassVar[str] = "shoal.launchers"
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """A run as one document: what `train`, `bench` and `simulate` know of it, and a report is drawn of.
 
-Every part may be missing, since each command writes what it knows. As a file: report/run_file.py,
-docs/reference/run-format.md.
+Every part may be missing, since each command writes what it knows. As a file:
+shoal_tools/report/run_file.py, docs/reference/run-format.md.
 """
 
 from __future__ import annotations

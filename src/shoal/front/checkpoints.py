@@ -30,8 +30,8 @@ from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
 from shoal.front.saving import in_common, restored, taken, writing
+from shoal.front.stages import LOGGER, Stages
 from shoal.front.stateful import members
-from shoal.report.stages import LOGGER, Stages
 from shoal.session.session import ranks
 
 _FINDING = "shoal.Checkpoints: looking for the newest checkpoint"

@@ -24,12 +24,12 @@ from shoal.core.cores import bound_cores, container, given_cores, quota_cores
 from shoal.core.facts import Cluster, Link
 from shoal.core.registry import of
 from shoal.exchange.direct import Direct
+from shoal.front.stages import Stages
 from shoal.planner.search import LANES
 from shoal.planner.search_options import DEFAULT
 from shoal.profiling.links import is_as_before, probe_link, probe_now
 from shoal.profiling.paces import CPU, probe_moves, probe_paces, probe_pack
 from shoal.remote.tail_hosts import TailHosts
-from shoal.report.stages import Stages
 from shoal.servers.servers import Servers
 from shoal.session.session import Session
 from shoal.strategies.landing_pace import probe_landing

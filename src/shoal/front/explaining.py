@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from shoal.front import text
 from shoal.front.outcomes import outcome
 from shoal.front.planned import attached_of
 from shoal.planner.explain import explain as explain_plan
-from shoal.report import text
 
 
 def explain(model: nn.Module) -> str:

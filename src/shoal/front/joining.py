@@ -5,7 +5,7 @@
     serve    for hosts that do not train, with a program of their own: returns when all is done
     using    a rank that is a thread
 
-The environment says which rank this is, and is read in launch/rendezvous.py.
+The environment says which rank this is, and is read in comm/rendezvous.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, NoReturn, final
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.comm import rendezvous
 from shoal.comm.process_group import has_joined, join
 from shoal.comm.threads import Hub, ThreadComm
 from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster
 from shoal.core.numbers import MOST_SECONDS, is_positive
+from shoal.front import text
+from shoal.front.errors import show_messages_only
 from shoal.front.request import listed
-from shoal.launch import rendezvous
 from shoal.remote.tail_hosts import TailHosts
-from shoal.report import text
-from shoal.report.errors import show_messages_only
 from shoal.servers.servers import Servers
 from shoal.servers.servers import serve as serve_workers
 from shoal.session.periods import drop_unfinished

@@ -30,12 +30,12 @@ from shoal.front.planned import plan_of
 from shoal.front.release import give_back, require_same_model
 from shoal.front.request import Request
 from shoal.front.spreading import Found, Job, check_plan, chosen, follow
+from shoal.front.stages import Stages
+from shoal.front.text import summary
 from shoal.optim.extend import release as release_optimizer
 from shoal.planner.measured import corrected, outcome_of
 from shoal.planner.search import repredicted
 from shoal.profiling.identity import model_digest
-from shoal.report.stages import Stages
-from shoal.report.text import summary
 from shoal.rewrite.apply import check
 from shoal.session.additions import remove, uncompiled
 from shoal.session.again import Again, kept

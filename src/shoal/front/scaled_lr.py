@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from shoal.core.errors import UsageError
 from shoal.core.numbers import is_count, is_positive
-from shoal.report.stages import Stages
+from shoal.front.stages import Stages
 from shoal.session.session import ranks
 
 _RULES: Mapping[str, Any] = {"linear": float, "sqrt": sqrt}

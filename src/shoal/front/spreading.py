@@ -33,6 +33,8 @@ from shoal.front.locally import check_local_norms
 from shoal.front.periods import begin_momentum, periods_of
 from shoal.front.request import Request
 from shoal.front.rounding import warn_of_rounding
+from shoal.front.stages import Stages
+from shoal.front.text import summary
 from shoal.optim.extend import extend
 from shoal.planner.local import with_local_steps
 from shoal.planner.search import repredicted
@@ -43,8 +45,6 @@ from shoal.profiling.tails import tail_of
 from shoal.remote.far_tail import FarTail
 from shoal.remote.tail_hosts import TailHosts
 from shoal.remote.tail_messages import Open
-from shoal.report.stages import Stages
-from shoal.report.text import summary
 from shoal.rewrite.align import of_first
 from shoal.rewrite.apply import check_served
 from shoal.session.additions import add

@@ -1,1 +1,1 @@
-"""Shoal inside other systems, each in a package of its own that only who asks for it imports."""
+"""Shoal inside other systems. `shoal.integrations.spark` is `shoal_tools.spark` (moved.py)."""

@@ -1,0 +1,103 @@
+"""Errors as people are shown them: what a person needs to mend them, last."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from shoal.core.errors import ShoalError
+
+_PACKAGES = tuple(Path(__file__).parents[2] / name for name in ("shoal", "shoal_tools"))
+_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def foreign(error: BaseException) -> str:
+    """An error that is not Shoal's: the frames after Shoal's last one, or all where Shoal itself
+    raised it, or had Python's own library do so.
+    """
+    after = error.__traceback__
+    for frame in _frames(error):
+        if _is_shoals(frame):
+            after = frame.tb_next
+    own = after is None or all(map(_is_pythons, _from(after)))
+    what = "Shoal failed, which is a bug in it" if own else "the recipe failed"
+    frames = traceback.format_exception(error.with_traceback(error.__traceback__ if own else after))
+    return f"{what}\n" + "".join(frames).rstrip()
+
+
+def exit_of_recipe(error: SystemExit) -> str | None:
+    """What to say of an exit that the recipe asked for; None where Shoal itself ends."""
+    *_, last = _frames(error)
+    there = [frame for frame in _frames(error) if not (_is_shoals(frame) or _is_pythons(frame))]
+    if _is_shoals(last) or not there:
+        return None
+    place = f"{there[-1].tb_frame.f_code.co_filename}, line {there[-1].tb_lineno}"
+    return str(
+        ShoalError(
+            "the recipe ended the process",
+            where=place,
+            got=f"sys.exit({error.code!r})",
+            do="leave it out, or put it under: if __name__ == '__main__'",
+        )
+    )
+
+
+def whole(error: BaseException) -> str:
+    """An error with all its frames, and with the errors that led to it."""
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def show_messages_only() -> None:
+    """Have an uncaught error of Shoal's end a script with its message alone, and no frames.
+
+    Other errors are shown as ever. A program that shows errors in a way of its own goes on doing
+    so.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, ShoalError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    script = [f for f in _frames(error) if not (_is_shoals(f) or _is_installed(f))]
+    if script:  # the line of the script that asked for it
+        code = script[-1].tb_frame.f_code
+        print(f'File "{code.co_filename}", line {script[-1].tb_lineno}', file=sys.stderr)
+    print(f"shoal: {error}", file=sys.stderr, flush=True)
+
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    yield from _from(error.__traceback__)
+
+
+def _from(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_shoals(frame: TracebackType) -> bool:
+    path = Path(frame.tb_frame.f_code.co_filename)
+    return any(path.is_relative_to(package) for package in _PACKAGES)
+
+
+def _is_installed(frame: TracebackType) -> bool:
+    """Whether it is of a package that was installed, such as torch, or of Python's library."""
+    path = Path(frame.tb_frame.f_code.co_filename)
+    return any(each in path.parts for each in _INSTALLED) or _is_pythons(frame)
+
+
+def _is_pythons(frame: TracebackType) -> bool:
+    """Whether it is of Python's own library, or of what Shoal parses its command line with."""
+    path = Path(frame.tb_frame.f_code.co_filename)
+    if "click" in path.parts:
+        return True
+    installed = any(each in path.parts for each in _INSTALLED)
+    return not installed and (path.is_relative_to(_LIBRARY) or path.name.startswith("<frozen"))

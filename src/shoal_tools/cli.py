@@ -1,0 +1,94 @@
+"""The command line: parses, calls, prints. `shoal COMMAND --help` says the rest.
+
+A command on a recipe runs on the ranks it finds itself among (torchrun's environment variables, as
+under `shoal lab`), or starts `--ranks N` of them on this machine, each running the same command.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from shoal.core.errors import ShoalError, UsageError
+from shoal.front.errors import exit_of_recipe, foreign, whole
+from shoal.session.session import leave, world
+from shoal_tools.commands.bench import bench
+from shoal_tools.commands.check import check
+from shoal_tools.commands.doctor import doctor
+from shoal_tools.commands.features import features
+from shoal_tools.commands.lab import lab
+from shoal_tools.commands.plan import plan
+from shoal_tools.commands.probe import probe
+from shoal_tools.commands.report import report
+from shoal_tools.commands.simulate import simulate
+from shoal_tools.commands.test import test
+from shoal_tools.commands.train import train
+
+
+class _Reporting(click.Group):
+    """Prints errors without Shoal's own frames, tells the other ranks, exits with 1 (2 for what the
+    caller can fix).
+
+    An error of the recipe's own comes with its traceback from where Shoal called it. With
+    SHOAL_TRACEBACK=1 all frames of every error come first.
+    """
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except ShoalError as error:
+            self._show_frames(context, error)
+            leave(error)
+            usage = isinstance(error, UsageError)
+            click.echo(f"shoal: {error.what if usage and _follows() else error}", err=True)
+            sys.exit(2 if usage else 1)
+        except SystemExit as error:
+            if (said := exit_of_recipe(error)) is None:
+                raise
+            self._show_frames(context, error)
+            leave(error)
+            click.echo(f"shoal: {said}", err=True)
+            sys.exit(2)
+        except Exception as error:
+            self._show_frames(context, error)
+            leave(error)
+            click.echo(f"shoal: {foreign(error)}", err=True)
+            sys.exit(1)
+
+    @staticmethod
+    def _show_frames(context: click.Context, error: BaseException) -> None:
+        if context.params["traceback"]:
+            click.echo(whole(error), err=True)
+
+
+def _follows() -> bool:
+    """Whether rank 0 of the same session says all of what the caller can fix."""
+    try:
+        return world().rank > 0
+    except UsageError:
+        return False
+
+
+@click.group(cls=_Reporting, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="shoal")
+@click.option(
+    "--traceback",
+    is_flag=True,
+    envvar="SHOAL_TRACEBACK",
+    show_envvar=True,
+    help="Show all frames of an error, before its message.",
+)
+def main(traceback: bool) -> None:
+    """Shoal trains PyTorch models on several machines joined by ordinary networks, and says why."""
+
+
+for _command in (train, test, features, plan, simulate, check, bench, report, probe, doctor, lab):
+    main.add_command(_command)
+
+
+if __name__ == "__main__":
+    main()

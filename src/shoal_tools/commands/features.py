@@ -1,0 +1,44 @@
+"""`shoal features`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shoal.front.recipe import load
+from shoal_tools.commands import evaluation
+from shoal_tools.commands.launching import distributed
+from shoal_tools.commands.options import NEW_FILE, RANKS, RECIPE, WEIGHTS, in_a_folder
+
+
+@click.command()
+@RECIPE
+@click.option(
+    "--layers", required=True, metavar="NAME,…", help="Dotted names of layers of the model."
+)
+@click.option(
+    "-o",
+    "--out",
+    required=True,
+    type=NEW_FILE,
+    callback=in_a_folder,
+    help="A Parquet file: a row's number as id, and what each layer gives for it.",
+)
+@click.option(
+    "--data",
+    type=click.Choice(["test", "train"]),
+    default="test",
+    show_default=True,
+    help="Which of the recipe's data.",
+)
+@WEIGHTS
+@RANKS
+def features(
+    recipe: Path, layers: str, out: Path, data: str, weights: Path | None, workers: int | None
+) -> None:
+    """Write what layers of RECIPE's model give for each row of its data."""
+    loaded = load(recipe)
+    distributed(workers)
+    names = [name.strip() for name in layers.split(",") if name.strip()]
+    evaluation.features(loaded, weights, names, out, of_training=data == "train")

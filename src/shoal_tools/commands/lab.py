@@ -1,0 +1,120 @@
+"""`shoal lab`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from shoal.contracts.launcher import Job
+from shoal.core.errors import UsageError
+from shoal.core.numbers import MOST_RANKS_HERE
+from shoal_tools.commands.options import Finite
+from shoal_tools.launch.lab import MAX_HOSTS, QUEUE, Lab
+from shoal_tools.launch.quota import LEAST_CORES
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--hosts",
+    default=2,
+    show_default=True,
+    type=click.IntRange(1, MAX_HOSTS),
+    help="Hosts, a link to each.",
+)
+@click.option(
+    "--ranks-per-host",
+    default=1,
+    show_default=True,
+    type=click.IntRange(1, MOST_RANKS_HERE),
+    help="Ranks that share a host.",
+)
+@click.option(
+    "--servers",
+    default=0,
+    type=click.IntRange(0, MAX_HOSTS),
+    help='More hosts, as servers (strategy "server").',
+)
+@click.option(
+    "--tail",
+    default=0,
+    type=click.IntRange(0, MAX_HOSTS),
+    help='More hosts, for the end of models (strategy "stage").',
+)
+@click.option(
+    "--rate",
+    default="1gbit",
+    show_default=True,
+    help='Each link\'s rate, as tc writes it, or "none".',
+)
+@click.option("--delay", help="Latency between hosts (5ms); needs a kernel with netem.")
+@click.option(
+    "--queue", default=QUEUE, show_default=True, help="How long a packet may wait at a link."
+)
+@click.option(
+    "--congestion",
+    default="cubic",
+    show_default=True,
+    help="TCP's congestion control (bbr, reno …).",
+)
+@click.option(
+    "--cores",
+    type=Finite(LEAST_CORES),
+    help="Of each rank, as by a quota (0.25); by default ranks share what there is.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    default=15.0,
+    show_default=True,
+    type=Finite(0),
+    help="Seconds for ranks to save and end, after Ctrl-C or once one has failed.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def lab(
+    hosts: int,
+    ranks_per_host: int,
+    servers: int,
+    tail: int,
+    rate: str,
+    delay: str | None,
+    queue: str,
+    congestion: str,
+    cores: float | None,
+    grace_s: float,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND on hosts with shaped links (root, Linux).
+
+    The hosts are network namespaces of this machine; ranks fill one host after the other, and the
+    output of a rank carries its host's name (h1; with several ranks on each, h1.0 is the first on
+    h1).
+
+    For instance: shoal lab --hosts 4 --rate 1gbit -- python script.py
+    """
+    if (ranks := (hosts + servers + tail) * ranks_per_host) > MOST_RANKS_HERE:
+        raise UsageError(
+            f"a lab has at most {MOST_RANKS_HERE} ranks, which one machine starts",
+            got=f"{hosts + servers + tail} hosts × {ranks_per_host} = {ranks}",
+            do="ask for fewer",
+        )
+    built = Lab(
+        hosts + servers + tail,
+        rate,
+        delay,
+        queue=queue,
+        ranks_per_host=ranks_per_host,
+        congestion=congestion,
+        cores=cores,
+    )
+    if missing := built.missing():
+        raise UsageError(f"a lab cannot be built here: {missing}")
+    job = Job(
+        command,
+        ranks,
+        grace_s=grace_s,
+        servers=servers * ranks_per_host,
+        tail=tail * ranks_per_host,
+        ranks_per_host=ranks_per_host,
+    )
+    sys.exit(built.launch(job).exit_code)

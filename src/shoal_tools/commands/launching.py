@@ -1,0 +1,144 @@
+"""How a command starts the ranks that it runs on: by which launcher, where, and in which roles."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shoal.comm import rendezvous
+from shoal.contracts.launcher import Job, Launcher
+from shoal.core.errors import UsageError
+from shoal.core.numbers import MOST_RANKS_HERE
+from shoal.core.registry import named
+
+# options whose paths ranks write to
+_WRITTEN = ("--checkpoint", "--save-plan", "--report", "--json")
+_PATHS = (*_WRITTEN, "--plan", "--file")
+_OPTIONS = [
+    click.option(
+        "--launcher",
+        metavar="NAME",
+        help="What starts the ranks: local (by default), torchrun, spark, or one of your own.",
+    ),
+    click.option(
+        "--master",
+        default="",
+        metavar="URL",
+        help="With a launcher on a cluster: where that is, as spark://host:7077.",
+    ),
+    click.option(
+        "--servers",
+        default=0,
+        metavar="N",
+        type=click.IntRange(0, MOST_RANKS_HERE),
+        help='Start more ranks, as servers (strategy "server").',
+    ),
+    click.option(
+        "--tail",
+        default=0,
+        metavar="N",
+        type=click.IntRange(0, MOST_RANKS_HERE),
+        help='Start more ranks, for the end of the model (strategy "stage").',
+    ),
+    click.option(
+        "--ranks-per-host",
+        type=click.IntRange(1, MOST_RANKS_HERE),
+        help="Insist that so many ranks share each host.",
+    ),
+    click.option(
+        "--file",
+        "files",
+        multiple=True,
+        metavar="PATH",
+        type=click.Path(path_type=Path),
+        help="Send this to hosts with other disks, into the recipe's folder there: what the recipe "
+        "imports, say.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Launching:
+    """What the command line says of how ranks are started."""
+
+    launcher: str | None = None
+    master: str = ""
+    servers: int = 0
+    tail: int = 0
+    ranks_per_host: int | None = None
+    files: tuple[Path, ...] = ()  # that ranks elsewhere need
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether ranks are started even if nobody says how many."""
+        return replace(self, files=()) != Launching()
+
+
+def launching(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say how ranks are started, as one argument `by`."""
+
+    @functools.wraps(function)
+    def command(
+        launcher: str | None,
+        master: str,
+        servers: int,
+        tail: int,
+        ranks_per_host: int | None,
+        files: tuple[Path, ...],
+        **others: Any,
+    ) -> None:
+        by = Launching(launcher, master, servers, tail, ranks_per_host, files)
+        function(by=by, **others)
+
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def distributed(workers: int | None, by: Launching | None = None) -> None:
+    """Become a launcher of this very command where ranks are to be started; return where this
+    process is a rank.
+    """
+    by = by or Launching()
+    if rendezvous.is_rank() or not (by.is_asked or (workers is not None and workers > 1)):
+        return
+    name = by.launcher or "local"
+    launcher = named(Launcher, name)
+    if (lacks := launcher.missing()) is not None:
+        do = "install that, or name another one"
+        raise UsageError(f"the launcher {name!r} cannot be used here", got=lacks, do=do)
+    others = by.servers + by.tail
+    workers = workers or max(1, launcher.room(by.master) - others)
+    job = Job(
+        (sys.executable, "-m", "shoal", *_as_elsewhere(sys.argv[1:], by.files)),
+        workers + others,
+        servers=by.servers,
+        tail=by.tail,
+        ranks_per_host=by.ranks_per_host,
+        master=by.master,
+        files=by.files,
+    )
+    sys.exit(launcher.launch(job).exit_code)
+
+
+def _as_elsewhere(words: Sequence[str], files: Sequence[Path]) -> list[str]:
+    """The command's words for ranks that may be in another folder: files that are sent by the
+    path that they are sent under, and whole paths of what is written.
+    """
+    split = [
+        part
+        for word in words
+        for part in (word.split("=", 1) if word.partition("=")[0] in _PATHS else [word])
+    ]
+    sent = {path: str(path) for path in files}
+    return [
+        os.path.abspath(word) if before in _WRITTEN else sent.get(Path(word), word)
+        for before, word in zip(("", *split), split, strict=False)
+    ]

@@ -1,0 +1,135 @@
+"""`shoal simulate`: whether more hosts are worth it, before anybody buys them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from shoal.core.errors import UsageError
+from shoal.core.foresight import Network, Question
+from shoal.core.numbers import MOST_RANKS_IMAGINED, whole
+from shoal.front import text
+from shoal.front.carriers import codecs_of
+from shoal.front.recipe import load
+from shoal.profiling.saved import Measured
+from shoal_tools.commands import worker
+from shoal_tools.commands.options import NEW_FILE, REPORT, Finite, bytes_per_s, in_a_folder
+from shoal_tools.commands.recording import report_simulation
+from shoal_tools.commands.worker import PlanOptions
+from shoal_tools.report.foresight import foresight
+from shoal_tools.simulate import simulate as foreseen
+
+
+def hosts_of(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    """Numbers of hosts: "1,2,4,8", or "1..1024" for 1, 2, 4 … 1024."""
+    numbers: list[int] = []
+    for part in text.split(","):
+        ends = [whole(end) for end in re.split(r"\.\.", part.strip())]
+        least, most = ends[0], ends[-1]
+        if len(ends) > 2 or least is None or most is None or not 1 <= least <= most:
+            raise click.BadParameter(f"{text!r} is no list of hosts; write 1,2,4,8 or 1..1024")
+        if most > MOST_RANKS_IMAGINED:
+            raise click.BadParameter(f"at most {MOST_RANKS_IMAGINED:,} hosts are simulated")
+        number = least
+        while number < most:
+            numbers.append(number)
+            number *= 2
+        numbers.append(most)
+    return tuple(sorted(set(numbers)))
+
+
+@click.command()
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--from",
+    "source",
+    type=click.Path(path_type=Path),
+    help="A profile that `shoal plan --save-profile` wrote, in place of RECIPE.",
+)
+@click.option(
+    "--hosts",
+    default="1,2,4,8",
+    show_default=True,
+    callback=hosts_of,
+    help="How many: a list, or 1..1024 for 1, 2, 4 and so on.",
+)
+@click.option("--rate", help="Each host's link, as 10gbit; by default as measured, or 1gbit.")
+@click.option("--latency-us", type=Finite(0), help="A message's; by default as measured, or 100.")
+@click.option(
+    "--cores-per-rank",
+    type=Finite(0, min_open=True),
+    help="By default as measured; below 2, lanes take compute time.",
+)
+@click.option(
+    "--oversubscription",
+    default=1.0,
+    show_default=True,
+    type=Finite(1),
+    help="Hosts' links together, over what is between their switches.",
+)
+@click.option(
+    "--straggler",
+    default=0.02,
+    show_default=True,
+    type=Finite(0, 1),
+    help="The standard deviation of a host's step times, as a part of the step.",
+)
+@click.option("--strong", is_flag=True, help="All hosts together have the rows of one, not each.")
+@click.option("--codec", multiple=True, metavar="NAME", help="That plans may use; or all.")
+@click.option(
+    "--json",
+    "path",
+    type=NEW_FILE,
+    callback=in_a_folder,
+    help="Write the figures there.",
+)
+@REPORT
+def simulate(
+    recipe: Path | None,
+    source: Path | None,
+    hosts: tuple[int, ...],
+    rate: str | None,
+    latency_us: float | None,
+    cores_per_rank: float | None,
+    oversubscription: float,
+    straggler: float,
+    strong: bool,
+    codec: tuple[str, ...],
+    path: Path | None,
+    report: Path | None,
+) -> None:
+    """Foresee RECIPE on any number of hosts: is it worth it, what limits, what would help.
+
+    Under `shoal lab` or torchrun the links are measured too, and imagined ones are like them.
+
+    For instance: shoal simulate examples/alexnet.py --hosts 1..64 --rate 10gbit
+    """
+    if (recipe is None) == (source is None):
+        raise UsageError(
+            "a simulation is of a recipe, or of a saved profile",
+            got="both" if recipe else "neither",
+            do="write shoal simulate RECIPE, or shoal simulate --from profile.json",
+        )
+    codecs = codecs_of("all" if codec == ("all",) else codec)
+    if source is not None:
+        measured = Measured.load(source)
+    elif recipe is not None:
+        _, measured = worker.measured(load(recipe), PlanOptions())
+        if not worker.is_first():
+            return
+    network = Network(
+        bytes_per_s(rate) if rate else None,
+        None if latency_us is None else latency_us / 1e6,
+        oversubscription,
+        cores_per_rank,
+    )
+    question = Question(network, straggler, strong, tuple(codecs))
+    answer = foreseen(measured.profile, measured.cluster, hosts, question)
+    text.console().print(foresight(answer))
+    if path:
+        path.write_text(json.dumps(answer.to_json(), indent=1) + "\n", encoding="utf-8")
+    if report:
+        report_simulation(report, recipe or source or Path(), measured, answer)

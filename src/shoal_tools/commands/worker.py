@@ -1,0 +1,489 @@
+"""What every rank executes for the command line, but for bench: train, check, plan and probe.
+
+Each function is a collective: all ranks call it with the same arguments, and rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from shoal.contracts.batch import mapped
+from shoal.core.buckets import MEMORY
+from shoal.core.errors import UsageError
+from shoal.core.facts import Cluster
+from shoal.core.outcome import Outcome
+from shoal.core.outer import Outer
+from shoal.core.placement import BALANCED
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
+from shoal.engine.replicas import EVERY
+from shoal.front import text
+from shoal.front.carriers import all_codecs, codecs_of
+from shoal.front.cluster import measured_cluster, with_codings
+from shoal.front.codec_report import codec_report
+from shoal.front.joining import init, is_tail_host, serve_and_end
+from shoal.front.outcomes import outcome_of_ranks
+from shoal.front.parallel import parallelize
+from shoal.front.recipe import Recipe
+from shoal.front.sharding import shard
+from shoal.front.spreading import profiled
+from shoal.front.stages import Stages
+from shoal.planner.explain import explain
+from shoal.planner.sharing import plan_for
+from shoal.profiling.identity import model_digest
+from shoal.profiling.saved import Measured
+from shoal.remote.tail_hosts import TailHosts
+from shoal.rewrite.apply import cuts
+from shoal.session.local import global_weights
+from shoal.session.memory import memory, of_one_process
+from shoal.session.periods import drop_unfinished
+from shoal.session.session import Session, current, world
+from shoal_tools.commands.recording import History, report_training
+from shoal_tools.commands.run import Run, num_rows, timed_step
+
+# of the options
+_NOT_PLANNED = (
+    "plan",
+    "sync_batchnorm",
+    "check_every",
+    "local_steps",
+    "outer",
+    "update_every",
+    "replan",
+)
+CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
+# the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
+_CHECK_S = 3600.0
+_SEED = 0
+_DROPOUT = nn.modules.dropout._DropoutNd
+_BATCHNORM = nn.modules.batchnorm._BatchNorm
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the command line says of the plan, named as `parallelize` names it."""
+
+    plan: Plan | str = "auto"
+    pins: Mapping[str, str] | None = None
+    strategies: tuple[str, ...] | None = None
+    memory: str = MEMORY[0]
+    placement: str = BALANCED
+    memory_limit: float | None = None
+    micro_batches: int = MICRO_BATCHES
+    staleness: int | None = 0
+    codecs: str | tuple[str, ...] = ()
+    sync_batchnorm: bool = False
+    check_every: int = EVERY
+    local_steps: int | str | None = None
+    outer: Outer | None = None
+    update_every: Mapping[str, int] | None = None
+    replan: bool = False
+
+    def without_codecs(self) -> PlanOptions:
+        """The same, exact: also what pins and a saved plan say."""
+        pins = {
+            layer: Choice(layer, *strategy_and_exchange(pin)).without_codec().way
+            for layer, pin in (self.pins or {}).items()
+        }
+        plan = self.plan
+        if plan != "auto":
+            plan = Plan.load(plan) if isinstance(plan, str) else plan
+            plan = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
+        return replace(self, plan=plan, pins=pins or None, codecs=())
+
+
+def train(
+    recipe: Recipe,
+    options: PlanOptions,
+    *,
+    save: Path | None = None,
+    epochs: int | None = None,
+    max_steps: int | None = None,
+    checkpoint: Path | None = None,
+    every_s: float = 600.0,
+    reasons: bool = False,
+    report: Path | None = None,
+    json_path: Path | None = None,
+) -> None:
+    """Train the recipe on all ranks.
+
+    Rank 0 prints the plan, progress, step times beside the predicted one, memory and the test
+    accuracy.
+
+    Args:
+        recipe: what to train, on what.
+        options: of the plan.
+        save: where to write the plan.
+        epochs: passes over the data; the recipe's own number by default.
+        max_steps: after which to end, however many passes they take.
+        checkpoint: the folder of this run, from whose newest checkpoint it goes on.
+        every_s: seconds from one checkpoint to the next.
+        reasons: print also why each layer is served as it is.
+        report: where to write the report of the run.
+        json_path: where to write what the steps took, beside the prediction.
+    """
+    # 1  join the others, and take a share of the data
+    init()
+    recipe = at_own_device(recipe)
+    torch.manual_seed(_SEED)
+    training_data, test_data = recipe.data()
+    loader = shard(training_data)
+    epochs, num_steps = _length(recipe, loader, epochs, max_steps)
+    # 2  spread the model over the ranks
+    model, objective = recipe.model(), recipe.objective()
+    optimizer = recipe.optimizer(model.parameters())
+    sample = recipe.batch(next(iter(loader)))
+    model, loss, optimizer = parallelize(
+        model,
+        objective.loss_fn,
+        optimizer,
+        sample=sample,
+        compute_loss=objective.compute_loss,
+        count=recipe.count,
+        **vars(options),
+    )
+    objective = objective.by(loss)
+    _show_plan(model, save, reasons=reasons)
+    _show_batch(num_rows(sample))
+    # 3  the ordinary loop
+    history = History(model) if report else None
+    run = Run(recipe, loader, model, objective, optimizer, history)
+    median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
+    # 4  what came of it
+    if median_step_s is not None:
+        outcome = _show_outcome(model, median_step_s, json_path)
+        if report and history:
+            report_training(report, recipe.path, model, history, outcome)
+    if test_data is not None:
+        _show_accuracy(recipe, model, test_data)
+    drop_unfinished(current())  # said as long as there is the model
+
+
+def _length(
+    recipe: Recipe, loader: DataLoader[Any], epochs: int | None, max_steps: int | None
+) -> tuple[int, int]:
+    """How many epochs training has, at most, and how many steps in all."""
+    try:
+        num_batches = len(loader)
+    except TypeError as error:
+        if max_steps is None:
+            raise UsageError(
+                "nobody knows when the recipe's stream ends, and no number of steps is given",
+                got=str(error),
+                do="say when to end: shoal train … --steps 1000; or give the dataset a __len__",
+            ) from error
+        return epochs or max_steps, max_steps
+    if epochs is None:
+        epochs = math.ceil(max_steps / num_batches) if max_steps else recipe.epochs
+    num_steps = epochs * num_batches
+    return epochs, min(num_steps, max_steps or num_steps)
+
+
+def _show_plan(model: nn.Module, save: Path | None, *, reasons: bool) -> None:
+    """Have rank 0 print the plan that a model follows, and write it to `save`, if that is given."""
+    attached = current().attached.get(model)
+    if attached is None:
+        if save:
+            raise UsageError(
+                "one process trains without a plan, so there is none to save", do="add --ranks 2"
+            )
+    elif world().rank == 0:
+        explanation = explain(
+            attached.plan, attached.profile, attached.cluster, alternatives=reasons
+        )
+        text.console().print(text.explained(explanation, reasons=reasons))
+        if save:
+            attached.plan.save(save)
+
+
+def _show_batch(own_rows: int) -> None:
+    """Have rank 0 print the batch of a rank, and that of all ranks."""
+    comm = current().comm
+    rows = comm.gather_objects(own_rows, "train: rows of a batch")
+    if comm.size > 1 and comm.rank == 0:
+        text.console().print(text.batch(rows))
+
+
+def _show_outcome(model: nn.Module, median_step_s: float, json_path: Path | None) -> Outcome | None:
+    """Have rank 0 print the prediction beside the measured step, what memory it holds, and what
+    codecs save and lose.
+    """
+    outcome = outcome_of_ranks(model)
+    if world().rank > 0:
+        return None
+    console, attached = text.console(), current().attached.get(model)
+    if outcome is None and attached is not None:  # one step alone
+        outcome = Outcome(attached.plan.predicted_s, median_step_s, 1)
+    if outcome is not None:
+        console.print(str(outcome), markup=False, highlight=False, soft_wrap=True)
+    if json_path is not None:
+        told = {
+            "command": ["shoal", *sys.argv[1:]],
+            "ranks": world().size,
+            "median_step_s": median_step_s,
+            "outcome": outcome and outcome.to_json(),
+            "plan": json.loads(attached.plan.to_json()) if attached is not None else None,
+        }
+        json_path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    console.print(f"memory of this rank: {memory(model)}")
+    if attached is not None:
+        console.print(f"one process would hold: {of_one_process(attached.profile)}")
+        report = codec_report(model)
+        if report.rows:
+            console.print(report.summary)
+    return outcome
+
+
+def _show_accuracy(recipe: Recipe, model: nn.Module, test_data: DataLoader[Any]) -> None:
+    """Have rank 0 print the accuracy; of a model that is cut all ranks must find it together."""
+    attached = current().attached.get(model)
+    is_cut = attached is not None and cuts(attached.plan)
+    if recipe.accuracy is None or (world().rank > 0 and not is_cut):
+        return
+    with global_weights(model):
+        accuracy = _accuracy(recipe, model, test_data)
+    if world().rank == 0:
+        text.console().print(f"test accuracy {accuracy:.2%}")
+
+
+def at_own_device(recipe: Recipe) -> Recipe:
+    """The recipe on this rank's GPU, which the ranks of a host share out; else on the CPU."""
+    if not torch.cuda.is_available():
+        return recipe
+    comm = current().comm
+    number = comm.topology.local_ranks[comm.rank] % torch.cuda.device_count()
+    device = torch.device("cuda", number)
+    torch.cuda.set_device(device)
+    return recipe.on(device)
+
+
+@torch.no_grad()
+def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
+    """Share of right answers over all of it."""
+    model.eval()
+    counts = [recipe.right(model, batch) for batch in map(recipe.batch, test)]
+    model.train()
+    return sum(right for right, _ in counts) / sum(total for _, total in counts)
+
+
+def check(
+    recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.dtype = torch.float64
+) -> float:
+    """The largest relative difference after a few steps on all ranks and on one process.
+
+    By parameter: max|a−b| / max(max|a|, learning rate). Layers that are local on purpose
+    (BatchNorm's statistics, unless ranks share them; dropout's random numbers) are set to
+    evaluation in both.
+    """
+    init(timeout_s=_CHECK_S)
+    console, comm = text.console(), current().comm
+    recipe = at_own_device(recipe)
+    torch.manual_seed(_SEED)
+    loader = shard(recipe.data()[0])
+    model, objective = recipe.model(), recipe.objective()
+    # before the optimizer sees its parameters
+    options = replace(options, plan=_retyped(options.plan, model, dtype))
+    kinds = _DROPOUT if options.sync_batchnorm else _DROPOUT | _BATCHNORM
+    local = [module for module in model.modules() if isinstance(module, kinds)]
+    optimizer = recipe.optimizer(model.parameters())
+    batches = [_as_type(batch, dtype) for batch in _take(recipe, loader, steps)]
+    for module in local:
+        module.eval()
+    _, loss, _ = parallelize(
+        model,
+        objective.loss_fn,
+        optimizer,
+        sample=batches[0],
+        compute_loss=objective.compute_loss,
+        count=recipe.count,
+        **vars(options),
+    )
+    single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
+    attached = current().attached.get(model)
+    if comm.rank == 0 and attached is not None:
+        console.print(
+            text.explained(
+                explain(attached.plan, attached.profile, attached.cluster, alternatives=False)
+            )
+        )
+    for batch in batches:
+        timed_step(model, objective.by(loss), optimizer, batch, checked=comm.size > 1)
+    trained = [parameter.detach() for parameter in model.parameters()]
+    everyone = comm.gather_objects(
+        pytree.tree_map_only(Tensor, Tensor.cpu, batches), "comparing with one process: batches"
+    )
+    worst = 0.0
+    if comm.rank == 0:
+        rows = _differences(recipe, single, everyone, trained)
+        worst = max(difference for _, difference in rows)
+        console.print(text.differences(rows))
+        if local:
+            names = sorted({type(module).__name__ for module in local})
+            console.print(
+                f"{', '.join(names)}: local to a rank in training, so set to evaluation for this "
+                "check"
+            )
+        console.print(
+            f"{comm.size} ranks against one process, {steps} steps in "
+            f"{str(dtype).removeprefix('torch.')}: "
+            f"largest relative difference {worst:.1e}"
+            + (
+                f" ({'the same' if worst <= CRITERION else 'not the same'})"
+                if dtype == torch.float64
+                else ""
+            )
+        )
+    differences: list[float] = comm.gather_objects(worst, "comparing with one process: differences")
+    return max(differences)
+
+
+def _differences(
+    recipe: Recipe, single: nn.Module, everyone: list[Any], trained: list[Tensor]
+) -> list[tuple[str, float]]:
+    """Train one process on all ranks' batches: how far each parameter is from the trained one."""
+    optimizer = recipe.optimizer(single.parameters())
+    for parts in zip(*everyone, strict=True):
+        timed_step(single, recipe.objective(), optimizer, recipe.batch(_joined(parts)))
+    rate = max(float(group["lr"]) for group in optimizer.param_groups)
+    return [
+        (name, float((a.detach() - b).abs().max()) / max(float(a.detach().abs().max()), rate))
+        for (name, a), b in zip(single.named_parameters(), trained, strict=True)
+    ]
+
+
+def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
+    """Convert the model; a saved plan of the model before is one of the model after."""
+    before = model_digest(model)
+    model.to(dtype)
+    if plan == "auto":
+        return plan
+    loaded = Plan.load(plan) if isinstance(plan, str) else plan
+    return replace(loaded, model=model_digest(model)) if loaded.model == before else loaded
+
+
+def plan(
+    recipe: Recipe,
+    options: PlanOptions,
+    cluster: Cluster | None,
+    *,
+    save: Path | None = None,
+    save_profile: Path | None = None,
+    reasons: bool = False,
+) -> Plan:
+    """Plan the recipe, and print the plan on rank 0.
+
+    Args:
+        recipe: what to plan for.
+        options: of the plan.
+        cluster: the ranks and their links; by default those that call this.
+        save: where to write the plan.
+        save_profile: where to write what was measured, for `shoal simulate`.
+        reasons: print also why each layer is served as it is.
+    """
+    stages, found = measured(recipe, options, cluster)
+    profile, where = found.profile, found.cluster
+    asked = {name: value for name, value in vars(options).items() if name not in _NOT_PLANNED}
+    made = plan_for(profile, where, **{**asked, "codecs": codecs_of(options.codecs)})
+    stages.done("planning")
+    if is_first():
+        explanation = explain(made, profile, where, alternatives=reasons)
+        text.console().print(text.explained(explanation, reasons=reasons))
+        text.console().print(text.summary(made))
+        if save:
+            made.save(save)
+        if save_profile:
+            found.save(save_profile)
+    return made
+
+
+def measured(
+    recipe: Recipe, options: PlanOptions, cluster: Cluster | None = None
+) -> tuple[Stages, Measured]:
+    """Measure the recipe's model, and the links between the ranks that call this.
+
+    With a `cluster` its links are taken to be measured.
+    """
+    init()
+    session = current()
+    recipe = at_own_device(recipe)
+    torch.manual_seed(_SEED)
+    model = recipe.model()
+    sample = recipe.batch(next(iter(shard(recipe.data()[0]))))
+    optimizer = recipe.optimizer(model.parameters())
+    _stay_behind(session)
+    pieces = options.micro_batches if session.other(TailHosts) else None
+    stages = Stages(speaks=session.comm.rank == 0)
+    objective = recipe.objective()
+    profile, _ = profiled(
+        model,
+        objective.loss_fn,
+        [optimizer],
+        sample,
+        session.comm,
+        pieces,
+        sync_batchnorm=options.sync_batchnorm,
+        compute_loss=objective.compute_loss,
+        counted=recipe.count is not None,
+    )
+    stages.done("measuring the model")
+    wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
+    where = (
+        with_codings(cluster, session.comm, wanted)
+        if cluster
+        else measured_cluster(session, codecs=wanted)
+    )
+    stages.done("measuring the links")
+    return stages, Measured(profile, where)
+
+
+def is_first() -> bool:
+    """Whether this is the rank that prints."""
+    return world().is_main
+
+
+def probe() -> Cluster:
+    """Measure the links between the ranks, and print what was found."""
+    init()
+    _stay_behind(current())
+    cluster = measured_cluster(current())
+    if world().rank == 0:
+        text.console().print(text.measured_cluster(cluster))
+    return cluster
+
+
+def _stay_behind(session: Session) -> None:
+    """On a tail host, where no model is parallelised: wait for the workers' end, and end."""
+    if is_tail_host(session):
+        serve_and_end(session)
+
+
+def _take(recipe: Recipe, loader: DataLoader[Any], count: int) -> list[Any]:
+    """The first `count` batches, going round where the loader is shorter."""
+
+    def forever() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    return [recipe.batch(batch) for batch, _ in zip(forever(), range(count), strict=False)]
+
+
+def _as_type(batch: Any, dtype: torch.dtype) -> Any:
+    return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _joined(parts: tuple[Any, ...]) -> Any:
+    """The ranks' batches as one."""
+    return pytree.tree_map(
+        lambda *leaves: torch.cat(leaves) if isinstance(leaves[0], Tensor) else leaves[0], *parts
+    )

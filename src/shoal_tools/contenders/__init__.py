@@ -1,0 +1,1 @@
+"""The training that `shoal bench` compares with: tuned DDP, FSDP2 and communication hooks."""

@@ -1,0 +1,216 @@
+"""What a host says of itself: addresses, names, versions, limits, and what may be in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from shoal.contracts.versions import Versions, versions
+from shoal.core.interfaces import (
+    Address,
+    interface_of,
+    is_loopback,
+    mtu,
+    names,
+    own_addresses,
+    source_towards,
+    stays_here,
+)
+from shoal_tools.doctor.deadline import all_within
+from shoal_tools.doctor.ports import TORCHRUN_PORT, Taken, taken_ports
+from shoal_tools.doctor.wire import plain
+
+_NAMES_S = 2.5  # a name server may be away
+_TOOL_S = 2.0
+_SHARED = "/dev/shm"
+_PINS = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
+_SHAPERS = ("tbf", "htb", "netem", "cake", "hfsc")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of nftables' that filters what comes in or goes out."""
+
+    family: str
+    table: str
+    name: str
+    hook: str
+
+
+@dataclass(frozen=True)
+class Firewall:
+    """What may filter packets: programs that keep rules, and rules as far as they can be read."""
+
+    tools: tuple[str, ...]
+    chains: tuple[Chain, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of this process and host."""
+
+    files: int  # open at once
+    most_files: int  # that the process may ask for
+    shared_bytes: int
+    shared_free_bytes: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host, as a process on it sees it."""
+
+    id: str  # of its doctor
+    rank: int
+    name: str
+    machine: str  # equal for processes that share a network
+    addresses: tuple[Address, ...]
+    announced: str  # the address that others are told; "" for none
+    asked: tuple[str, ...]  # interfaces, in GLOO_SOCKET_IFNAME
+    interfaces: tuple[str, ...]  # all that there are
+    mtus: dict[str, int]
+    shaped: tuple[str, ...]  # interfaces whose rate is limited by tc
+    names: dict[str, tuple[str, ...]]  # of hosts, and the addresses that they lead to here
+    port: int  # the doctor's
+    versions: Versions
+    limits: Limits
+    firewall: Firewall
+    taken: tuple[Taken, ...] = ()
+    pinned: str = ""  # what the environment says of the processor's instructions
+
+    def interface_of(self, address: str) -> str:
+        """The interface that has this address, or ""."""
+        return next((each.interface for each in self.addresses if each.text == address), "")
+
+    @property
+    def outer(self) -> tuple[Address, ...]:
+        """Addresses that other hosts may reach."""
+        return tuple(a for a in self.addresses if not a.is_loopback and not stays_here(a.interface))
+
+
+def resolved(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The addresses that names of hosts lead to here; none where they lead nowhere in time."""
+    wanted = {name: partial(_addresses, name) for name in hosts if name}
+    found = all_within(_NAMES_S, wanted)
+    return {name: found.get(name, ()) for name in wanted}
+
+
+def here(
+    id: str, port: int, *, rank: int = 0, name: str, asked: str, towards: str, known: Iterable[str]
+) -> Host:
+    """What this host says of itself.
+
+    Args:
+        id, port: of its doctor.
+        rank: its number among the hosts.
+        name: what it is called.
+        asked: interfaces that the user asks for, with commas (GLOO_SOCKET_IFNAME).
+        towards: the address or name of a host that it must reach; "" for none.
+        known: names of hosts that a start uses.
+    """
+    wanted = tuple(filter(None, asked.split(",")))
+    addresses, all_names = own_addresses(), tuple(names())
+    return Host(
+        id=id,
+        rank=rank,
+        name=name,
+        machine=machine(),
+        addresses=addresses,
+        announced=_announced(wanted, towards, addresses),
+        asked=wanted,
+        interfaces=all_names,
+        mtus={each: mtu(each) or 0 for each in all_names},
+        shaped=tuple(_shaped(all_names)),
+        names=resolved(known),
+        port=port,
+        versions=versions(),
+        limits=_limits(),
+        firewall=_firewall(),
+        taken=tuple(taken_ports([TORCHRUN_PORT])),
+        pinned=" ".join(f"{name}={os.environ[name]}" for name in _PINS if os.environ.get(name)),
+    )
+
+
+def machine() -> str:
+    """This machine's network: equal for processes that reach each other by their loopback."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/thread-self/ns/net').st_ino}"
+    return socket.gethostname()
+
+
+def _addresses(name: str) -> tuple[str, ...]:
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(plain(str(place[0])) for *_, place in found))
+
+
+def _announced(asked: tuple[str, ...], towards: str, addresses: tuple[Address, ...]) -> str:
+    """The address that others are told: of the interface that was asked for, or towards a host."""
+    for interface in asked:
+        found = [each.text for each in addresses if each.interface == interface]
+        if found:
+            return found[0]
+    if asked:
+        return ""
+    source = plain(source_towards(towards) or "") if towards else ""
+    if source and not is_loopback(source) and interface_of(source):
+        return source
+    outer = [a.text for a in addresses if not a.is_loopback and not stays_here(a.interface)]
+    return next(iter(outer), source)
+
+
+def _limits() -> Limits:
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = 1 << 20
+    files, most_files = (
+        unlimited if limit == resource.RLIM_INFINITY else limit for limit in (files, most_files)
+    )
+    try:
+        shared = os.statvfs(_SHARED)
+    except OSError:
+        return Limits(files, most_files, 0, 0)
+    size = shared.f_frsize
+    return Limits(files, most_files, shared.f_blocks * size, shared.f_bavail * size)
+
+
+def _firewall() -> Firewall:
+    tools = ("ufw", "firewall-cmd", "nft", "iptables")
+    there = tuple(tool for tool in tools if shutil.which(tool))
+    return Firewall(there, tuple(_chains()) if "nft" in there else ())
+
+
+def _chains() -> Iterator[Chain]:
+    """nftables' chains, which only root may read."""
+    try:
+        listed = json.loads(_said("nft", "--json", "list", "chains") or "{}")
+    except ValueError:
+        return
+    for entry in listed.get("nftables", ()):
+        chain = entry.get("chain", {})
+        if chain.get("hook") in ("input", "output"):
+            yield Chain(chain["family"], chain["table"], chain["name"], chain["hook"])
+
+
+def _shaped(interfaces: Iterable[str]) -> Iterator[str]:
+    for line in _said("tc", "qdisc", "show").splitlines():
+        words = line.split()  # qdisc KIND HANDLE dev INTERFACE …
+        if len(words) > 4 and words[1] in _SHAPERS and words[4] in interfaces:
+            yield words[4]
+
+
+def _said(*command: str) -> str:
+    """What a program prints, or "" where it is not there, fails, or takes too long."""
+    if shutil.which(command[0]) is None:
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_S, check=True)
+        return done.stdout
+    return ""

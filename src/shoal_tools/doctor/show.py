@@ -1,0 +1,91 @@
+"""What people read: the hosts, the ways between them, and each finding with what mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shoal_tools.doctor.checks_network import mbits
+from shoal_tools.doctor.facts import Host
+from shoal_tools.doctor.finding import CHECKS, Finding
+from shoal_tools.doctor.survey import Survey
+
+_MOST_WAYS = 20  # of a table that is to fit one screen
+
+
+def show(console: Console, survey: Survey, findings: Sequence[Finding], seconds: float) -> None:
+    """Print the hosts, the ways between them, and the findings."""
+    console.print(_hosts(survey))
+    if len(survey.hosts) > 1:
+        console.print(_ways(survey))
+    for finding in findings:
+        _show_finding(console, finding)
+    hosts = f"{len(survey.hosts)} host{'s' if len(survey.hosts) > 1 else ''}"
+    found = f"{len(findings)} finding{'s' if len(findings) != 1 else ''}" if findings else "sound"
+    console.print(f"{found}: {len(CHECKS)} checks on {hosts} in {seconds:.1f} s")
+
+
+def _hosts(survey: Survey) -> Table:
+    table = _table("host", "address", "interface", "mtu", "python", "torch", "processor", "files")
+    for host in survey.hosts:
+        name = host.interface_of(host.announced)
+        versions = host.versions
+        table.add_row(
+            host.name,
+            host.announced or "none",
+            name,
+            str(host.mtus.get(name, "")),
+            versions.python,
+            versions.torch,
+            versions.processor.rpartition(", ")[2],
+            str(host.limits.files),
+        )
+    return table
+
+
+def _ways(survey: Survey) -> Table:
+    table = _table("from", "to", "at", "there and back", "rate", "full packets")
+    for number, (sender, receiver) in enumerate(survey.pairs()):
+        if number < _MOST_WAYS:
+            table.add_row(sender.name, receiver.name, *_way(survey, sender, receiver))
+        elif number == _MOST_WAYS:
+            table.add_row("…")
+    return table
+
+
+def _way(survey: Survey, sender: Host, receiver: Host) -> tuple[str, str, str, str]:
+    way, path = survey.way(sender, receiver), survey.path(sender, receiver)
+    rate = survey.rates.get((sender.id, receiver.id))
+    if way is None:
+        attempts = survey.attempts(sender, receiver)
+        return (
+            attempts[0].outcome if attempts else "not tried",
+            "",
+            mbits(rate) if rate else "",
+            "",
+        )
+    latency = f"{path.latency_s * 1e3:.2f} ms" if path else ""
+    packets = "" if path is None else "pass" if path.passes is None else "lost"
+    return way.address, latency, mbits(rate) if rate is not None else "", packets
+
+
+def _show_finding(console: Console, finding: Finding) -> None:
+    console.print(Text(f"{finding.check}: {finding.what}", style="bold"))
+    # what is to be copied is not wrapped: a line break in a command breaks it
+    for key, value in {
+        "where": finding.where,
+        "got": finding.got,
+        f"mend it{f', on {finding.on}' if finding.on else ''}": finding.mend,
+    }.items():
+        console.print(Text(f"  {key}: {value}"), soft_wrap=True)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table

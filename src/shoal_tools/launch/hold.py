@@ -1,0 +1,167 @@
+"""What each task of the Spark launcher's stage does: it runs its rank's command, and tells the
+driver of it.
+
+    1  seat     which rank it is, and where ranks meet; the driver is told, and says go
+    2  command  with this executor's own Python, and with the files that were sent
+    3  lines    what the rank prints, at once; signals the other way
+    4  end      whatever the rank has left running is killed; then the exit code
+
+Cost: three threads that sleep while nothing is printed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import IO, Any
+
+from shoal.contracts.launcher import TOKEN
+from shoal.core.errors import WorldError
+from shoal_tools.launch.barrier import Place, local_folder, seat_of
+from shoal_tools.launch.desk import ERR, EXIT, OUT, SIGNAL
+from shoal_tools.launch.processes import DIE_WITH_PARENT, kill_all, marked
+
+PYTHON = "\0python"  # a word of the command: the executor's own
+_TASK = "SHOAL_SPARK_TASK"  # what all processes of one rank carry
+_READ = 1 << 16
+_NOT_FOUND, _ENDED = 127, 143  # exit codes, as of a shell
+
+
+@dataclass(frozen=True)
+class Order:
+    """What every task is asked to do."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    files: Mapping[str, bytes]  # by the path that the command calls them by
+    folder: str  # the driver's working directory
+    desk: tuple[str, int]  # where the driver listens
+    token: str = field(repr=False)
+
+
+def task_of(order: Order) -> Any:
+    """The function that Spark calls in each task."""
+
+    def task(_: Iterator[Any]) -> Iterator[int]:
+        yield hold(order)
+
+    return task
+
+
+def hold(order: Order) -> int:
+    """Run this task's rank to its end: its exit code.
+
+    Raises:
+        WorldError: the driver cannot be reached.
+    """
+    place = seat_of(importlib.import_module("pyspark").BarrierTaskContext.get())
+    try:
+        desk: Any = Client(order.desk, authkey=order.token.encode())
+    except OSError as error:
+        raise WorldError(
+            f"{place.executor}, cannot reach the driver at {order.desk[0]}:{order.desk[1]}, "
+            f"where ranks' output goes ({error})",
+        ) from error
+    folder = tempfile.mkdtemp(prefix="shoal-", dir=local_folder())
+    try:
+        desk.send_bytes(f"{place.rank} {place.host} {place.executor}".encode())
+        try:
+            desk.recv_bytes()  # go
+        except (EOFError, OSError):  # the driver is gone, or does not want it
+            return _ENDED
+        return _Rank(desk).run(order, place, Path(folder))
+    finally:
+        desk.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Rank:
+    """The processes of one rank, from start to end, and what the driver is told of them."""
+
+    def __init__(self, desk: Any) -> None:
+        self._desk, self._saying = desk, threading.Lock()
+
+    def run(self, order: Order, place: Place, folder: Path) -> int:
+        """The exit code, of a signal as the shell says it."""
+        mark = f"{_TASK}={uuid.uuid4().hex}"
+        try:
+            process = _started(order, place, folder, mark)
+        except OSError as error:
+            self._say(ERR + f"shoal: the command cannot be started: {error}\n".encode())
+            code = _NOT_FOUND
+        else:
+            code = self._held(process, mark)
+        self._say(EXIT + str(code).encode())
+        return code if code >= 0 else 128 - code
+
+    def _held(self, process: subprocess.Popen[bytes], mark: str) -> int:
+        pipes = ((process.stdout, OUT), (process.stderr, ERR))
+        passing = [threading.Thread(target=self._pass_on, args=each, daemon=True) for each in pipes]
+        obeying = threading.Thread(target=self._obey, args=(process,), daemon=True)
+        for thread in (*passing, obeying):
+            thread.start()
+        try:
+            code = process.wait()
+        finally:
+            _signal(process, signal.SIGKILL)
+            kill_all(lambda: marked(mark))
+        for thread in passing:
+            thread.join()
+        return code
+
+    def _pass_on(self, pipe: IO[bytes], kind: bytes) -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), _READ):
+                self._say(kind + data)
+
+    def _obey(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            while message := self._desk.recv_bytes():
+                if message[:1] == SIGNAL:
+                    _signal(process, int(message[1:]))
+        except (OSError, EOFError):  # the driver is gone
+            _signal(process, signal.SIGKILL)
+
+    def _say(self, message: bytes) -> None:
+        with self._saying, suppress(OSError):
+            self._desk.send_bytes(message)
+
+
+def _started(order: Order, place: Place, folder: Path, mark: str) -> subprocess.Popen[bytes]:
+    sent = {path: str(folder / Path(path).name) for path in order.files}
+    for path, data in order.files.items():
+        Path(sent[path]).write_bytes(data)
+    words = [sys.executable if word == PYTHON else sent.get(word, word) for word in order.command]
+    task, _, value = mark.partition("=")
+    search = os.pathsep.join(each for each in sys.path if each)  # with what Spark was given to send
+    environment = {**os.environ, "PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        _dying_with_us(words),
+        env={**environment, **place.settings, TOKEN: order.token, **order.environment, task: value},
+        cwd=order.folder if os.path.isdir(order.folder) else folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def _dying_with_us(words: Sequence[str]) -> Sequence[str]:
+    return (*DIE_WITH_PARENT, *words) if shutil.which(DIE_WITH_PARENT[0]) else words
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

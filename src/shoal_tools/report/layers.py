@@ -1,0 +1,191 @@
+"""A plan as a picture of the model: for each layer time, bytes before and after, and strategy.
+
+    overview   a column a layer, in the order of forward: time above, bytes below
+    rows       the same in words; of many layers those that take most are shown at first
+
+Reads core only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from shoal.core.explanation import Explanation, LayerExplanation
+from shoal_tools.report.drawing import duration, picture, size
+
+_FEW = 30  # layers that are all shown at once
+_SHOWN = 16  # of more than that
+_NAMED = 12  # columns that have room for a name
+# a colour of the page's style for each kind of strategy; a stranger's has the last one
+_HUES = {
+    "replicate": 0,
+    "sliced": 1,
+    "factor": 2,
+    "column": 3,
+    "column_pair": 3,
+    "row": 4,
+    "row_pair": 4,
+    "embedding": 5,
+    "sparse": 5,
+    "server": 6,
+    "server_rows": 6,
+    "stage": 7,
+    "head": 7,
+}
+_OTHER = 8
+_WIDTH, _HEIGHT, _MIDDLE, _TOP = 1000, 210, 96, 18
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layer in the picture; parts are of the largest layer's, in percent."""
+
+    number: int  # in the order of forward
+    layer: LayerExplanation
+    hue: int
+    is_large: bool
+    time_s: float
+    forward_part: float
+    backward_part: float
+    plain_part: float
+    exact_part: float
+    sent_part: float
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether a codec makes its bytes fewer."""
+        return bool(self.layer.chosen.choice.codec)
+
+
+@dataclass(frozen=True)
+class Way:
+    """All layers that are served in one way."""
+
+    name: str
+    hue: int
+    layers: int
+    parameters: int
+    time_s: float
+    plain_bytes: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class ModelPicture:
+    """What the page shows of a plan."""
+
+    rows: tuple[Row, ...]
+    ways: tuple[Way, ...]
+    overview: Markup  # '' where the rows say it all
+    plain_bytes: float
+    sent_bytes: float
+
+    @property
+    def hidden(self) -> int:
+        """Rows that are not shown at first."""
+        return sum(not row.is_large for row in self.rows)
+
+
+def picture_of(explanation: Explanation) -> ModelPicture:
+    """The picture of a plan."""
+    # gradients come in the order of backward
+    rows = _rows(explanation.layers[::-1])
+    return ModelPicture(
+        rows,
+        _ways(rows),
+        _overview(rows) if len(rows) > _NAMED else Markup(),
+        sum(row.layer.plain_bytes for row in rows),
+        sum(row.layer.chosen.sent_bytes for row in rows),
+    )
+
+
+def _rows(layers: Sequence[LayerExplanation]) -> tuple[Row, ...]:
+    longest_s = max((_time_s(layer) for layer in layers), default=0.0) or 1.0
+    most = max((max(_nbytes(layer)) for layer in layers), default=0.0) or 1.0
+    by_weight = sorted(
+        range(len(layers)),
+        key=lambda at: -max(_time_s(layers[at]) / longest_s, max(_nbytes(layers[at])) / most),
+    )
+    large = set(by_weight if len(layers) <= _FEW else by_weight[:_SHOWN])
+    return tuple(
+        Row(
+            number,
+            layer,
+            _HUES.get(layer.chosen.choice.strategy, _OTHER),
+            number in large,
+            _time_s(layer),
+            100 * layer.forward_s / longest_s,
+            100 * layer.backward_s / longest_s,
+            *(100 * nbytes / most for nbytes in _nbytes(layer)),
+        )
+        for number, layer in enumerate(layers)
+    )
+
+
+def _time_s(layer: LayerExplanation) -> float:
+    return layer.forward_s + layer.backward_s
+
+
+def _nbytes(layer: LayerExplanation) -> tuple[float, float, float]:
+    """By an all-reduce of its gradients, without its codec, and as it is served."""
+    sent = layer.chosen.sent_bytes
+    return layer.plain_bytes, max(layer.exact_bytes, sent), sent
+
+
+def _ways(rows: Sequence[Row]) -> tuple[Way, ...]:
+    of_way: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        of_way[row.layer.chosen.choice.way].append(row)
+    ways = [
+        Way(
+            name,
+            same[0].hue,
+            len(same),
+            sum(row.layer.parameters for row in same),
+            sum(row.time_s for row in same),
+            sum(row.layer.plain_bytes for row in same),
+            sum(row.layer.chosen.sent_bytes for row in same),
+        )
+        for name, same in of_way.items()
+    ]
+    return tuple(sorted(ways, key=lambda way: (-way.plain_bytes, way.name)))
+
+
+def _overview(rows: Sequence[Row]) -> Markup:
+    """A column a layer: time above the middle, bytes below it, both from there on."""
+    wide = _WIDTH / len(rows)
+    gap = min(2.0, wide / 5)
+    above, below = _MIDDLE - _TOP, _HEIGHT - _MIDDLE - 20
+    longest_s = max(row.time_s for row in rows) or 1.0
+    parts = [
+        f'<text x="0" y="12">time, forward and backward; the longest {duration(longest_s)}</text>',
+        f'<line class="axis" x1="0" x2="{_WIDTH}" y1="{_MIDDLE}" y2="{_MIDDLE}"/>',
+    ]
+    for row in rows:
+        x, width = row.number * wide, f'width="{wide - gap:.2f}"'
+        tall = row.time_s / longest_s * above
+        chosen = row.layer.chosen
+        told = (
+            f"{row.layer.layer} · {chosen.choice.way} · {duration(row.time_s)} · "
+            f"{size(row.layer.plain_bytes)} → {size(chosen.sent_bytes)}"
+        )
+        plain, sent = (part / 100 * below for part in (row.plain_part, row.sent_part))
+        top = _MIDDLE + 1
+        parts.append(
+            f'<a href="#layer-{row.number}"><title>{escape(told)}</title>'
+            f'<rect class="hit" x="{x:.2f}" y="{_TOP}" {width} height="{above + below}"/>'
+            f'<rect class="time" x="{x:.2f}" y="{_MIDDLE - tall:.2f}" {width} '
+            f'height="{tall:.2f}"/>'
+            f'<rect class="plain" x="{x:.2f}" y="{top}" {width} height="{plain:.2f}"/>'
+            f'<rect class="s{row.hue}" x="{x:.2f}" y="{top}" {width} height="{sent:.2f}"/></a>'
+        )
+    most = max(max(_nbytes(row.layer)) for row in rows)
+    parts.append(
+        f'<text x="0" y="{_HEIGHT - 4}">bytes of a step: grey as plain all-reduce, coloured as '
+        f"sent; the most {size(most)}</text>"
+    )
+    return picture("the model, a column a layer", parts, _WIDTH, _HEIGHT)

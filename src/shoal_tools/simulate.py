@@ -1,0 +1,227 @@
+"""What a model would take on any number of hosts: is it worth it, and what would help.
+
+    measured profile ─▶ imagined hosts ─▶ plan (search.py) ─▶ timeline (step.py), four times:
+        usual        all compute as long as the slowest of them in the median step      step
+        unlucky      … as in one step of twenty                                          p95
+        alike        no host slower than another                  usual − alike  = stragglers
+        free link    links without end                            alike − free   = link
+        one host     nothing is sent                              free − alone   = owners, and the
+                                                                  processor time of bytes
+
+Every step waits for the slowest of P hosts: the largest of P draws of a normal law. A profile is
+that of the slowest rank of those that measured it, so the draws are counted from there.
+
+Costs a search a number of hosts (some seconds; of 500 layers at 1,024 hosts 20), and 8 predictions.
+Guarded by tests/tools/test_simulate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import NormalDist
+
+from shoal.codecs.coded import codec_named
+from shoal.core.errors import UsageError
+from shoal.core.explanation import Explanation
+from shoal.core.facts import Cluster, Excerpt, ModelProfile
+from shoal.core.foresight import (
+    COMPUTE,
+    LINK,
+    OWNERS,
+    STRAGGLERS,
+    Foresight,
+    Help,
+    Question,
+    Scale,
+)
+from shoal.core.plan import Choice, Plan
+from shoal.planner.explain import explain
+from shoal.planner.imagined import imagined, stretched
+from shoal.planner.lossy import ways
+from shoal.planner.sharing import plan_for
+from shoal.planner.step import Timeline
+from shoal.planner.timeline import Predictor, as_planned
+
+_MEDIAN, _UNLUCKY = 0.5, 0.95
+_FREE = 1e6  # times as fast as the link: no limit
+_FASTER, _MORE_ROWS, _CODECS = 2.0, 2.0, ("bfloat16", "int8")  # that may help
+
+
+def simulate(
+    profile: ModelProfile, measured: Cluster, hosts: Sequence[int], question: Question
+) -> Foresight:
+    """Foresee a step on each number of hosts.
+
+    Args:
+        profile: the model.
+        measured: the ranks that measured it.
+        hosts: how many, each number once.
+        question: what else is asked.
+
+    Raises:
+        UsageError: a number is not at least 1.
+    """
+    if not hosts or min(hosts) < 1:
+        raise UsageError(
+            "a simulation is of one host or more",
+            got=f"hosts {list(hosts)}",
+            do="write for instance --hosts 1,2,4,8",
+        )
+    model = _Model(profile, measured, question)
+    scales = [model.scale(number) for number in sorted(set(hosts))]
+    return Foresight(question, model.alone_s, tuple(scales), tuple(model.helps(scales)))
+
+
+def explained(
+    profile: ModelProfile, measured: Cluster, answer: Foresight
+) -> tuple[Explanation, Timeline, Cluster] | None:
+    """The plan for the most hosts and its step there, with the hosts; None for one host alone.
+
+    Of other ways to serve layers nothing is said: for many hosts that takes long.
+
+    Args:
+        profile: the model that was simulated.
+        measured: the ranks that measured it.
+        answer: of `simulate`.
+    """
+    last = answer.scales[-1]
+    if last.hosts == 1:
+        return None
+    model = _Model(profile, measured, answer.question)
+    own, cluster = model.profile_on(last.hosts), model.hosts(last.hosts)
+    timeline = Predictor(as_planned(own, last.plan), cluster).as_is(last.plan)
+    return explain(last.plan, own, cluster, alternatives=False), timeline, cluster
+
+
+class _Model:
+    """One model and one question, for any number of hosts."""
+
+    def __init__(self, profile: ModelProfile, measured: Cluster, question: Question) -> None:
+        self._profile, self._measured, self._question = profile, measured, question
+        self.alone_s = self._stretched(profile, 1, _MEDIAN).step_s
+
+    def hosts(self, number: int) -> Cluster:
+        """So many of them."""
+        return imagined(self._measured, number, self._question.network)
+
+    def profile_on(self, hosts: int) -> ModelProfile:
+        """The model on one of so many."""
+        return self._of_rows(1 / hosts if self._question.strong else 1)
+
+    def scale(self, hosts: int, plan: Plan | None = None) -> Scale:
+        """What so many hosts take, under a plan made for them."""
+        question, profile = self._question, self.profile_on(hosts)
+        if hosts == 1:
+            unlucky_s = self._stretched(profile, 1, _UNLUCKY).step_s
+            none = Plan(1, profile.digest, (), 1, 1, predicted_s=self.alone_s)
+            return Scale(1, self.alone_s, unlucky_s, 1.0, {COMPUTE: self.alone_s}, none)
+        cluster = self.hosts(hosts)
+        how = dict(question.how or {})
+        made = plan or plan_for(profile, cluster, codecs=question.codecs, **how)
+
+        def step_s(own: ModelProfile, where: Cluster = cluster) -> float:
+            return Predictor(as_planned(own, made), where).as_is(made).step_s
+
+        usual_s, unlucky_s = (
+            step_s(self._stretched(profile, hosts, chance)) for chance in (_MEDIAN, _UNLUCKY)
+        )
+        alike = self._stretched(profile, 1, _MEDIAN)
+        alike_s, free_s = step_s(alike), step_s(alike, _free(cluster))
+        compute_s = min(alike.step_s, free_s)
+        limits = {
+            COMPUTE: compute_s,
+            LINK: max(0.0, alike_s - free_s),
+            OWNERS: max(0.0, free_s - compute_s),
+            STRAGGLERS: max(0.0, usual_s - alike_s),
+        }
+        rows = 1 if question.strong else hosts  # as many as one host
+        times = rows * self.alone_s / usual_s
+        return Scale(hosts, usual_s, unlucky_s, times, limits, made)
+
+    def helps(self, scales: Sequence[Scale]) -> list[Help]:
+        """What would bring most at the largest number of hosts, under its plan or one like it."""
+        last, question = scales[-1], self._question
+        if last.hosts == 1:
+            return []
+        cluster = self.hosts(last.hosts)
+        faster = replace(question.network, bytes_per_s=cluster.link.bytes_per_s * _FASTER)
+        network = replace(faster, oversubscription=1.0)
+        changes = {
+            f"links {_FASTER:g} times as fast": (replace(question, network=network), last.plan),
+            "hosts that are all alike": (replace(question, straggler=0.0), last.plan),
+        }
+        for codec in () if question.codecs else _CODECS:
+            changes[f"codec {codec}"] = question, self._coded(last.plan, cluster, codec)
+        found = [
+            Help(
+                change,
+                last.step_s
+                / _Model(self._profile, self._measured, asked).scale(last.hosts, plan).step_s,
+            )
+            for change, (asked, plan) in changes.items()
+        ]
+        more = _Model(self._of_rows(_MORE_ROWS), self._measured, question)
+        more_s = more.scale(last.hosts, last.plan).step_s / _MORE_ROWS
+        found.append(Help(f"{_MORE_ROWS:g} times the rows a host", last.step_s / more_s))
+        best = max(scales, key=lambda scale: scale.times)
+        if best.hosts < last.hosts:
+            found.append(Help(f"only {best.hosts} hosts", best.times / last.times))
+        return sorted(found, key=lambda help: -help.gain)
+
+    def _coded(self, plan: Plan, cluster: Cluster, codec: str) -> Plan:
+        """The plan with a codec for every layer that may have one, by the strategy that it has."""
+        predictor = Predictor(as_planned(self._profile, plan), cluster)
+
+        def coded(choice: Choice) -> Choice:
+            layer = predictor.layer(choice.layer)
+            able = ways(predictor, layer, codec_named(codec))
+            alike = [way for way in able if way.strategy == choice.strategy]
+            same = [way for way in alike if way.without_codec() == choice]
+            return next(iter(same or alike), choice)
+
+        return replace(plan, choices=tuple(map(coded, plan.choices)))
+
+    def _of_rows(self, times: float) -> ModelProfile:
+        """The profile with so many times the rows, whose time they are taken to be."""
+        if times == 1:
+            return self._profile
+        names = tuple(layer.name for layer in self._profile.layers)
+        part = self._profile.excerpt(Excerpt(names, times))
+        return replace(
+            part,
+            forward_s=self._profile.forward_s * times,
+            backward_s=self._profile.backward_s * times,
+            moving=self._profile.moving,
+            norms=self._profile.norms,
+            terms=self._profile.terms,
+        )
+
+    def _stretched(self, profile: ModelProfile, hosts: int, chance: float) -> ModelProfile:
+        """The slowest of so many hosts, in a step that so many others are not longer than."""
+        sigma = self._question.straggler
+        measured = slowest(self._measured.size, _MEDIAN, sigma)
+        return stretched(profile, slowest(hosts, chance, sigma) / measured)
+
+
+def slowest(hosts: int, chance: float, sigma: float) -> float:
+    """What the slowest of some hosts takes with a chance at most, where a host takes 1 in the mean.
+
+    Examples:
+        >>> round(slowest(1, 0.5, sigma=0.1), 3), round(slowest(64, 0.5, sigma=0.1), 3)
+        (1.0, 1.23)
+    """
+    return max(0.0, 1 + sigma * NormalDist().inv_cdf(chance ** (1 / hosts)))
+
+
+def _free(cluster: Cluster) -> Cluster:
+    """The same hosts on links without end: only what processors do is left."""
+    paces = {
+        name: replace(pace, wall=replace(pace.wall, round_s=0.0, byte_s=pace.wall.byte_s / _FREE))
+        for name, pace in cluster.paces.items()
+    }
+    moves = cluster.moves and replace(
+        cluster.moves, wall=replace(cluster.moves.wall, round_s=0.0, byte_s=0.0)
+    )
+    link = replace(cluster.link, latency_s=0.0, bytes_per_s=cluster.link.bytes_per_s * _FREE)
+    return replace(cluster, link=link, paces=paces, moves=moves)

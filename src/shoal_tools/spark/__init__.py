@@ -1,0 +1,39 @@
+"""Shoal on the executors of a Spark cluster: a function that trains, fed from a DataFrame.
+
+    run             on the driver: checks, and starts a barrier stage with one task a rank
+    task            in each task: where ranks meet, a process for the rank, and rows into it
+    rank            in that process: the session, the loader, the function
+    rows, together  a rank's rows; how those of all ranks make steps
+
+    parts           a user's functions, and what they make of a batch
+    training        what an estimator's ranks run
+    trained         what a fitted model does with rows
+    estimator       stages of Spark ML's pipelines
+
+It needs `pip install 'shoal[spark]'`, and Java 17 or newer.
+"""
+
+import importlib
+from typing import Any
+
+try:
+    from shoal_tools.launch.cluster import session
+    from shoal_tools.spark.parts import Parts
+    from shoal_tools.spark.run import run
+except ImportError as missing:
+    from shoal.core.errors import UsageError
+
+    raise UsageError(
+        "shoal.integrations.spark needs packages that are not installed",
+        got=str(missing),
+        do="pip install 'shoal[spark]', on the driver and on every executor",
+    ) from missing
+
+__all__ = ["Parts", "ShoalEstimator", "ShoalModel", "run", "session"]
+
+
+def __getattr__(name: str) -> Any:
+    """Stages need pyspark as soon as they are read; executors that run a function do not."""
+    if name in ("ShoalEstimator", "ShoalModel"):
+        return getattr(importlib.import_module("shoal_tools.spark.estimator"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,196 @@
+"""`Parts`: the functions that a stage of a pipeline is made of, and what they do with a batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.contracts.sample import Objective, called, own_loss
+from shoal.core.errors import UsageError
+from shoal.front.parallel import parallelize
+
+_OWN = ("model", "loss_fn", "optimizer", "sample", "compute_loss")  # not among options
+_KNOWN = inspect.signature(parallelize).parameters.keys() - set(_OWN)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a user's own functions make: these, and no objects, are sent to the executors.
+
+    A batch is (input, label), or the input alone where `labelCol` is "" or the model returns its
+    own loss.
+
+    Args:
+        model: makes the module.
+        loss: makes the loss, of (output, target). None: the model returns its own loss, as for
+            `parallelize`.
+        optimizer: makes the optimizer, or a list of them, of the parameters.
+        to_input: makes the model's input of the features of a batch: a tensor or, of text and
+            bytes, a list. By default those themselves, as float32 where they are numbers.
+        to_batch: makes the whole batch of all its columns, as {"x": tensor}, in place of the above.
+            `transform` still takes features by `to_input`.
+        compute_loss: in place of a loss, of (model, batch).
+        metric: of (output, target): how many are right, of how many. Where the model returns its
+            own loss, of (output, input). With a `compute_loss`, of (model, batch).
+        options: for `shoal.parallelize`, as {"strategies": ["factor"]}; or a function of the model
+            that makes them.
+
+    Raises:
+        UsageError: a loss beside a `compute_loss`, or an option that `parallelize` does not take.
+
+    Examples:
+        >>> from torch import nn
+        >>> from shoal_tools.spark import Parts
+        >>> parts = Parts(lambda: nn.Linear(64, 10), options={"pins": {"": "replicate"}})
+        >>> parts.model()
+        Linear(in_features=64, out_features=10, bias=True)
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[], Any] | None = nn.CrossEntropyLoss
+    optimizer: Callable[[Iterable[nn.Parameter]], Any] = torch.optim.AdamW
+    to_input: Callable[[Any], Any] | None = None
+    to_batch: Callable[[dict[str, Any]], Any] | None = None
+    compute_loss: Callable[[nn.Module, Any], Any] | None = None
+    metric: Callable[[Any, Any], tuple[float, float]] | None = None
+    options: Mapping[str, Any] | Callable[[nn.Module], Mapping[str, Any]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        if self.compute_loss is not None and self.loss not in (None, nn.CrossEntropyLoss):
+            raise UsageError(
+                "a compute_loss computes the whole loss, so there is no other",
+                got=f"loss={self.loss!r} beside a compute_loss",
+                do="leave one of them out",
+            )
+        if not callable(self.options):
+            check_options(self.options)
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the model itself does."""
+        return self.loss is None and self.compute_loss is None
+
+    def options_for(self, model: nn.Module) -> dict[str, Any]:
+        """What else goes to `parallelize`."""
+        options = self.options(model) if callable(self.options) else self.options
+        check_options(options)
+        return dict(options)
+
+    def objective(self) -> Objective:
+        """The loss, however it is computed."""
+        if self.compute_loss is not None or self.loss is None:
+            return Objective(None, self.compute_loss)
+        return Objective(self.loss())
+
+    def columns(self, features: str, label: str, more: Iterable[str]) -> list[str]:
+        """Which columns are sent."""
+        if not label and self.loss is not None and not (self.compute_loss or self.to_batch):
+            raise UsageError("a loss needs a target", got='labelCol=""', do="name the label column")
+        is_alone = self.returns_loss and self.to_batch is None
+        return list(dict.fromkeys([features, *([label] if label and not is_alone else []), *more]))
+
+    def input_of(self, features: Any) -> Any:
+        """What the model is called with."""
+        if self.to_input is not None:
+            return self.to_input(features)
+        return features.float() if isinstance(features, Tensor) else features
+
+    def batch_of(self, columns: dict[str, Any], features: str, label: str) -> Any:
+        """What a loss is computed of."""
+        if self.to_batch is not None:
+            return self.to_batch(columns)
+        x = self.input_of(columns[features])
+        return x if self.returns_loss or not label else (x, columns[label])
+
+    def sample_of(self, batch: Any) -> Any:
+        """A batch as `parallelize` takes it."""
+        return (batch, None) if self.returns_loss else batch
+
+    def found(self, objective: Objective, model: nn.Module, batch: Any) -> Found:
+        """The loss of a batch, with what metrics need."""
+        if objective.compute_loss is not None:
+            return Found(objective.compute_loss(model, batch), (model, batch), (batch,))
+        x, target = self.sample_of(batch)
+        output = called(model, x)
+        if objective.loss_fn is not None:
+            loss = objective.loss_fn(output, target)
+            return Found(loss, (output, target), (output, target))
+        if (loss := own_loss(output)) is None:
+            raise UsageError(
+                "the model returned no loss",
+                got=type(output).__name__,
+                expected="a scalar, .loss, ['loss'], or the one scalar of a tuple",
+                do="give Parts a loss or a compute_loss",
+            )
+        return Found(loss, (output, x), (output, x))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was computed of one batch."""
+
+    loss: Tensor
+    judged: tuple[Any, Any]  # what a metric takes
+    counted: tuple[Any, ...]  # what a count takes
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of losses, of what is right, and of how many: of one process, or of several together."""
+
+    losses: float = 0.0
+    weight: float = 0.0  # of those losses: rows, or what `count` gives
+    right: float = 0.0
+    of_all: float = 0.0
+    rows: int = 0
+
+    def __add__(self, other: Sums) -> Sums:
+        """Both together."""
+        return Sums(
+            self.losses + other.losses,
+            self.weight + other.weight,
+            self.right + other.right,
+            self.of_all + other.of_all,
+            self.rows + other.rows,
+        )
+
+
+def summed(
+    parts: Parts,
+    objective: Objective,
+    model: nn.Module,
+    batches: Iterable[tuple[int, Any]],
+    count: Callable[..., Any] | None,
+) -> Sums:
+    """Over batches, each beside its number of rows. The model is as it is, and learns nothing."""
+    sums = Sums()
+    with torch.no_grad():
+        for rows, batch in batches:
+            found = parts.found(objective, model, batch)
+            weight = rows if count is None else float(count(*found.counted))
+            right, of_all = parts.metric(*found.judged) if parts.metric else (0.0, 0.0)
+            sums += Sums(float(found.loss) * weight, weight, float(right), float(of_all), rows)
+    return sums
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Look whether `parallelize` takes these.
+
+    Raises:
+        UsageError: it does not, or they have a place of their own in `Parts`.
+    """
+    unknown = [name for name in options if name not in _KNOWN]
+    if unknown:
+        raise UsageError(
+            "options has what shoal.parallelize does not take from there",
+            got=", ".join(map(repr, unknown)),
+            expected="of " + ", ".join(sorted(_KNOWN)),
+            do="correct the name; Parts itself takes the model, loss, optimizer and compute_loss",
+        )

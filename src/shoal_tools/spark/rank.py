@@ -1,0 +1,138 @@
+"""The process of one rank, which a task starts: python -m shoal_tools.spark.rank FOLDER.
+
+It reads the work from the folder, rows as an Arrow stream from the pipe that ROWS names, and leaves
+the outcome in the folder. A process of its own, since Spark keeps its Python workers for later
+tasks, and a session lasts as long as its process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from shoal.core.errors import ShoalError
+from shoal.data.sharded import ShardedBatches
+from shoal.front.joining import Served, init, is_tail_host
+from shoal.front.sharding import shard
+from shoal.session.session import current
+from shoal_tools.launch.barrier import EXECUTOR
+from shoal_tools.spark.batches import columns_of
+from shoal_tools.spark.job import OUTCOME, ROWS, WORK, Outcome, Work
+from shoal_tools.spark.pickles import dumps, loads
+from shoal_tools.spark.rows import Rows, Split
+from shoal_tools.spark.together import Together
+
+_KEPT, _MARKED = "rows.arrow", "marked.arrow"
+
+
+def main(folder: Path) -> None:
+    """Be the rank; errors are left in the folder, and then raised."""
+    rank, executor = int(os.environ["RANK"]), os.environ[EXECUTOR]
+    try:
+        work = loads((folder / WORK).read_bytes(), "what the driver sent")
+        result = dumps(done(work, folder), "what the function returned")
+        outcome = Outcome(rank, executor, result=result)
+    except BaseException as error:
+        _leave(folder, _failed(rank, executor, error))
+        raise
+    _leave(folder, outcome)
+
+
+def _failed(rank: int, executor: str, error: BaseException) -> Outcome:
+    kind, trace = type(error).__name__, traceback.format_exc()
+    if not isinstance(error, ShoalError):
+        return Outcome(rank, executor, kind, repr(error), trace=trace)
+    return Outcome(
+        rank,
+        executor,
+        kind,
+        error.what,
+        where=error.where,
+        got=error.got,
+        expected=error.expected,
+        do=error.do,
+        trace=trace,
+    )
+
+
+def done(work: Work, folder: Path) -> Any:
+    """Join the others, and call the function; None on servers and tail hosts, which serve."""
+    try:
+        init(start_timeout_s=work.timeout_s)
+        if is_tail_host(current()):
+            return work.fn(_Sample(work), *([None] if work.validation else []))
+        return work.fn(*loaders_of(work, _stream(int(os.environ[ROWS])), folder))
+    except Served:
+        return None
+
+
+class _Sample:
+    """The loader of a tail host, which has no rows: one batch, as what the model is called with."""
+
+    def __init__(self, work: Work) -> None:
+        self._table = pa.ipc.open_stream(work.sample).read_all()
+        self._convert = _Convert(work.to_batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._convert(self._table)
+
+    def set_epoch(self, epoch: int) -> None:
+        """It is the same in every epoch."""
+
+
+def loaders_of(work: Work, stream: Iterator[Any], folder: Path) -> list[Any]:
+    """The loader of this rank, and that of its marked rows (a collective)."""
+    file = folder / _KEPT if work.epochs > 1 else None
+    if not work.validation:
+        return [loader_of(work, Rows(stream, file))]
+    split = Split(stream, work.validation)
+    marked = Rows(split.marked(), folder / _MARKED)
+    marked.keep()
+    channel = current().comm.channel("marked rows from Spark")
+    convert = _Convert(work.to_batch)
+    aside = Together(channel, marked, work.batch_size, None, convert, "rows to validate with")
+    return [loader_of(work, Rows(split.others(), file)), aside]
+
+
+def loader_of(work: Work, rows: Rows) -> ShardedBatches[Any]:
+    """The loader of this rank's rows, in a session (a collective)."""
+    convert = _Convert(work.to_batch)
+    channel = current().comm.channel("rows from Spark")
+    seed = work.seed if work.shuffle else None
+    batches = Together(channel, rows, work.batch_size, seed, convert)
+    return shard(batches, shards_itself=True)
+
+
+class _Convert:
+    """Makes a batch of a table, by the user's function if there is one."""
+
+    def __init__(self, to_batch: Callable[[dict[str, Any]], Any] | None) -> None:
+        self._to_batch = to_batch
+
+    def __call__(self, table: Any) -> Any:
+        columns = columns_of(table)
+        return columns if self._to_batch is None else self._to_batch(columns)
+
+
+def _stream(descriptor: int) -> Iterator[Any]:
+    """Record batches from the pipe; nothing at all comes where there are no rows."""
+    with os.fdopen(descriptor, "rb") as pipe:
+        if pipe.peek(1):
+            yield from pa.ipc.open_stream(pipe)
+
+
+def _leave(folder: Path, outcome: Outcome) -> None:
+    """Leave the outcome there at once, whole."""
+    part = folder / f"{OUTCOME}.part"
+    part.write_bytes(dumps(outcome, "the outcome"))
+    part.rename(folder / OUTCOME)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

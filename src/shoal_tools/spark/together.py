@@ -1,0 +1,209 @@
+"""Uneven rows of all ranks as steps that all ranks make: each row once, in every step as many on
+each rank.
+
+    rows left   rank 0: 9   rank 1: 2   rank 2: 0       batches of 2 rows
+    step 0      2 of its own, gives 2   2 of its own    2 of rank 0's
+    step 1      2 of its own, gives 3   2 of rank 0's   1 of rank 0's
+
+Before each step ranks tell how many rows they have ahead, as far as two steps of all ranks: 80
+bytes to every other rank. From those numbers all find alike who gives whom what. Rows cross the
+network only to ranks that have none left of their own. A last step with fewer rows than ranks is
+joined with the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import pyarrow as pa
+import torch
+
+from shoal.contracts.comm import Comm
+from shoal.core.errors import UsageError
+from shoal.core.pieces import cut_sizes
+from shoal_tools.spark.rows import Rows
+
+_PURPOSE = "Spark: how many rows has every rank?"
+
+
+@final
+class Together:
+    """Batches of this rank, pass after pass, for `shoal.shard(…, shards_itself=True)`.
+
+    Args:
+        comm: a channel of its own among the ranks.
+        rows: this rank's.
+        batch_size: rows of each rank in a step.
+        seed: of the order; None for the order in which rows came.
+        convert: makes a batch of a table.
+        what: these rows, in words.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        rows: Rows,
+        batch_size: int,
+        seed: int | None,
+        convert: Callable[[Any], Any],
+        what: str = "rows",
+    ) -> None:
+        self._comm, self._rows, self._convert, self._what = comm, rows, convert, what
+        self._total = batch_size * comm.size
+        self._seed = None if seed is None else [seed, comm.rank]
+        self._epoch = 0
+        self._peeked: Ahead | None = None  # of a pass in which nobody took a second batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let this be the epoch of the passes that begin."""
+        if epoch != self._epoch:
+            self._peeked = None
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        ahead, self._peeked = self._peeked, None
+        if ahead is None:
+            ahead = Ahead(self._rows.in_order(self._epoch, self._seed))
+        step = 0
+        while (given := self._step(ahead, step)) is not None:
+            own, batch = given
+            if step == 0:
+                self._peeked = ahead
+                ahead.put_back(own)
+            yield self._convert(batch)
+            if step == 0:
+                self._peeked = None
+                ahead.take(len(own))
+            step += 1
+
+    def _step(self, ahead: Ahead, step: int) -> tuple[Any, Any] | None:
+        """What this rank gave of its own, and its batch; None behind the last step."""
+        comm = self._comm
+        have = comm.numbers([ahead.look(2 * self._total)] * comm.size, _PURPOSE)
+        num = rows_of_step(have, self._total)
+        if not num:
+            return None
+        if num < comm.size:
+            raise UsageError(
+                f"there are fewer {self._what} than ranks",
+                where=f"rank {comm.rank}, epoch {self._epoch}, step {step}",
+                got=f"{num} rows on {comm.size} ranks",
+                do="give a DataFrame with more rows, or num_ranks=1",
+            )
+        gives = given(have, num)
+        own = ahead.take(gives[comm.rank])
+        moved = moves(gives, cut_sizes(num, comm.size))
+        return own, self._exchanged(own, moved) if moved else own
+
+    def _exchanged(self, own: Any, moved: Sequence[tuple[int, int, int]]) -> Any:
+        """The own rows without those that go to others, and those that come."""
+        comm = self._comm
+        out = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(comm.size)]
+        keep = len(own) - sum(num for source, _, num in moved if source == comm.rank)
+        start = keep
+        for source, to, num in moved:
+            if source == comm.rank:
+                out[to] = packed(own.slice(start, num))
+                start += num
+        sizes = comm.numbers([len(each) for each in out], "Spark: bytes of rows that move")
+        coming = [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        coming[comm.rank] = out[comm.rank]
+        comm.begins("Spark: rows that move")
+        comm.all_to_all(coming, out)
+        parts = [own.slice(0, keep)] if keep else []
+        return pa.concat_tables(parts + [unpacked(each) for each in coming if len(each)])
+
+
+class Ahead:
+    """Rows that come, of which one may look at the next ones."""
+
+    def __init__(self, tables: Iterator[Any]) -> None:
+        self._tables, self._parts, self._num = tables, list[Any](), 0
+
+    def look(self, most: int) -> int:
+        """How many there are still, if fewer than `most`."""
+        while self._num < most and (table := next(self._tables, None)) is not None:
+            self._parts.append(table)
+            self._num += len(table)
+        return min(self._num, most)
+
+    def take(self, num: int) -> Any:
+        """The next ones as a table; an empty list for none."""
+        taken, left = [], num
+        while left:
+            first = self._parts[0]
+            taken.append(first.slice(0, left))
+            self._parts[:1] = [first.slice(left)] if len(first) > left else []
+            left -= len(taken[-1])
+        self._num -= num
+        return pa.concat_tables(taken) if taken else []
+
+    def put_back(self, table: Any) -> None:
+        """Let these come again, first."""
+        if len(table):
+            self._parts.insert(0, table)
+            self._num += len(table)
+
+
+def rows_of_step(have: Sequence[int], total: int) -> int:
+    """How many rows the coming step has on all ranks together.
+
+    Args:
+        have: how many each rank has ahead; twice the total stands for any number.
+        total: rows of a full step.
+
+    >>> rows_of_step([9, 2, 0], 6), rows_of_step([5, 0, 0], 6), rows_of_step([4, 2, 2], 6)
+    (6, 5, 4)
+    """
+    ahead, ranks = sum(have), len(have)
+    if ahead <= total or ahead >= total + ranks:
+        return min(ahead, total)
+    return ahead - ahead // 2 if ahead >= 2 * ranks else ahead
+
+
+def given(have: Sequence[int], num: int) -> list[int]:
+    """How many of `num` rows each rank gives: its own part if it has it, then who has most.
+
+    >>> given([9, 2, 0], 6)
+    [4, 2, 0]
+    """
+    gives = [min(own, part) for own, part in zip(have, cut_sizes(num, len(have)), strict=True)]
+    while missing := num - sum(gives):
+        left = [own - gave for own, gave in zip(have, gives, strict=True)]
+        richest = max(range(len(have)), key=lambda rank: left[rank])
+        second = sorted(left)[-2] if len(left) > 1 else 0
+        gives[richest] += min(missing, max(1, left[richest] - second))
+    return gives
+
+
+def moves(gives: Sequence[int], takes: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Who sends whom how many rows.
+
+    >>> moves([4, 2, 0], [2, 2, 2])
+    [(0, 2, 2)]
+    """
+    over = [[rank, gave - took] for rank, (gave, took) in enumerate(zip(gives, takes, strict=True))]
+    sources, found = [each for each in over if each[1] > 0], []
+    for to, lacks in ((rank, -more) for rank, more in over if more < 0):
+        while lacks:
+            num = min(lacks, sources[0][1])
+            found.append((sources[0][0], to, num))
+            lacks -= num
+            sources[0][1] -= num
+            if not sources[0][1]:
+                sources.pop(0)
+    return found
+
+
+def packed(table: Any) -> torch.Tensor:
+    """A table as bytes."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table.combine_chunks())
+    return torch.frombuffer(bytearray(sink.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(data: torch.Tensor) -> Any:
+    """The table that `packed` made bytes of."""
+    return pa.ipc.open_stream(pa.py_buffer(data.numpy())).read_all()

@@ -1,0 +1,1 @@
+"""Fault injection and counting, for tests: wrappers around a `Comm`."""

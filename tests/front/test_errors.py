@@ -1,0 +1,66 @@
+"""How errors are shown: whose they are, and what comes last."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.core.errors import UsageError
+from shoal.front.errors import foreign
+
+SCRIPT = """
+import shoal, torch
+shoal.init()
+def main():  # torch stands between the script and Shoal, as in forward and backward
+    torch.no_grad()(shoal.plan_of)(torch.nn.Linear(1, 1))
+main()
+"""
+
+
+def raised(source: str, name: str) -> Exception:
+    """The error that some code raises, as if it were in a file of that name."""
+    try:
+        exec(compile(source, name, "exec"), {})
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_of_pythons_library_that_shoal_called_is_shoals() -> None:
+    package = Path(sys.modules["shoal"].__file__ or "").parent
+    error = raised("import json\njson.loads('[')", str(package / "core" / "any.py"))
+    said = foreign(
+        error.with_traceback(error.__traceback__.tb_next if error.__traceback__ else None)
+    )
+    assert said.startswith("Shoal failed, which is a bug in it\nTraceback")
+    assert "any.py" in said, "all frames"
+
+
+def test_an_error_of_a_recipe_is_the_recipes_also_within_pythons_library() -> None:
+    error = raised("import json\njson.loads('[')", "recipe.py")
+    assert foreign(error).startswith("the recipe failed\nTraceback")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("frames", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_a_script_that_ends_with_an_error_of_shoals_shows_its_message_last(
+    frames: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("SHOAL_TRACEBACK", frames)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    command = (sys.executable, str(script))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    do = "call shoal.parallelize first"
+    message = str(UsageError("the model is not parallelised", got="Linear", do=do))
+    assert done.stderr.endswith(f"{message}\n")
+    if frames == "0":
+        assert done.stderr == f'File "{script}", line 5\nshoal: {message}\n'
+    else:
+        assert done.stderr.startswith("Traceback")
