@@ -26,9 +26,9 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-NEEDS_OTHER_HOSTS = "--peer"  # tests/commands/test_doctor.py runs these
+NEEDS_OTHER_HOSTS = "--peer"  # tests/tools/commands/test_doctor.py runs these
 TAKES_HOURS = "--cases 2000"
-NEEDS_A_CLUSTER = "spark://"  # tests/integrations runs these
+NEEDS_A_CLUSTER = "spark://"  # tests/tools/spark runs these
 # of these pages say that they end at about 98 % or more
 PROMISED = {
     "shoal train examples/digits.py --ranks 2",

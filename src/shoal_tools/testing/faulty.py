@@ -10,8 +10,8 @@
 A `Fault` befalls a rank at a place of its program; `KINDS` has a function for each kind. What is in
 a `FaultyComm` befalls its messages. Sends and receives of a rank are its *operations*, numbered
 from 1 over all its channels in the order they are posted. Collectives are made of such operations.
-Failures as data: torchft, `fail_at(rank, step)`. Shoal itself uses none of this; tests and
-benchmarks do. Guarded by tests/tools/testing/test_faulty.py; what comes of each kind: tests/faults/.
+Failures as data: torchft, `fail_at(rank, step)`. Tests and benchmarks use
+this. Guarded by tests/tools/testing/test_faulty.py; the outcome of each kind: tests/faults/.
 """
 
 from __future__ import annotations
