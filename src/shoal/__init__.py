@@ -16,6 +16,14 @@ from shoal.core.plan import Choice, Plan
 from shoal.core.record import CodecRow
 from shoal.core.registry import register, unregister
 from shoal.data.sharded import ShardedBatches, ShardedLoader
+from shoal.features.check_every import CheckReplicas
+from shoal.features.local_steps import LocalSteps, global_weights
+from shoal.features.lossy import Lossy
+from shoal.features.max_error import MaxError
+from shoal.features.replan import Replan
+from shoal.features.staleness import Staleness
+from shoal.features.sync_batchnorm import SyncBatchNorm
+from shoal.features.update_every import UpdateEvery
 from shoal.front.checkpoints import Checkpoints
 from shoal.front.codec_report import CodecReport, codec_report
 from shoal.front.distributed_checkpoint import Stateful
@@ -32,31 +40,38 @@ from shoal.front.sharding import shard
 from shoal.front.together import gather, mean
 from shoal.moved import install as _install
 from shoal.planner.search_options import SearchOptions
-from shoal.session.local import global_weights
 from shoal.session.memory import Memory, memory
 from shoal.session.session import World, world
 
 _install()
 
 __all__ = [
+    "CheckReplicas",
     "Checkpoints",
     "Choice",
     "Cluster",
     "CodecReport",
     "CodecRow",
     "Link",
+    "LocalSteps",
+    "Lossy",
+    "MaxError",
     "Memory",
     "Outcome",
     "Outer",
     "Plan",
+    "Replan",
     "SearchOptions",
     "Served",
     "ShardedBatches",
     "ShardedLoader",
     "ShoalError",
+    "Staleness",
     "Stateful",
+    "SyncBatchNorm",
     "Term",
     "Topology",
+    "UpdateEvery",
     "UsageError",
     "World",
     "WorldError",

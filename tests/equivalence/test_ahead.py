@@ -217,7 +217,7 @@ class Ended(Exception):
         ({"staleness": -1}, "number of steps"),
         ({"staleness": 1.5}, "number of steps"),
         ({"staleness": 2, "pins": {"*": "replicate"}}, "nothing else can be said"),
-        ({"staleness": 2, "strategies": ["server"]}, "nothing else can be said"),
+        ({"staleness": 2, "strategies": ["factor"]}, "nothing else can be said"),
         ({"staleness": 2, "count": lambda output, target: 1.0}, "weighs the same"),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_plan_with_a_staleness_needs_servers_for_every_layer() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.staleness is None
     wrong = plan.with_choice(replace(plan.choices[0], strategy="replicate"))
-    with pytest.raises(PlanError, match="replicate knows no staleness"):
+    with pytest.raises(PlanError, match="servers own every layer"):
         trained(2, 1, loop, plan=wrong)
     trained(2, 1, steps(2), plan=replace(plan, staleness=1))
     for how, says in (

@@ -445,7 +445,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "momentum": ({"outer": Outer()}, PlanError, 'rule="average"'),
     "a placement": ({"placement": {"*": 2}}, PlanError, "equal share"),
     "a count": ({"count": lambda output, y: 1.0}, UsageError, "leave out count"),
-    "norms over all ranks": ({"sync_batchnorm": True}, PlanError, "rows of all"),
     "a staleness of half a round": ({"staleness": 0.5}, UsageError, "number of steps"),
     "H of 0": ({"local_steps": 0}, UsageError, "at least 1"),
 }

@@ -40,9 +40,9 @@ from torch.optim import SGD
 import shoal
 from shoal.comm.threads import ThreadComm
 from shoal.core.errors import PlanError, RanksDiffer, UsageError
+from shoal.features.residuals import residuals
 from shoal.front.joining import using
-from shoal.session.local import begin_anew, outer_state
-from shoal.session.residuals import residuals
+from shoal.session.session import current
 
 
 @dataclass
@@ -210,14 +210,15 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
     def work(comm: ThreadComm, model: nn.Module) -> None:
         spread(model, rows_of(features(6, 4, steps=1)[0], comm.rank, 2))
-        others = outer_state(model)
+        kept = current().attached[model].running.attachments["local_steps"]
+        others = kept.state()["outer"]
         others["3.weight"] = others.pop("0.weight")
         with pytest.raises(UsageError, match="another model") as caught:
-            begin_anew(model, others)
+            kept.load({"outer": others, "warmup_steps": 0})
         assert "3.weight" in str(caught.value)
         short = {"0.weight": {"momentum": torch.zeros(3)}}
         with pytest.raises(UsageError, match="another model"):
-            begin_anew(model, short)
+            kept.load({"outer": short, "warmup_steps": 0})
 
     on_each("ab", work)
 
@@ -294,11 +295,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"local_steps": 4, "pins": {"*": "replicate:tree"}},
         PlanError,
         "two halves",
-    ),
-    "norms over all ranks": (
-        {"local_steps": 4, "sync_batchnorm": True},
-        PlanError,
-        "rows of all",
     ),
     "a lag beyond H": (
         {"local_steps": 4, "outer": shoal.Outer(lag=5)},

@@ -23,7 +23,7 @@ from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import LiveBucket, Span, StateDict
 from shoal.core.errors import PlanError
 from shoal.core.registry import of
-from shoal.session.residuals import give_residuals, summed_residuals
+from shoal.features.residuals import residuals_of
 from shoal.session.session import current
 
 FED_BACK = [name for name, kind in of(Codec).items() if kind.feedback]
@@ -112,7 +112,7 @@ def test_every_worker_reads_the_same_gradient_near_the_sum() -> None:
 def owed(model: nn.Module) -> StateDict:
     return {
         name: {what: numbers.clone() for what, numbers in entries.items()}
-        for name, entries in summed_residuals(model).items()
+        for name, entries in residuals_of(model).sums().items()
     }
 
 
@@ -156,7 +156,8 @@ def test_what_a_server_is_given_is_sent() -> None:
     ) -> dict[str, Tensor]:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         x, y = batches[0]
-        give_residuals(model, {name: {"gradient": owed} for name, owed in numbers.items()})
+        sums = {name: {"gradient": owed} for name, owed in numbers.items()}
+        residuals_of(model).give(sums, local=False)
         (0.0 * loss_fn(model(x), y)).backward()
         optimizer.step()
         return {name: before[name] - p.detach() for name, p in model.named_parameters()}

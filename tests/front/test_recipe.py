@@ -106,7 +106,7 @@ def test_a_recipe_may_import_what_lies_beside_it_and_be_called_as_a_library_is(w
             r"model(?s:.)*not a function(?s:.)*built already",
         ),
         (("import torch", "EPOCHS = 0\n    import torch"), "EPOCHS"),
-        (("import torch", "SYNC_BATCHNORM = 1\n    import torch"), "SYNC_BATCHNORM is True or"),
+        (("import torch", "SYNC_BATCHNORM = 1\n    import torch"), "sync_batchnorm is True or"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused(write, change, says):

@@ -189,8 +189,8 @@ def test_a_changed_bit_is_found_and_named(tmp_path: Path) -> None:
 def test_a_newer_format_is_said(tmp_path: Path) -> None:
     alone(lambda: shoal.save(tmp_path / "saved", model=mlp()))
     path = tmp_path / "saved" / STATE
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(UsageError, match=r"newer format(.|\n)*version 2(.|\n)*version 1 at most"):
+    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
+    with pytest.raises(UsageError, match=r"newer format(.|\n)*version 3(.|\n)*version 2 at most"):
         alone(lambda: shoal.load(tmp_path / "saved", model=mlp()))
 
 

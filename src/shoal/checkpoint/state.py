@@ -2,7 +2,7 @@
 
     format, version    of the checkpoint, whatever else changes
     crc32              of `state`, written as JSON without spaces
-    state              objects · random · models · residuals · outer · step · files · written_by
+    state              objects · random · models · features · step · files · written_by
 
 Nothing in it is keyed by a rank. Guarded by tests/front/test_saving.py.
 """
@@ -10,6 +10,7 @@ Nothing in it is keyed by a rank. Guarded by tests/front/test_saving.py.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from shoal.checkpoint.folder import STATE, write_text
 from shoal.checkpoint.tensors import Checksums, checksum
 from shoal.core.errors import UsageError
 
-FORMAT, VERSION = "shoal checkpoint", 1
+FORMAT, VERSION = "shoal checkpoint", 2
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class State:
     random: Any = None  # of those who trained, in their order; one where all have the same
     # that were parallelised, by keyword: ranks, usual_rows, plan
     models: dict[str, Any] = field(default_factory=dict)
-    residuals: dict[str, Any] = field(default_factory=dict)  # of codecs: sums over the ranks
-    # of outer rules, by keyword, where ranks step by themselves
-    outer: dict[str, Any] = field(default_factory=dict)
+    features: Any = None  # by the feature's name, then by the way to a model
+    residuals: dict[str, Any] = field(default_factory=dict)  # as version 1 has them
+    outer: dict[str, Any] = field(default_factory=dict)  # likewise
     step: int | None = None  # of who counts them
     files: dict[str, Checksums] = field(default_factory=dict)
     written_by: dict[str, str] = field(default_factory=dict)  # versions
@@ -41,7 +42,7 @@ class State:
         state = asdict(self)
         document = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.features else 1,  # earlier releases read the rest
             "crc32": checksum(_packed(state)),
             "state": state,
         }
@@ -85,6 +86,34 @@ def parsed(text: bytes, where: str) -> State:
         raise _corrupted(where, "another checksum than that of what was written")
     known = {known_field.name for known_field in fields(State)}
     return State(**{key: value for key, value in state.items() if key in known})
+
+
+def before_features(
+    models: Mapping[str, Any], owed: Mapping[str, Any], outer: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What version 1 kept, as features keep it: by their names, then by the way to a model.
+
+    Args:
+        models: that were parallelised.
+        owed: residuals of codecs.
+        outer: states of outer rules and sums of periods, by parameter.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path, known in models.items():
+        is_local = bool(known.get("plan", {}).get("local_steps"))
+        if sums := owed.get(path):
+            found.setdefault("residuals", {})[path] = {"sums": sums, "local": is_local}
+        states = outer.get(path, {})
+        kept = {name: state for name, state in states.items() if "accumulated" in state}
+        if kept:
+            found.setdefault("update_every", {})[path] = kept
+        if is_local:
+            found.setdefault("local_steps", {})[path] = {
+                "outer": {name: states[name] for name in states if name not in kept},
+                # without a word of it all exact steps have been made
+                "warmup_steps": known.get("warmup_steps"),
+            }
+    return found
 
 
 def _corrupted(where: str, got: str) -> UsageError:

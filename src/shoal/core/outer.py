@@ -25,7 +25,8 @@ from torch import Tensor
 
 from shoal.core.errors import UsageError
 from shoal.core.facts import Topology
-from shoal.core.numbers import is_count, is_positive
+from shoal.core.numbers import is_count, is_positive, whole
+from shoal.core.option import Flag, option
 
 # a rule's learning rate and momentum; None: 1 − 1/N of N ranks
 RULES: dict[str, tuple[float, float | None]] = {
@@ -34,6 +35,12 @@ RULES: dict[str, tuple[float, float | None]] = {
     "nesterov": (0.7, 0.9),
     "slowmo": (1.0, 0.7),
 }
+
+
+def _read_steps(text: str) -> int:
+    if (steps := whole(text)) is None:
+        raise ValueError(f"{text!r} is not a number of steps")
+    return steps
 
 
 @dataclass(frozen=True)
@@ -65,10 +72,34 @@ class Outer:
 
     lr: float | None = None
     momentum: float | None = None
-    rule: str = "nesterov"
+    rule: str = option(
+        "nesterov",
+        flag=Flag(
+            "The rule by which ranks come together, with --local-steps.",
+            "--outer",
+            read=str,
+            choices=tuple(sorted(RULES)),
+        ),
+    )
     lag: int | None = None
-    islands: bool | None = None
-    warmup_steps: int = 0
+    islands: bool | None = option(
+        None,
+        flag=Flag(
+            "Whether the ranks of a host step together, with --local-steps. By default where "
+            "there are several hosts.",
+            "--islands",
+            no=True,
+        ),
+    )
+    warmup_steps: int = option(
+        0,
+        flag=Flag(
+            "Exact steps of all ranks first, with --local-steps.",
+            "--warmup-steps",
+            read=_read_steps,
+            metavar="STEPS",
+        ),
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.rule, str) or self.rule not in RULES:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal.core.errors import PlanError
+from shoal.core.facts import Cluster
 from shoal.core.numbers import MOST_RANKS, MOST_SECONDS, how_many
 from shoal.core.outer import Outer
 from shoal.core.pieces import balanced
@@ -146,6 +147,7 @@ class Plan:
     * `placement` says who owns what: a policy's name, or ranks by dotted name or glob.
     * With `local_steps` ranks step by themselves, and come together every so many steps by `outer`.
     * `update_every` says of layers, by name, every how many steps they are updated, if not in each.
+    * `features` has the options of other features that a plan says, by the feature's name.
 
     Examples:
         >>> import shoal
@@ -176,6 +178,7 @@ class Plan:
     local_steps: int = 0  # 0: gradients are exchanged in every step
     outer: Outer | None = None
     update_every: dict[str, int] = field(default_factory=dict)
+    features: dict[str, Any] = field(default_factory=dict)
 
     def sites(
         self,
@@ -261,6 +264,35 @@ class Plan:
             self, choices=tuple(choice if c.layer == choice.layer else c for c in self.choices)
         )
 
+    def with_feature(self, name: str, options: Mapping[str, Any]) -> Plan:
+        """The same plan with a feature's options, as plain data."""
+        return replace(self, features={**self.features, name: dict(options)})
+
+    @property
+    def is_local(self) -> bool:
+        """Whether ranks step by themselves, and come together every so many steps."""
+        return self.local_steps > 0
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks exchange gradients in each step, and wait for one another."""
+        return self.staleness == 0 and not self.local_steps
+
+    @property
+    def steps_per_exchange(self) -> int:
+        """Steps from one exchange of all layers to the next."""
+        return self.local_steps or 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one process trains as the plan says: all that differs is who has which rows."""
+        return self.in_step and not self.update_every and not self.features
+
+    def on(self, cluster: Cluster) -> Cluster:
+        """The cluster, with whether workers run ahead of one another, or step by themselves."""
+        apart = bool(self.local_steps and cluster.servers)
+        return replace(cluster, ahead=apart or self.staleness != 0, apart=apart)
+
     @property
     def locally(self) -> str:
         """Its local steps and their rule, in words; '' where gradients are exchanged."""
@@ -288,6 +320,8 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text, one layer a line."""
         head = {k: v for k, v in asdict(self).items() if k != "choices"}
+        if not self.features:
+            del head["features"]  # earlier releases read what needs none of it
         lines = ["{", f'  "format": {FORMAT},', f'  "written_by": "{_WRITTEN_BY}",']
         lines += [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
         rows = ",\n".join("    " + json.dumps(asdict(choice)) for choice in self.choices)
@@ -399,6 +433,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "Placement": (str, dict),
     "Outer | None": (Outer, type(None)),
     "dict[str, int]": (dict,),
+    "dict[str, Any]": (dict,),
     "tuple[Choice, ...]": (tuple,),
 }
 

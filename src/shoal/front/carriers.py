@@ -6,18 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shoal.codecs.coded import Coded, codec_named, exchange_named
-from shoal.codecs.remembering import coded_carriers
 from shoal.codecs.summed import Summed
 from shoal.contracts.codec import Codec
 from shoal.contracts.exchange import Exchange
 from shoal.contracts.strategy import Strategy
-from shoal.contracts.transfer import Transfer
-from shoal.core.errors import PlanError, UsageError
-from shoal.core.numbers import is_positive
+from shoal.core.errors import PlanError
 from shoal.core.plan import Plan, strategy_and_exchange
 from shoal.core.registry import named, of
-from shoal.optim.owners import Owners
-from shoal.remote.orders import BoundErrors
 from shoal.strategies.carried import row_codec
 
 
@@ -70,24 +65,3 @@ def _ways(plan: Plan | None, pins: Mapping[str, str] | None) -> list[tuple[str, 
     """Strategies and exchanges that they ask for."""
     asked = [strategy_and_exchange(pin) for pin in (pins or {}).values()]
     return asked + [(c.strategy, c.exchange) for c in (plan.choices if plan else ())]
-
-
-def check_most_error(most_error: Any) -> None:
-    """Raise UsageError where it bounds no error."""
-    if most_error is not None and not is_positive(most_error):
-        raise UsageError(
-            "max_error is a bound of a relative error, above 0",
-            got=repr(most_error)[:80],
-            do="give for instance 0.1, or None for each codec's own",
-        )
-
-
-def bound_errors(
-    transfers: Iterable[Transfer], most_error: float | None, owners: Owners | None
-) -> None:
-    """Have codecs be off by no more than that, at servers too; None leaves each its own bound."""
-    if most_error is not None:
-        for carrier in coded_carriers(transfers):
-            carrier.most_error = most_error
-        if owners is not None and any(coded_carriers(owners.served)):
-            owners.tell(BoundErrors(most_error))

@@ -29,7 +29,7 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.core.nothing import nothing
 from shoal.core.numbers import MOST_SECONDS, is_count, is_positive
-from shoal.front.saving import in_common, restored, taken, writing
+from shoal.front.saving import restored, saving, taken, writing
 from shoal.front.stages import LOGGER, Stages
 from shoal.front.stateful import members
 from shoal.session.session import ranks
@@ -217,7 +217,7 @@ class Checkpoints:
         self._background.wait()
         self._clock.saved()
         snapshot = Snapshot(self._copies, keeps=self._writes)
-        with in_common(self._objects):
+        with saving():
             state = taken(snapshot, self._objects, self._comm, self.steps, spread=True)
         spreads = snapshot.in_order()
         if spreads and self._channel is None:  # as on every rank

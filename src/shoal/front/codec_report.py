@@ -123,7 +123,7 @@ def codec_report(model: nn.Module) -> CodecReport:
     # what crosses to tail hosts is that of all their layers: a row for the last of them
     of_tail = [c for c in coded if c.rows and predictor.role(c.strategy).is_at_tail]
     coded = [choice for choice in coded if choice not in of_tail[1:]]
-    steps = attached.plan.local_steps or 1
+    steps = attached.plan.steps_per_exchange
     rows = [_row(choice, predictor, errors, steps) for choice in coded]
     modules = dict(uncompiled(model).named_modules())
     for at, choice in enumerate(coded):

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.tree import decoded, encoded
 from shoal.core.errors import UsageError
+from shoal.features.local_steps import check_in_step
+from shoal.front.saving import saving
 from shoal.front.stateful import has_state, modules_of, put_back, state_of
-from shoal.session.local import check_in_step
-from shoal.session.session import found
-from shoal.session.standing import standing
 
 
 @final
@@ -64,7 +63,7 @@ class Stateful:
         """
         modules = modules_of(self._objects)
         check_in_step([model for _, model in modules])
-        with standing(found()):
+        with saving():
             return {
                 keyword: state_of(value, modules)
                 if isinstance(value, nn.Module)

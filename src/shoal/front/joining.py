@@ -28,13 +28,13 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, ShoalError, UsageError, WorldError
 from shoal.core.facts import Cluster
 from shoal.core.numbers import MOST_SECONDS, is_positive
+from shoal.features.update_every import drop_unfinished
 from shoal.front import text
 from shoal.front.errors import show_messages_only
 from shoal.front.request import listed
 from shoal.remote.tail_hosts import TailHosts
 from shoal.servers.servers import Servers
 from shoal.servers.servers import serve as serve_workers
-from shoal.session.periods import drop_unfinished
 from shoal.session.session import Session, World, begin, found, leave, of_thread
 from shoal.tail.stage import serve_tail
 

@@ -24,7 +24,7 @@ import inspect
 import symtable
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,8 +35,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from shoal.contracts.batch import mapped
+from shoal.contracts.feature import Feature
 from shoal.contracts.sample import Objective
 from shoal.core.errors import UsageError
+from shoal.core.option import options_of
+from shoal.core.registry import of
+from shoal.front.options import check_asked
 
 CPU = torch.device("cpu")
 _BUILDERS = {
@@ -70,7 +74,7 @@ class Recipe:
     device: torch.device = CPU
     compute_loss: Callable[[nn.Module, Any], Tensor] | None = None
     count: Callable[..., float | Tensor] | None = None
-    sync_batchnorm: bool = False
+    asked: Mapping[str, Any] = field(default_factory=dict)  # keywords of `parallelize`
 
     def on(self, device: torch.device) -> Recipe:
         """The same, with models, losses and batches on this device."""
@@ -184,10 +188,15 @@ def load(path: str | Path) -> Recipe:
     epochs = getattr(module, "EPOCHS", 1)
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
         raise UsageError("EPOCHS is a whole number, at least 1", where=str(path), got=repr(epochs))
-    sync_batchnorm = getattr(module, "SYNC_BATCHNORM", False)
-    if not isinstance(sync_batchnorm, bool):
-        got = repr(sync_batchnorm)
-        raise UsageError("SYNC_BATCHNORM is True or False", where=str(path), got=got)
+    # options of features, as SYNC_BATCHNORM = True
+    keywords = [option.keyword for kind in of(Feature).values() for option in options_of(kind)]
+    asked = {
+        name: getattr(module, name.upper()) for name in keywords if hasattr(module, name.upper())
+    }
+    try:
+        check_asked(asked)
+    except UsageError as error:
+        raise error.struck(str(path)) from error
     return Recipe(
         path,
         {name: there[name] for name in given},
@@ -195,7 +204,7 @@ def load(path: str | Path) -> Recipe:
         epochs,
         compute_loss=there.get("compute_loss"),
         count=there.get("count") if "count" in own else None,
-        sync_batchnorm=sync_batchnorm,
+        asked=asked,
     )
 
 

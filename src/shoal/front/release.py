@@ -21,8 +21,6 @@ from shoal.rewrite.apply import release as release_layers
 from shoal.servers.servers import Servers
 from shoal.session.additions import remove, uncompiled
 from shoal.session.again import forget
-from shoal.session.local import settle, take_global
-from shoal.session.residuals import warn_of_residuals
 from shoal.session.running import Running
 from shoal.session.session import Session, current
 
@@ -62,8 +60,8 @@ def unparallelize(model: nn.Module) -> None:
         session.comm, lambda: _checked(session, model), "unparallelize: checking the model"
     )
     require_same_model(session, running, "unparallelize", "release")
-    settle(model)
-    warn_of_residuals(model)
+    if running is not None:
+        running.engine.settle()
     optimizers = session.optimizers.pop(model)
     still_used = {id(held) for of_other in session.optimizers.values() for held in of_other}
     for optimizer in optimizers:
@@ -90,7 +88,7 @@ def _checked(session: Session, model: nn.Module) -> Running | None:
     attached = session.attached.get(model)
     if attached is None:
         return None
-    if attached.plan.staleness != 0 and not attached.plan.local_steps:
+    if not attached.plan.in_step and not attached.plan.is_local:
         raise UsageError(
             "workers run ahead of one another, so there is no one state to give back",
             got=f"a staleness of {attached.plan.staleness}",
@@ -116,19 +114,26 @@ def require_same_model(session: Session, running: Running | None, call: str, doi
             )
 
 
-def give_back(session: Session, model: nn.Module, running: Running) -> None:
-    """Make the model ordinary; its optimizers are so already (2)."""
-    threads = session.threads.pop(running.number)
+def give_back(
+    session: Session, model: nn.Module, running: Running, *, goes_on: bool = False
+) -> None:
+    """Make the model ordinary; its optimizers are so already (2).
+
+    Args:
+        session: the ranks.
+        model: the module.
+        running: what runs it.
+        goes_on: whether it follows another plan next.
+    """
+    threads, watched = session.threads.pop(running.number), session.attached[model].watched
     if running.owners is not None:
         running.owners.release()  # 3
     threads.drain()
     threads.counts.drain()
-    take_global(model)
-    if running.rounds is not None:
-        running.rounds.stop()
-    running.watched.release()  # 4
-    if running.norms is not None:
-        running.norms.release()
+    for attachment in reversed(list(running.attachments.values())):
+        attachment.release(goes_on=goes_on)
+    if watched is not None:
+        watched.release()  # 4
     release_layers(model, running.rewritten)  # 5
     servers = session.other(Servers)
     if servers is not None and running.at_servers is not None:

@@ -12,7 +12,6 @@ Guarded by tests/front/test_replanning.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 from weakref import ref
@@ -20,16 +19,17 @@ from weakref import ref
 import torch
 from torch import nn
 
-from shoal.codecs.remembering import Remembering, coded_carriers
 from shoal.comm.agreement import agreed, from_first
 from shoal.core.errors import UsageError
 from shoal.core.outcome import Outcome, Spending
 from shoal.core.plan import Plan
+from shoal.features.residuals import coded
 from shoal.front.outcomes import links_now, spending
 from shoal.front.planned import plan_of
 from shoal.front.release import give_back, require_same_model
 from shoal.front.request import Request
-from shoal.front.spreading import Found, Job, check_plan, chosen, follow
+from shoal.front.rounding import warn_of_rounding
+from shoal.front.spreading import Found, chosen, follow, job_of
 from shoal.front.stages import Stages
 from shoal.front.text import summary
 from shoal.optim.extend import release as release_optimizer
@@ -39,9 +39,6 @@ from shoal.profiling.identity import model_digest
 from shoal.rewrite.apply import check
 from shoal.session.additions import remove, uncompiled
 from shoal.session.again import Again, kept
-from shoal.session.local import settle
-from shoal.session.residuals import give_residuals, summed_residuals
-from shoal.session.running import Running
 from shoal.session.session import Attached, Session, current
 
 _WORTH = 0.1  # of the step: what another plan must gain
@@ -91,8 +88,8 @@ def replan(model: nn.Module) -> bool:
     if outcome is None:
         return False
     profile, cluster = corrected(attached.profile, attached.cluster, outcome)
-    facts = Found(attached.plan, profile, cluster)
-    plan = from_first(session.comm, Plan, lambda: _better(facts, again.asked, outcome))  # 3
+    present = Found(attached.plan, profile, cluster)
+    plan = from_first(session.comm, Plan, lambda: _better(present, again.asked, outcome))  # 3
     if plan == attached.plan:
         stages.done("making the plan anew: it stays")
         return False
@@ -152,46 +149,46 @@ def _why_not(session: Session, model: nn.Module) -> str:
     return ""
 
 
-def _better(facts: Found, asked: Request, outcome: Outcome) -> Plan:
+def _better(present: Found, asked: Request, outcome: Outcome) -> Plan:
     """The plan that the facts choose, if it gains enough; else the present one, as it is."""
-    made = chosen(None, facts.profile, facts.cluster, asked)
-    predicted_s = repredicted(facts.plan, facts.profile, facts.cluster).predicted_s
+    profile, cluster = present.profile, present.cluster
+    facts = replace(asked.facts, topology=cluster.topology, profile=profile, cluster=cluster)
+    made = chosen(asked, facts, anew=True)
+    predicted_s = repredicted(present.plan, profile, cluster).predicted_s
     present_s = min(predicted_s, outcome.measured_s)
-    return made if made.predicted_s <= (1 - _WORTH) * present_s else facts.plan
+    return made if made.predicted_s <= (1 - _WORTH) * present_s else present.plan
 
 
 def _switch(session: Session, model: nn.Module, again: Again[Request], found: Found) -> None:
     """Release the model, and follow another plan (a collective)."""
-    running, size = session.attached[model].running, session.comm.size
-    check_plan(session, found.plan, found.profile)
+    attached, size = session.attached[model], session.comm.size
+    running = attached.running
+    if session.comm.rank == 0:
+        warn_of_rounding(session.comm.topology, found.plan)
     # cut layers have other shapes until they are released, so names and ways are compared here
     check(replace(found.plan, model=model_digest(model)), model, size)
-    settle(model)
-    owed = summed_residuals(model)
-    given_up = {name for carrier in _coded(running) for name in carrier.given_up}
+    running.engine.settle()
+    states = {name: kept.state() for name, kept in running.attachments.items()}
+    given_up = {name for carrier in coded(running) for name in carrier.given_up}
     loaded = session.usual_rows.pop(model, None)
     if (usual := running.weigher.usual) is not None:
         session.usual_rows[model] = {size: usual}
     optimizers = session.optimizers[model]
     for optimizer in optimizers:
         release_optimizer(optimizer, running.engine)
-    give_back(session, model, running)
+    give_back(session, model, running, goes_on=True)
     remove(model)
-    job = Job(model, again.loss_fn, optimizers, None, again.asked, found.plan)
+    job = job_of(again.asked, again.loss_fn, optimizers)
     # ranks have the same values already, but for buffers that each keeps for itself
-    follow(session, job, found, again, {}, running.watched)
-    give_residuals(model, owed)
-    for carrier in _coded(session.attached[model].running):
+    follow(session, job, found, again, {}, attached.watched)
+    for name, kept_now in session.attached[model].running.attachments.items():
+        kept_now.load(states.get(name))
+    for carrier in coded(session.attached[model].running):
         carrier.give_up([name for name in carrier.bucket.numels if name in given_up])
     session.comm.gather_objects(None, "replan: all follow the new plan")  # or all hear of one
     session.usual_rows.pop(model, None)
     if loaded is not None:
         session.usual_rows[model] = loaded
-
-
-def _coded(running: Running) -> Iterator[Remembering]:
-    """What carries codes for the model."""
-    return coded_carriers(running.engine.transfers)
 
 
 @final

@@ -1,11 +1,14 @@
-"""What a caller asks of `parallelize`: checked here, and compared among the ranks."""
+"""The request: what `parallelize` is asked, checked here and compared among the ranks.
+
+What does not go together is refused once, of a plan. Before anything is measured that is a draft: a
+given plan, or one that has the pinned layers only, with what features add to it.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,29 +19,32 @@ from torch.utils import _pytree as pytree
 from shoal.contracts.codec import Codec
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Exchange
+from shoal.contracts.feature import (
+    Facts,
+    Feature,
+    Features,
+    accepts,
+    in_order,
+    of_plan,
+    planned,
+    refuse,
+)
 from shoal.contracts.sample import check_compute_loss
 from shoal.contracts.strategy import Strategy
-from shoal.core.buckets import MEMORY
-from shoal.core.errors import PlanError, RanksDiffer, UsageError
-from shoal.core.numbers import MOST_RANKS, is_count, is_positive
-from shoal.core.outer import Outer
-from shoal.core.placement import BALANCED, Placement, check_placement
-from shoal.core.plan import MICRO_BATCHES, Plan, strategy_and_exchange
-from shoal.core.registry import from_outside, named
-from shoal.engine.replicas import EVERY
-from shoal.front.carriers import check_most_error, codecs_of
-from shoal.front.locally import check_local_steps
-from shoal.front.periods import check_update_every
-from shoal.front.replanned import check_replan, check_replanned
-from shoal.planner.options import check_pins, known, resolve
-from shoal.planner.search_options import DEFAULT, SearchOptions
-from shoal.profiling.identity import content, trainable_layers
-from shoal.profiling.moving import Ways, check_ways
+from shoal.core.errors import RanksDiffer, UsageError
+from shoal.core.facts import Cluster
+from shoal.core.placement import check_placement
+from shoal.core.plan import Choice, Plan
+from shoal.core.registry import from_outside
+from shoal.front.options import Options, compared, in_order_of_patterns
+from shoal.planner.options import known, resolve
+from shoal.profiling.identity import content, model_digest, trainable_layers
+from shoal.profiling.moving import check_ways
+from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import check
 from shoal.servers.servers import Servers
-from shoal.session.session import Session
+from shoal.session.session import Session, current
 from shoal.session.watch import is_counted
-from shoal.strategies.sync_batchnorm import norms_of
 from shoal.tensors.cut import is_cut
 
 # of a plan, beside its choices and placement
@@ -46,14 +52,10 @@ _COMPARED = (
     "model",
     "bucket_bytes",
     "lanes",
-    "staleness",
     "micro_batches",
     "joined",
     "chunks",
     "least_part_bytes",
-    "local_steps",
-    "outer",
-    "update_every",
 )
 _STATE = "state of optimizer"  # and its number
 _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
@@ -61,44 +63,111 @@ _ORDER = "call parallelize(model, loss_fn, optimizer, sample=(x, y))"
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `parallelize`, beside model, loss, optimizer and sample."""
+    """All that is asked, checked.
 
-    plan: Plan | str | Path
-    pins: Mapping[str, str] | None
-    strategies: Iterable[str] | None
-    count: Callable[..., Any] | None
-    staleness: int | None
-    memory: str
-    placement: Placement
-    memory_limit: float | None = None
-    micro_batches: int = MICRO_BATCHES
-    search_options: SearchOptions = DEFAULT
-    left_alone: tuple[nn.Parameter, ...] = ()  # the program's own business
-    buffers: Ways = "agree"
-    sync_batchnorm: bool = False
-    codecs: Any = ()  # see `codecs_of`
-    compute_loss: Callable[..., Any] | None = None
-    check_every: int = EVERY
-    max_error: float | None = None
-    local_steps: int | str | None = None
-    outer: Outer | None = None
-    update_every: Mapping[str, int] | None = None
-    replan: bool = False
+    Args:
+        options: as they were given.
+        features: of training, in their order: asked for, of the given plan, or always there.
+        draft: the given plan; else the pinned layers. With what features add to it.
+        facts: what is known before anything is measured.
+    """
 
+    options: Options
+    features: Features
+    draft: Plan
+    facts: Facts
 
-def in_a_tuple(names: Any) -> Any:
-    """Names of any iterable, that they can be looked at twice; a single name as it is."""
-    is_many = isinstance(names, Iterable) and not isinstance(names, str)
-    return tuple(names) if is_many else names
+    @property
+    def given_plan(self) -> Plan | None:
+        """The plan that is given; None where one is to be made."""
+        return None if self.options.plan == "auto" else self.draft
+
+    def usable(self) -> list[str]:
+        """The names of the strategies that the planner may use: no feature refuses them.
+
+        Raises:
+            PlanError: one that is asked for is refused of every layer.
+        """
+        layers = [layer.name for layer in trainable_layers(self.facts.model)]
+        found = []
+        for name in known(self.options.strategies):
+            drafts = [replace(self.draft, choices=(Choice(layer, name),)) for layer in layers]
+            if any(accepts(draft, self.features, self.facts) for draft in drafts):
+                found.append(name)
+            elif self.options.strategies is not None:
+                refuse(drafts[0], self.features, self.facts)
+        return found
 
 
 def checked(
-    asked: Request, model: Any, loss_fn: Any, optimizer: Any, session: Session
-) -> Plan | None:
-    """Refuse what cannot be parallelised; the given plan, None for "auto"."""
+    options: Options, model: Any, loss_fn: Any, optimizer: Any, session: Session
+) -> Request:
+    """Refuse what cannot be parallelised; what is asked, as it is gone on with."""
     optimizers = listed(optimizer)
-    if asked.compute_loss is not None:
-        check_compute_loss(asked.compute_loss, loss_fn)
+    check_functions(options, loss_fn)
+    loss = options.compute_loss or loss_fn
+    parameters = _check_model(model, session)
+    _check_left_alone(options.left_alone, model)
+    _check_loss(loss, parameters | set(map(id, options.left_alone)))
+    _check_optimizers(optimizers, parameters)
+    check_ways(options.buffers, model, loss)
+    return request_of(options, model, facts_for(options, model, None))
+
+
+def request_of(options: Options, model: nn.Module, facts: Facts) -> Request:
+    """What is asked of a model, where nothing refuses the rest."""
+    given = options.given_plan()
+    if given is None:
+        layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
+        features = in_order(options.features)
+        draft = planned(_draft(options, model, list(layers), facts), features, facts)
+        ahead = draft.staleness != 0
+        check_placement(options.placement, layers, facts.topology.size, facts.servers, stale=ahead)
+    else:
+        check(given, model, facts.topology.size, facts.servers)
+        features = of_plan(given, options.features)
+        draft = planned(given, features, facts)
+    request = Request(options, features, draft, facts)
+    request.usable()
+    return request
+
+
+def facts_for(options: Options, model: nn.Module, cluster: Cluster | None) -> Facts:
+    """What is known of a model and its ranks before anything is measured.
+
+    Args:
+        options: what is asked.
+        model: the module.
+        cluster: ranks that are only imagined; None: those of the session.
+    """
+    counted = options.count is not None
+    if cluster is not None:
+        servers, tail = len(cluster.servers), len(cluster.tail)
+        return Facts(model, cluster.topology, servers, tail, counted)
+    session = current()
+    others, ends = session.other(Servers), session.other(TailHosts)
+    servers, tail = len(others.hosts) if others else 0, len(ends.hosts) if ends else 0
+    return Facts(model, session.comm.topology, servers, tail, counted)
+
+
+def _draft(options: Options, model: nn.Module, layers: Sequence[str], facts: Facts) -> Plan:
+    """A plan of what is known before the search: the pinned layers."""
+    pinned = resolve(options.pins or {}, layers)
+    return Plan(
+        facts.topology.size,
+        model_digest(model),
+        tuple(Choice(layer, *way) for layer, way in pinned.items()),
+        options.search_options.start_bytes,
+        lanes=1,
+        placement=options.placement,
+        micro_batches=options.micro_batches,
+    )
+
+
+def check_functions(options: Options, loss_fn: Any) -> None:
+    """Refuse a loss that is none, or that is another model's."""
+    if options.compute_loss is not None:
+        check_compute_loss(options.compute_loss, loss_fn)
     if loss_fn is not None and not callable(loss_fn):
         raise UsageError("the loss is not callable", got=type(loss_fn).__name__, do=_ORDER)
     if isinstance(loss_fn, type):
@@ -107,182 +176,12 @@ def checked(
             got=loss_fn.__name__,
             do=f"give an instance: {loss_fn.__name__}()",
         )
-    parameters = _check_model(model, session)
-    _check_left_alone(asked.left_alone, model)
-    loss = asked.compute_loss or loss_fn
-    _check_loss(loss, parameters | set(map(id, asked.left_alone)))
-    if is_counted(loss):
+    if is_counted(options.compute_loss or loss_fn):
         raise UsageError(
             "the loss is counted for another model already, and would weigh that one's gradients, "
             "too",
             do="give each model a loss of its own: another instance, or the function that was "
             "given first",
-        )
-    _check_optimizers(optimizers, parameters)
-    _check_limits(asked)
-    check_ways(asked.buffers, model, loss)
-    _check_norms(asked, model)
-    check_pins({} if asked.pins is None else asked.pins)
-    known(asked.strategies)
-    codecs_of(asked.codecs)
-    check_most_error(asked.max_error)
-    _check_staleness(asked.staleness, asked, session)
-    check_local_steps(
-        asked.local_steps,
-        asked.outer,
-        session,
-        pins=asked.pins,
-        strategies=asked.strategies,
-        placement=asked.placement,
-        count=asked.count,
-        sync_batchnorm=asked.sync_batchnorm,
-    )
-    server_hosts = session.other(Servers)
-    servers = len(server_hosts.hosts) if server_hosts else 0
-    apart = {name: getattr(asked, name) for name in ("staleness", "local_steps", "update_every")}
-    check_replan(asked.replan, session, apart)
-    if asked.plan == "auto":
-        layers = {layer.name: list(layer.parameters) for layer in trainable_layers(model)}
-        resolve(asked.pins or {}, list(layers))
-        check_update_every(
-            asked.update_every,
-            list(layers),
-            local_steps=asked.local_steps,
-            staleness=asked.staleness,
-        )
-        check_placement(
-            asked.placement, layers, session.comm.size, servers, stale=asked.staleness != 0
-        )
-        return None
-    _require_nothing_beside_plan(asked)
-    plan = Plan.load(asked.plan) if isinstance(asked.plan, str | Path) else asked.plan
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            "the plan is of a type that is none",
-            got=type(plan).__name__,
-            do='give "auto", a Plan or a path',
-        )
-    check(plan, model, session.comm.size, servers)
-    _check_staleness(plan.staleness, asked, session)
-    if asked.replan:
-        check_replanned(plan)
-    return plan
-
-
-def _check_limits(asked: Request) -> None:
-    if asked.memory not in MEMORY:
-        expected = " or ".join(map(repr, MEMORY))
-        raise UsageError(
-            "there is no such way to use memory", got=repr(asked.memory), expected=expected
-        )
-    limit = asked.memory_limit
-    if limit is not None and not is_positive(limit):
-        raise UsageError(
-            "memory_limit is a number of bytes",
-            got=repr(limit),
-            do="give for instance 2e9, or None",
-        )
-    if not is_count(asked.micro_batches) or not 1 <= asked.micro_batches <= MOST_RANKS:
-        raise UsageError(
-            "micro_batches is a whole number, at least 1",
-            got=repr(asked.micro_batches),
-            do="give 4, say",
-        )
-    if not is_count(asked.check_every) or asked.check_every < 0:
-        raise UsageError(
-            "check_every is a whole number of steps, or 0",
-            got=repr(asked.check_every)[:80],
-            do="give 100, or 0 for no check of replicas",
-        )
-    if asked.count is not None and not callable(asked.count):
-        raise UsageError(
-            "count is not a function",
-            got=repr(asked.count)[:80],
-            do="give for instance count=lambda output, y: len(y), or with a compute_loss "
-            "count=lambda batch: len(batch)",
-        )
-    if not isinstance(asked.search_options, SearchOptions):
-        raise UsageError(
-            "search_options is of another type",
-            got=type(asked.search_options).__name__,
-            do="give shoal.SearchOptions(…), or leave it out",
-        )
-
-
-def _check_norms(asked: Request, model: nn.Module) -> None:
-    if not isinstance(asked.sync_batchnorm, bool):
-        raise UsageError(
-            "sync_batchnorm is True or False",
-            got=repr(asked.sync_batchnorm)[:80],
-            do="give sync_batchnorm=True to normalise by the rows of all ranks",
-        )
-    norms_of(model, asked.sync_batchnorm)
-
-
-def _require_nothing_beside_plan(asked: Request) -> None:
-    """Refuse wishes beside a given plan, which says all of that itself."""
-    if asked.pins:
-        raise PlanError(
-            "there are both a plan and pins", do='edit the plan, or use pins with plan="auto"'
-        )
-    if asked.staleness != 0:
-        raise PlanError(
-            "there are both a plan and a staleness", do="write the staleness into the plan"
-        )
-    if asked.placement != BALANCED:
-        raise PlanError(
-            "there are both a plan and a placement", do="write the placement into the plan"
-        )
-    if asked.local_steps is not None:
-        raise PlanError(
-            "there are both a plan and local_steps", do="write the local_steps into the plan"
-        )
-    if asked.update_every is not None:
-        raise PlanError(
-            "there are both a plan and update_every", do="write the update_every into the plan"
-        )
-    if asked.memory_limit is not None:
-        raise PlanError(
-            "there are both a plan and a memory_limit", do='let plan="auto" make one that keeps it'
-        )
-    if asked.codecs:
-        raise PlanError(
-            "there are both a plan and codecs",
-            do='write a codec behind an exchange of the plan, as "direct+int8"',
-        )
-    if asked.search_options != DEFAULT:
-        raise PlanError(
-            "there are both a plan and search_options", do='let plan="auto" search for one'
-        )
-
-
-def _check_staleness(staleness: Any, asked: Request, session: Session) -> None:
-    if staleness is not None and (not is_count(staleness) or staleness < 0):
-        raise UsageError(
-            "staleness is a number of steps, or None", got=repr(staleness), do="give 0 to keep step"
-        )
-    if staleness == 0:
-        return
-    pinned = {
-        name: named(Strategy, strategy_and_exchange(pin)[0])
-        for name, pin in (asked.pins or {}).items()
-    }
-    other = next(
-        (name for name, strategy in pinned.items() if not strategy.role.takes_servers), None
-    )
-    if other is not None or asked.strategies is not None:
-        raise PlanError(
-            "with a staleness servers own every layer, so nothing else can be said about layers",
-            got=f"a pin of {other!r}" if other is not None else "strategies",
-            do='leave out strategies, and pins to others than "server" and "server_rows"',
-        )
-    if asked.count is not None:
-        raise UsageError(
-            "where workers run ahead every rank weighs the same", do="leave out count, or staleness"
-        )
-    if session.other(Servers) is None:
-        raise PlanError(
-            "there are no servers, which a staleness needs", do="set SHOAL_SERVERS=1 on every rank"
         )
 
 
@@ -398,53 +297,11 @@ def listed(optimizer: Any) -> list[Optimizer]:
 
 
 def require_same(
-    comm: Comm, asked: Request, plan: Plan | None, model: nn.Module, optimizers: list[Optimizer]
+    comm: Comm, request: Request, model: nn.Module, optimizers: list[Optimizer]
 ) -> None:
     """Raise RanksDiffer where ranks ask for different things; models are compared later."""
-    chosen = {} if plan is None else {f"plan for layer {c.layer}": c.way for c in plan.choices}
-    other = {} if plan is None else {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
-    if plan is not None:
-        other["plan's placement"] = _in_order(plan.placement)
-    registered = {
-        f"{contract.__name__.lower()} {name!r} of its own": place
-        for contract in (Strategy, Exchange, Codec)
-        for name, place in from_outside(contract).items()
-    }
-    request = {
-        **registered,
-        "plan": "auto" if plan is None else "a plan of its own",
-        **chosen,
-        **other,
-        "order of layers in the plan": list(chosen),
-        "pins": sorted((asked.pins or {}).items()),
-        "strategies": "all" if asked.strategies is None else sorted(asked.strategies),
-        "search_options": repr(asked.search_options),
-        "count": "none" if asked.count is None else "a function",
-        "compute_loss": "none" if asked.compute_loss is None else "a function",
-        "local_steps": asked.local_steps,
-        "outer": str(asked.outer),
-        "update_every": sorted((asked.update_every or {}).items()),
-        "staleness": "unbounded" if asked.staleness is None else asked.staleness,
-        "memory": asked.memory,
-        "memory_limit": asked.memory_limit,
-        "micro_batches": asked.micro_batches,
-        "placement": _in_order(asked.placement),
-        "sync_batchnorm": asked.sync_batchnorm,
-        "max_error": asked.max_error,
-        "codecs": list(codecs_of(asked.codecs)),
-        "replan": asked.replan,
-        "check_every": asked.check_every,
-        "buffers": asked.buffers if isinstance(asked.buffers, str) else list(asked.buffers.items()),
-        **{
-            f"optimizer {number}": _settings(optimizer)
-            for number, optimizer in enumerate(optimizers)
-        },
-        **{
-            f"{_STATE} {number}": _state(optimizer, model)
-            for number, optimizer in enumerate(optimizers)
-        },
-    }
-    first, *other_ranks = comm.gather_objects(request, "parallelize: comparing what was given")
+    own = _compared(request, model, optimizers)
+    first, *other_ranks = comm.gather_objects(own, "parallelize: comparing what was given")
     for rank, theirs in enumerate(other_ranks, start=1):
         for key in [*first, *(name for name in theirs if name not in first)]:
             if theirs.get(key) != first.get(key):
@@ -460,6 +317,31 @@ def require_same(
                 )
 
 
+def _compared(request: Request, model: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """What ranks compare of a request, by what messages call it."""
+    plan, given = request.draft, request.given_plan is not None
+    of_plan: dict[str, Any] = {
+        "plan": "a plan of its own" if given else "auto",
+        "features": [f"{feature.name} {feature}" for feature in request.features],
+    }
+    if given:
+        of_plan |= {f"plan for layer {choice.layer}": choice.way for choice in plan.choices}
+        of_plan |= {f"plan's {key}": getattr(plan, key) for key in _COMPARED}
+        of_plan["plan's placement"] = in_order_of_patterns(plan.placement)
+        of_plan["order of layers in the plan"] = [choice.layer for choice in plan.choices]
+    return {
+        **{
+            f"{contract.__name__.lower()} {name!r} of its own": place
+            for contract in (Strategy, Exchange, Codec, Feature)
+            for name, place in from_outside(contract).items()
+        },
+        **compared(request.options),
+        **of_plan,
+        **{f"optimizer {n}": _settings(optimizer) for n, optimizer in enumerate(optimizers)},
+        **{f"{_STATE} {n}": _state(optimizer, model) for n, optimizer in enumerate(optimizers)},
+    }
+
+
 def _state(optimizer: Optimizer, model: nn.Module) -> str:
     """A digest of an optimizer's state of a model's parameters: it may be a checkpoint's."""
     held = [
@@ -471,11 +353,6 @@ def _state(optimizer: Optimizer, model: nn.Module) -> str:
     for leaf in pytree.tree_leaves(held):
         digest.update(content(leaf) if isinstance(leaf, Tensor) else repr(leaf).encode())
     return f"of {len(held)} parameters, digest {digest.hexdigest()[:12]}" if held else "none"
-
-
-def _in_order(placement: Placement) -> str | list[tuple[str, int]]:
-    """A placement as it is compared: of two patterns that match, the later one wins."""
-    return placement if isinstance(placement, str) else list(placement.items())
 
 
 def _settings(optimizer: Optimizer) -> str:

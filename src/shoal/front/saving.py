@@ -11,7 +11,7 @@ Guarded by tests/front/test_saving.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,20 @@ from torch.optim import Optimizer
 from shoal.checkpoint import randomness
 from shoal.checkpoint.fetched import fetched
 from shoal.checkpoint.snapshot import Saved, Snapshot
-from shoal.checkpoint.state import State
+from shoal.checkpoint.state import State, before_features
 from shoal.comm.agreement import agreed
 from shoal.contracts.comm import Comm
+from shoal.contracts.feature import DROPPED, Feature
 from shoal.contracts.versions import versions
 from shoal.core.errors import UsageError
+from shoal.core.registry import of
+from shoal.front.stages import LOGGER
 from shoal.front.stateful import Modules, members, modules_of, put_back, state_of
-from shoal.session.local import begin_anew, latest_weights, outer_state, settle
-from shoal.session.periods import give_kept, is_kept, kept_sums
-from shoal.session.residuals import give_residuals, summed_residuals
-from shoal.session.session import current, found, ranks
-from shoal.session.standing import standing
+from shoal.session.session import Attached, current, found, ranks
 
 # no keywords are called that
-_RANDOM, _RESIDUALS, _OUTER = "random-state", "codec-residuals", "outer-state"
+_RANDOM, _FEATURES = "random-state", "features"
+_RESIDUALS, _OUTER = "codec-residuals", "outer-state"  # of releases before features
 _WRITING = "shoal.save: writing the checkpoint"
 
 
@@ -69,7 +69,7 @@ def save(path: str | Path, /, **objects: Any) -> None:
     """
     comm = ranks()
     snapshot = Snapshot(keeps=comm.rank == 0)
-    with in_common(objects):
+    with saving():
         state = taken(snapshot, objects, comm)
 
         def write() -> None:
@@ -122,27 +122,11 @@ def taken(
     *,
     spread: bool = False,
 ) -> State:
-    """Take all that is to be saved (a collective); `spread` as for `state_of`."""
+    """Take all that is to be saved, within `saving` (a collective); `spread` as for `state_of`."""
     if not objects:
         raise UsageError(
             "nothing is given to save", do="give objects by name: model=model, optimizer=optimizer"
         )
-    with standing(found()):
-        return _taken(snapshot, objects, comm, step, spread=spread)
-
-
-@contextmanager
-def in_common(objects: Mapping[str, Any]) -> Iterator[None]:
-    """Within it models have the weights that all ranks have in common, which are those to save."""
-    with ExitStack() as stack:
-        for _, model in _models(objects):
-            stack.enter_context(latest_weights(model))
-        yield
-
-
-def _taken(
-    snapshot: Snapshot, objects: Mapping[str, Any], comm: Comm, step: int | None, *, spread: bool
-) -> State:
     modules = modules_of(objects)
     forms = {}
     for keyword, value in objects.items():
@@ -153,38 +137,53 @@ def _taken(
     states = comm.gather_objects(randomness.drawn(), "shoal.save: random states")
     if all(randomness.is_alike(states[0], state) for state in states):
         states = states[:1]
-    owed = {path: sums for path, model in _models(objects) if (sums := summed_residuals(model))}
-    outer = {
-        path: state
-        for path, model in _models(objects)
-        if (state := outer_state(model) | kept_sums(model))
-    }
+    features: dict[str, dict[str, Any]] = {}  # by its name, then by the way to a model  # save 4
+    for path, attached in _attached(objects):
+        for name, attachment in attached.running.attachments.items():
+            if (state := attachment.state()) is not None:
+                features.setdefault(name, {})[path] = state
     software = versions()
     return State(
         objects=forms,
         random=snapshot.encoded(_RANDOM, states),
         models=_parallelised(objects),
-        residuals=snapshot.encoded(_RESIDUALS, owed),
-        outer=snapshot.encoded(_OUTER, outer),
+        features=snapshot.encoded(_FEATURES, features) if features else None,
         step=step,
         written_by={"shoal": software.shoal, "torch": software.torch},
     )
 
 
+@contextmanager
+def saving() -> Iterator[None]:
+    """Within it models and optimizers hold what checkpoints are to have (a collective).
+
+    Each feature of each model sees to that, as `Attachment.saving` says.
+    """
+    session = found()
+    with ExitStack() as stack:
+        for attached in [] if session is None else session.attached.values():
+            for attachment in attached.running.attachments.values():
+                stack.enter_context(attachment.saving())
+        yield
+
+
 def _parallelised(objects: Mapping[str, Any]) -> dict[str, Any]:
     """What is known of models that are parallelised, but for their state."""
-    known: dict[str, Any] = {}
+    return {
+        path: {
+            "ranks": attached.plan.ranks,
+            "usual_rows": attached.running.weigher.usual,
+            "plan": json.loads(attached.plan.to_json()),
+        }
+        for path, attached in _attached(objects)
+    }
+
+
+def _attached(objects: Mapping[str, Any]) -> Iterator[tuple[str, Attached]]:
+    """The parallelised models among objects, with the ways to them."""
     for path, model in _models(objects):
-        attached = current().attached.get(model)
-        if attached is not None:
-            known[path] = {
-                "ranks": attached.plan.ranks,
-                "usual_rows": attached.running.weigher.usual,
-                "plan": json.loads(attached.plan.to_json()),
-            }
-            if attached.running.rounds is not None:
-                known[path]["warmup_steps"] = attached.running.rounds.warmup_steps
-    return known
+        if (attached := current().attached.get(model)) is not None:
+            yield path, attached
 
 
 def _go_on(known: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
@@ -236,8 +235,8 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
 
     read = agreed(comm, values, "shoal.load: reading the checkpoint")
     modules, plain = modules_of(objects), {}
-    for _, model in _models(objects):
-        settle(model)
+    for _, attached in _attached(objects):
+        attached.engine.settle()
     for keyword, value in objects.items():
         if any(members(value)):
             put_back(value, read[keyword], modules, keyword)
@@ -247,16 +246,35 @@ def restored(saved: Saved, objects: Mapping[str, Any], comm: Comm) -> dict[str, 
         states = saved.decoded(_RANDOM, saved.state.random)
         randomness.restore(states, comm.rank, comm.size)
     _go_on(saved.state.models, objects)
+    features = _features(saved)
+    by_path = dict(_attached(objects))
+    for path, _ in _models(objects):
+        attachments = by_path[path].running.attachments if path in by_path else {}
+        for name, attachment in attachments.items():
+            attachment.load(features.get(name, {}).get(path))
+        _warn_of_dropped(path, [n for n in features if n not in attachments], features, comm)
+    return plain
+
+
+def _features(saved: Saved) -> dict[str, dict[str, Any]]:
+    """What features have kept, by their names, then by the way to a model."""
+    if saved.state.features is not None:
+        kept: dict[str, dict[str, Any]] = saved.decoded(_FEATURES, saved.state.features)
+        return kept
+    # as releases before features wrote it
     owed = saved.decoded(_RESIDUALS, saved.state.residuals)
     outer = saved.decoded(_OUTER, saved.state.outer) if saved.state.outer else {}
-    for path, model in _models(objects):
-        known = saved.state.models.get(path, {})
-        local = bool(known.get("plan", {}).get("local_steps"))
-        give_residuals(model, owed.get(path, {}), local=local)
-        state = outer.get(path, {})
-        kept = {name: of_name for name, of_name in state.items() if is_kept(of_name)}
-        state = {name: state[name] for name in state if name not in kept}
-        # local steps that do not say so have none before them
-        begin_anew(model, state, known.get("warmup_steps", None if local else 0))
-        give_kept(model, kept)
-    return plain
+    return before_features(saved.state.models, owed, outer)
+
+
+def _warn_of_dropped(
+    path: str, names: Sequence[str], features: Mapping[str, Mapping[str, Any]], comm: Comm
+) -> None:
+    """Say on rank 0 what a checkpoint has of a model that nobody goes on with here."""
+    kinds = of(Feature)
+    for name in names:
+        state = features[name].get(path)
+        if state is None or comm.rank > 0:
+            continue
+        if line := kinds[name].dropped(state) if name in kinds else DROPPED.format(name):
+            LOGGER.warning("%s: %s", path, line)

@@ -26,7 +26,6 @@ from shoal.core.errors import ShoalError, UsageError
 from shoal.data.sharded import Positioned
 from shoal.optim.extend import kept_state_dict
 from shoal.session.additions import uncompiled
-from shoal.session.local import mean_state
 from shoal.tensors.cut import OverRanks, cut_of, is_cut, part_of
 
 _SHOWN = 4  # names that a message lists
@@ -72,7 +71,7 @@ def state_of(value: Any, modules: Modules, *, spread: bool = False) -> Any:
         return _of_module(uncompiled(value), spread=spread)
     if isinstance(value, Optimizer):
         state = kept_state_dict(value, Spread) if spread else value.state_dict()
-        return _named(value, mean_state(value, state), modules)
+        return _named(value, state, modules)
     if isinstance(value, Positioned):
         return _of_loader(value)
     if has_state(value):

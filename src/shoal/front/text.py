@@ -14,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shoal.contracts.feature import lines_of
 from shoal.core.explanation import Explanation, LayerExplanation, Stage
 from shoal.core.facts import Cluster, MovingState, SyncNorm
 from shoal.core.numbers import how_many
@@ -334,11 +335,7 @@ def summary(plan: Plan, moving: Sequence[MovingState] = (), norms: Sequence[Sync
     served = ", ".join(f"{count} {way}" for way, count in ways)
     predicted = f"; predicted step {_ms(plan.predicted_s)}" if plan.predicted_s else ""
     state = f"; {moved(moving)}" if moving else ""
-    if plan.local_steps:
-        state += f"; {plan.locally}: this changes the mathematics"
-    if often := sum(every > 1 for every in plan.update_every.values()):
-        state += f"; {how_many(often, 'layer')} not updated in every step: this changes the "
-        state += "mathematics"
+    state += "".join(f"; {line}" for line in lines_of(plan))
     state += f"; {synchronised(norms)}" if norms else ""
     of = f"{how_many(plan.ranks, 'rank')}, {how_many(len(plan.choices), 'layer')}"
     return f"{of}: {served}{predicted}{state}"

@@ -50,7 +50,7 @@ def explain(
     """
     predictor = Predictor(as_planned(profile, plan), cluster)
     timeline = predictor.as_is(plan)
-    alternatives = alternatives and not plan.local_steps  # which has none
+    alternatives = alternatives and not plan.is_local  # which has none
     by_size = sorted(profile.layers, key=lambda layer: layer.nbytes, reverse=True)
     compared = {layer.name for layer in by_size[:_MOST_COMPARED]} if alternatives else set()
     explanation = Explanation(
@@ -75,7 +75,7 @@ def explain(
         norms=profile.norms,
         without_codecs=_without_codecs(plan, predictor),
     )
-    return explained_locally(explanation, plan, profile) if plan.local_steps else explanation
+    return explained_locally(explanation, plan, profile) if plan.is_local else explanation
 
 
 def _without_codecs(plan: Plan, predictor: Predictor) -> tuple[float, float] | None:

@@ -37,8 +37,7 @@ def has_terms(plan: Plan) -> bool:
     """Whether a prediction's terms are those of its main thread, in every step."""
     roles = [named(Strategy, choice.strategy).role for choice in plan.choices]
     elsewhere = any(role.is_at_tail or role.has_tables for role in roles)
-    in_step = plan.staleness == 0 and not plan.local_steps and not plan.update_every
-    return in_step and not elsewhere
+    return plan.is_plain and not elsewhere
 
 
 def outcome_of(

@@ -13,15 +13,14 @@ Objects, names and parameters stay the same, both ways, and that is checked.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import ref
 
 from torch import nn
 
 from shoal.codecs.coded import exchange_named
-from shoal.contracts.comm import Comm
-from shoal.contracts.exchange import Exchange, SplitExchange
+from shoal.contracts.exchange import Exchange
 from shoal.contracts.period import Period
 from shoal.contracts.probe import Layer
 from shoal.contracts.strategy import Place, Strategy
@@ -29,15 +28,11 @@ from shoal.contracts.transfer import Transfer
 from shoal.core.buckets import Buckets
 from shoal.core.errors import PlanError, UsageError
 from shoal.core.facts import Cluster, ModelProfile
-from shoal.core.outer import Outer
-from shoal.core.placement import BALANCED, check_placement
-from shoal.core.plan import Choice, Plan, Site, check_periods
+from shoal.core.placement import check_placement
+from shoal.core.plan import Plan, Site
 from shoal.core.registry import named
 from shoal.profiling.identity import model_digest, trainable_layers
 from shoal.strategies.carried import check_carried, row_codec
-from shoal.strategies.geo import GeoTransfer
-from shoal.strategies.landing import by_kind
-from shoal.strategies.local import LocalTransfer
 
 
 @dataclass(frozen=True)
@@ -116,24 +111,28 @@ def placed(
     ]
 
 
+def by_strategy(placed: PlacedSite) -> list[Transfer]:
+    """Have a site's own strategy rewrite it."""
+    return placed.strategy.apply(placed.place, placed.exchange, placed.label)
+
+
 def apply(
-    model: nn.Module, placed_sites: Sequence[PlacedSite], comm: Comm, outer: Outer | None = None
+    model: nn.Module,
+    placed_sites: Sequence[PlacedSite],
+    serve: Callable[[PlacedSite], Sequence[Transfer]] = by_strategy,
 ) -> Rewritten:
     """Rewrite the model, site by site. The same calls on every rank.
 
     The places have the ways that their strategies need: a channel where layers are cut, tables at
-    servers, the end of the model on hosts of its own. With an `outer` rule each rank steps by
-    itself, and a site's strategy does nothing.
+    servers, the end of the model on hosts of its own.
+
+    Args:
+        model: the module.
+        placed_sites: the plan's, in order.
+        serve: rewrites one site.
     """
     before = _identity(model)
-    applied = []
-    for placed in placed_sites:
-        transfers = (
-            placed.strategy.apply(placed.place, placed.exchange, placed.label)
-            if outer is None
-            else _local(placed, outer)
-        )
-        applied.append((_without_model(placed), tuple(transfers)))
+    applied = [(_without_model(placed), tuple(serve(placed))) for placed in placed_sites]
     assert _identity(model) == before, "a strategy changed the model's names or parameters"
     layers = {name: ref(m) for placed in placed_sites for name, m in placed.place.layers.items()}
     return Rewritten(tuple(applied), layers)
@@ -170,36 +169,6 @@ def check_release(model: nn.Module, rewritten: Rewritten) -> None:
                 where=placed.label,
                 do="save a checkpoint, and start again from it",
             )
-
-
-def _local(site: PlacedSite, outer: Outer) -> list[Transfer]:
-    """What brings a site's parameters together, where ranks step by themselves."""
-    place, exchange = site.place, site.exchange
-    if site.strategy.role.takes_servers:
-        return [GeoTransfer(kind, place, site.label, outer) for kind in by_kind(place.parameters)]
-    assert isinstance(exchange, SplitExchange)
-    return [
-        LocalTransfer(kind, exchange, (place.rank, place.ranks), site.label, outer)
-        for kind in by_kind(place.parameters)
-    ]
-
-
-def gradients(sites: Sequence[PlacedSite], ranks: int, *, beside: bool) -> list[Transfer]:
-    """What sums a model's gradients exactly among some of its ranks, which hold all of it.
-
-    Args:
-        sites: of the plan, each served by "replicate".
-        ranks: how many these are.
-        beside: whether they are of one host, where messages go from each to each. Else the plan's
-            exchanges carry them, without their codecs.
-    """
-    found: list[Transfer] = []
-    for placed in sites:
-        exact = Choice("", placed.site.strategy, placed.site.exchange).without_codec().exchange
-        place, label = replace(placed.place, ranks=ranks), f"gradients of {placed.label}"
-        exchange = exchange_named("direct" if beside else exact)
-        found += placed.strategy.apply(place, exchange, label)
-    return found
 
 
 def _without_model(placed_site: PlacedSite) -> PlacedSite:
@@ -261,101 +230,7 @@ def check(plan: Plan, model: nn.Module, ranks: int, servers: int = 0) -> None:
         )
     for choice in plan.choices:
         check_carried(choice.layer, choice.strategy, choice.exchange)
-        if plan.staleness != 0 and choice.codec:
-            raise PlanError(
-                "codecs need workers that keep step",
-                where=f"layer {choice.layer}",
-                got=f"{choice.exchange}, with a staleness of {plan.staleness}",
-                do=f'write "{choice.without_codec().exchange}", or set the staleness to 0',
-            )
-    _check_periods(plan)
-    if plan.local_steps:
-        _check_local(plan, servers)
     check_placement(plan.placement, parameters, ranks, servers, stale=plan.staleness != 0)
-
-
-def _check_periods(plan: Plan) -> None:
-    """Refuse update periods of layers that there are not, or that are served otherwise."""
-    check_periods(plan.update_every, "the plan")
-    often = {name: every for name, every in plan.update_every.items() if every > 1}
-    layers = [choice.layer for choice in plan.choices]
-    for name, every in often.items():
-        if name not in layers:
-            raise PlanError(
-                "the plan's update_every names a layer that the model lacks",
-                got=repr(name)[:200],
-                expected=", ".join(difflib.get_close_matches(name, layers, n=3) or layers[:3]),
-                do="write the layer's dotted name",
-            )
-        strategy = plan.choice(name).strategy
-        if not named(Strategy, strategy).role.waits_for_updates:
-            raise PlanError(
-                "an update period goes with layers that replicate or sliced serve",
-                where=f"layer {name}",
-                got=f"{strategy}, every {every} steps",
-                do="serve it by one of these, or take it out of the plan's update_every",
-            )
-    if often and (plan.local_steps or plan.staleness != 0):
-        raise PlanError(
-            "an update period goes with ranks that keep step",
-            got=f"{plan.local_steps} local steps"
-            if plan.local_steps
-            else f"a staleness of {plan.staleness}",
-            do="leave out one of them",
-        )
-
-
-def _check_local(plan: Plan, servers: int) -> None:
-    """Refuse what does not go with ranks that step by themselves."""
-    if servers:
-        _check_geo(plan)
-        return
-    if plan.staleness != 0:
-        raise PlanError(
-            "local steps have a staleness only where servers have the weights",
-            got=f"{plan.local_steps} local steps, a staleness of {plan.staleness}, no servers",
-            do="set the plan's staleness to 0, or start with servers",
-        )
-    for choice in plan.choices:
-        is_split = isinstance(exchange_named(choice.exchange or "nothing"), SplitExchange)
-        if choice.strategy != "replicate" or not is_split:
-            raise PlanError(
-                "with local steps every rank has all of every layer, and an exchange of two halves "
-                "carries it",
-                where=f"layer {choice.layer}",
-                got=choice.way,
-                do='write "replicate:direct" or "replicate:ring", a codec behind it or none',
-            )
-
-
-def _check_geo(plan: Plan) -> None:
-    """Refuse what does not go with workers that step by themselves, and push to servers."""
-    for choice in plan.choices:
-        if choice.strategy != "server" or choice.codec:
-            raise PlanError(
-                "with local steps and servers these have the weights of every layer, exactly",
-                where=f"layer {choice.layer}",
-                got=choice.way,
-                do='write "server:direct"; or start without servers',
-            )
-    if plan.outer is not None and plan.outer.rule != "average":
-        raise PlanError(
-            "servers add what workers have learned: they know no other outer rule",
-            got=str(plan.outer),
-            do='write the rule "average" into the plan; or start without servers',
-        )
-    if plan.outer is not None and (plan.outer.islands or plan.outer.warmup_steps):
-        raise PlanError(
-            "to servers each worker pushes by itself, from the first step on",
-            got=str(plan.outer),
-            do="write islands false and warmup_steps 0 into the plan; or start without servers",
-        )
-    if plan.placement not in (BALANCED, {}):
-        raise PlanError(
-            "with local steps every server has an equal share of the weights",
-            got=f"placement {plan.placement}",
-            do='set the placement to "balanced"',
-        )
 
 
 def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
@@ -363,12 +238,6 @@ def check_served(plan: Plan, profile: ModelProfile, cluster: Cluster) -> None:
     placed = profile.placed(plan.owners(profile.names))
     for choice in plan.choices:
         strategy = named(Strategy, choice.strategy)
-        if plan.staleness != 0 and not strategy.role.takes_servers:
-            raise PlanError(
-                f"{choice.strategy} knows no staleness",
-                where=f"layer {choice.layer}",
-                do='let servers own every layer ("server"), or set the plan\'s staleness to 0',
-            )
         check_carried(choice.layer, choice.strategy, choice.exchange)
         reason = strategy.refusal(placed.layer(choice.layer), cluster)
         if reason is not None:

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar, final
 from torch import nn
 
 from shoal.strategies.copies import StaysBehind, leaves_behind
-from shoal.strategies.sync_batchnorm import SyncNorms
 
 _SLOT = "_shoal_again"
 Asked = TypeVar("Asked")
@@ -25,14 +24,11 @@ class Again(StaysBehind, Generic[Asked]):
     Args:
         loss_fn: as it was given.
         asked: the request.
-        norms: which batch norms go by the rows of all ranks.
         alike: whether ranks are given the same inputs on purpose.
     """
 
-    def __init__(
-        self, loss_fn: Callable[..., Any] | None, asked: Asked, norms: SyncNorms, alike: bool
-    ) -> None:
-        self.loss_fn, self.asked, self.norms, self.alike = loss_fn, asked, norms, alike
+    def __init__(self, loss_fn: Callable[..., Any] | None, asked: Asked, alike: bool) -> None:
+        self.loss_fn, self.asked, self.alike = loss_fn, asked, alike
 
 
 def keep(model: nn.Module, again: Again[Any]) -> None:

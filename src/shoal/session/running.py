@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
+from shoal.contracts.feature import Attachment
 from shoal.core.errors import UsageError, WorldError
 from shoal.engine.engine import Engine
 from shoal.engine.weights import Weigher
 from shoal.optim.owners import Owners
-from shoal.optim.part import Part
 from shoal.remote.tables import Tables
 from shoal.rewrite.apply import Rewritten, check_release
-from shoal.session.rounds import Rounds
-from shoal.session.watch import Watched
-from shoal.strategies.sync_batchnorm import SyncNorms
 
 
 @dataclass(frozen=True)
 class Running:
-    """What runs a model that has been rewritten. Does not keep the model alive."""
+    """What runs a model that has been rewritten. Does not keep the model alive.
 
-    number: int  # of the model in its session
+    Args:
+        number: of the model in its session.
+        rewritten: its sites, with their transfers.
+        engine: what sends for it.
+        owners: what updates parameters that have owners, if any has.
+        weigher: what weighs rows.
+        tables: the way to tables at servers, if there are any.
+        at_servers: the model's number there, if they own any parameter.
+        attachments: what features keep of it, by their names and in their order.
+    """
+
+    number: int
     rewritten: Rewritten
     engine: Engine
-    owners: Owners | None  # where any parameter has owners
-    parts: tuple[Part, ...]  # of all its optimizers
-    watched: Watched
+    owners: Owners | None
     weigher: Weigher
-    tables: Tables | None  # where servers have any
-    at_servers: int | None  # the model's number there, where they own any parameter
-    norms: SyncNorms | None = None  # that go by the rows of all ranks
-    rounds: Rounds | None = None  # where ranks step by themselves
+    tables: Tables | None
+    at_servers: int | None
+    attachments: Mapping[str, Attachment[Any]] = field(default_factory=dict)
 
     def check_release(self, model: nn.Module) -> None:
         """Refuse to release what cannot be released now, or ever.

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.comm import Comm
+from shoal.contracts.feature import Features
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, ModelProfile
 from shoal.core.passes import Passes
@@ -29,6 +30,7 @@ from shoal.core.plan import Plan
 from shoal.engine.engine import Engine
 from shoal.optim.part import Part
 from shoal.session.running import Running
+from shoal.session.watch import Watched
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,30 @@ class World:
 
 @dataclass(frozen=True)
 class Attached:
-    """What runs a parallelised model, and the plan it follows."""
+    """A parallelised model: the plan that it follows, and what runs it.
+
+    Args:
+        running: what sends for it.
+        plan: that it follows.
+        profile: the model as it was measured.
+        cluster: the ranks and their links as they were measured.
+        features: of its training.
+        parts: what is not whole here of its optimizers' parameters.
+        watched: the hooks on the model and its loss.
+    """
 
     running: Running
     plan: Plan
     profile: ModelProfile
     cluster: Cluster
+    features: Features = ()
+    parts: tuple[Part, ...] = ()
+    watched: Watched | None = None
 
     @property
     def engine(self) -> Engine:
         """What sends for it."""
         return self.running.engine
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """What is not whole here of its optimizers' parameters."""
-        return self.running.parts
 
 
 class SessionPart(Protocol):

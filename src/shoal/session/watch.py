@@ -28,17 +28,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.contracts.sample import ComputeLoss
 from shoal.core.eager import eager
 from shoal.core.terms import OF_ROWS, TARGET, Terms
 from shoal.engine.border import Border
-from shoal.engine.engine import Engine
 from shoal.engine.weights import Weigher
 from shoal.optim.owners import Owners
 from shoal.profiling.terms import count_of
 from shoal.session.additions import check_bare
 from shoal.session.calls import Calls, Count, Counting, number_of
 from shoal.session.computed import Computed
+from shoal.session.job import Job
+from shoal.session.running import Running
 from shoal.strategies.copies import StaysBehind, leaves_behind
 from shoal.tensors.guarded import ComingParameter
 
@@ -73,33 +73,30 @@ class Watched:
 
 
 def watch(
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    count: Count | None,
-    engine: Engine,
-    weigher: Weigher,
-    owners: Owners | None,
-    terms: Terms = OF_ROWS,
-    compute_loss: ComputeLoss | None = None,
-    before: Watched | None = None,
+    job: Job, running: Running, terms: Terms = OF_ROWS, before: Watched | None = None
 ) -> tuple[Callable[..., Any] | None, Watched]:
     """Hang the hooks on the model, and on a loss that weighs itself; the loss to use from now on.
 
-    `terms` says what a loss without a `count` is a mean over, or that it is a sum. Of a
-    `compute_loss`, which is returned in place of a loss, `count` takes the batch. The hooks of the
-    plan `before` have been released. The loss that was returned then is as good as this one.
+    Args:
+        job: the model and what trains it. Of a `compute_loss`, which is returned in place of a
+            loss, `count` takes the batch.
+        running: what runs it.
+        terms: what a loss without a `count` is a mean over, or that it is a sum.
+        before: the hooks under an earlier plan, which have been released. The loss that was
+            returned then is as good as this one.
     """
+    model, engine, weigher, count = job.model, running.engine, running.weigher, job.count
     border, calls = Border(model, engine), Calls()
     kept = before.counted() if before is not None and before.counted is not None else None
     leaves_behind(type(model))
     engine.before_accumulating(border.weigh_parameters)
     hooks = []
-    if owners is not None:
-        hooks.append(model.register_forward_pre_hook(_BeforeCompiled(owners)))
-    if compute_loss is not None:
+    if running.owners is not None:
+        hooks.append(model.register_forward_pre_hook(_BeforeCompiled(running.owners)))
+    if job.compute_loss is not None:
         hooks += _weighed(model, calls, Counting(border, weigher, OF_ROWS, by_loss=True))
         of_batch = Counting(border, weigher, terms, by_loss=terms.summed, count=count)
-        computed = Computed(model, compute_loss, of_batch, calls, summed=terms.summed)
+        computed = Computed(model, job.compute_loss, of_batch, calls, summed=terms.summed)
         if isinstance(kept, Computed):
             kept.go_on(of_batch, calls)
             computed = kept
@@ -114,20 +111,27 @@ def watch(
     counting = Counting(border, weigher, rows, by_loss=count is not None or terms.summed)
     hooks += _weighed(model, calls, counting)
     if not counting.by_loss:
-        return loss_fn, Watched(hooks, ref(border))
-    counted = _Counted(border, weigher, counting, count, loss_fn)
+        return job.loss_fn, Watched(hooks, ref(border))
+    counted = _Counted(border, weigher, counting, count, job.loss_fn)
     if isinstance(kept, _Counted):
         kept.go_on(border, weigher, counting)
         counted = kept
     border.awaited_loss = _NOT_CALLED
-    if loss_fn is None:
-        hooks.append(model.register_forward_hook(_CountedModel(counted), with_kwargs=True))
-    elif isinstance(loss_fn, nn.Module):
-        leaves_behind(type(loss_fn))
-        hooks.append(loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True))
-    else:
-        loss_fn = _wrapped(loss_fn, counted)
+    loss_fn, hook = _counting_loss(model, job.loss_fn, counted)
+    hooks += [] if hook is None else [hook]
     return loss_fn, Watched(hooks, ref(border), ref(counted))
+
+
+def _counting_loss(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, counted: _Counted
+) -> tuple[Callable[..., Any] | None, RemovableHandle | None]:
+    """The loss that weighs itself, and its hook, unless a plain function is wrapped."""
+    if loss_fn is None:
+        return None, model.register_forward_hook(_CountedModel(counted), with_kwargs=True)
+    if isinstance(loss_fn, nn.Module):
+        leaves_behind(type(loss_fn))
+        return loss_fn, loss_fn.register_forward_hook(_CountedLoss(counted), with_kwargs=True)
+    return _wrapped(loss_fn, counted), None
 
 
 def _weighed(model: nn.Module, calls: Calls, counting: Counting) -> list[RemovableHandle]:

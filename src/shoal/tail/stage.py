@@ -62,6 +62,8 @@ from shoal.remote.tail_messages import (
 )
 from shoal.remote.wire import Data
 from shoal.session.attach import attach
+from shoal.session.job import Job
+from shoal.session.opening import Prepared
 from shoal.session.session import Session
 from shoal.tail.inbox import Inbox
 from shoal.tensors.crossing import Crossing
@@ -421,9 +423,8 @@ def _made(
         for optimizer in optimizers:
             extend(optimizer)
     else:
-        attach(
-            session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False
-        )
+        job = Job(tail, None, optimizers, weighs=False)
+        attach(session, job, Prepared(_plan(tail, opening, len(hosts.hosts))))
     return Tail(
         hosts, session.comm, list(modules.values()), tail, loss_fn, optimizers, parameters, opening
     )

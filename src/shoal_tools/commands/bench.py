@@ -29,8 +29,9 @@ from shoal.core.trace import MAIN, STEPS, Recorder
 from shoal.front import text
 from shoal.front.codec_report import codec_report
 from shoal.front.joining import init
+from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
-from shoal.front.parallel import parallelize
+from shoal.front.parallel import by_options
 from shoal.front.recipe import Recipe
 from shoal.front.sharding import shard
 from shoal.planner.explain import explain
@@ -41,7 +42,7 @@ from shoal.session.memory import Memory, memory, of_one_process
 from shoal.session.session import Attached, current
 from shoal_tools.commands.options import NEW_FILE, PLAN, RANKS, REPORT, in_a_folder, recipe_command
 from shoal_tools.commands.recording import gathered, machine, predicted, report_benchmark
-from shoal_tools.commands.worker import PlanOptions, at_own_device
+from shoal_tools.commands.worker import at_own_device
 from shoal_tools.contenders.peers import (
     EXACT,
     Peer,
@@ -107,7 +108,7 @@ def _peers(context: click.Context, option: click.Parameter, against: str) -> lis
 @REPORT
 def bench(
     recipe: Recipe,
-    options: PlanOptions,
+    options: Options,
     against: list[str],
     rounds: int,
     steps: int,
@@ -130,7 +131,7 @@ def bench(
 
 def run(
     recipe: Recipe,
-    options: PlanOptions,
+    options: Options,
     against: Sequence[str],
     *,
     rounds: int = 5,
@@ -358,19 +359,15 @@ def _recorded(shoal: Peer, batch: tuple[Any, Any], recorder: Recorder) -> None:
 
 def _shoal(
     work: Workload,
-    options: PlanOptions,
+    options: Options,
     count: Callable[[Any], Any] | None,
     name: str = "shoal",
 ) -> Peer:
     peer = Peer(name, _seeded(work).model(), work)
-    peer.model, loss, peer.optimizer = parallelize(
-        peer.model,
-        peer.loss,
-        peer.optimizer,
-        sample=work.batch if work.compute_loss is None else work.batch[0],
-        compute_loss=work.compute_loss,
-        count=count,
-        **vars(options),
+    sample = work.batch if work.compute_loss is None else work.batch[0]
+    asked = replace(options, compute_loss=work.compute_loss, count=count)
+    peer.model, loss, peer.optimizer = by_options(
+        lambda: asked, peer.model, peer.loss, peer.optimizer, sample
     )
     peer.loss, peer.compute_loss = (loss, None) if work.compute_loss is None else (None, loss)
     return peer

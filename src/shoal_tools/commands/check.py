@@ -7,10 +7,10 @@ import sys
 import click
 import torch
 
+from shoal.front.options import Options
 from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
 from shoal_tools.commands.options import PLAN, RANKS, recipe_command
-from shoal_tools.commands.worker import PlanOptions
 
 
 @click.command()
@@ -23,7 +23,7 @@ from shoal_tools.commands.worker import PlanOptions
 @click.option(
     "--float32", is_flag=True, help="In float32, which shows rounding; the criterion is float64's."
 )
-def check(recipe: Recipe, options: PlanOptions, steps: int, float32: bool) -> None:
+def check(recipe: Recipe, options: Options, steps: int, float32: bool) -> None:
     """Compare RECIPE on all ranks with one process on the global batch."""
     worst = worker.check(
         recipe, options, steps=steps, dtype=torch.float32 if float32 else torch.float64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,14 @@ from typing import Any
 import click
 
 from shoal.comm import rendezvous
-from shoal.core.buckets import MEMORY
+from shoal.contracts.feature import Feature
 from shoal.core.errors import UsageError
 from shoal.core.numbers import MOST_RANKS_HERE, decimal
-from shoal.core.placement import BALANCED, POLICIES
-from shoal.core.plan import MICRO_BATCHES
+from shoal.core.option import Flag, options_of
+from shoal.core.registry import of
+from shoal.front.options import AUTO, Options
 from shoal.front.recipe import load
 from shoal_tools.commands.launching import Launching, distributed
-from shoal_tools.commands.worker import PlanOptions
 
 
 class Finite(click.FloatRange):
@@ -36,7 +36,7 @@ class Finite(click.FloatRange):
 
 NEW_FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
-PLAN = click.option("--plan", default="auto", help='A saved plan\'s path, or "auto".')
+PLAN = click.option("--plan", default=AUTO, help='A saved plan\'s path, or "auto".')
 RANKS = click.option(
     "--ranks",
     "--workers",
@@ -57,56 +57,6 @@ WEIGHTS = click.option(
     help="Of the model: a folder of `shoal train --checkpoint`, one of its checkpoints, a file of "
     "safetensors, or of torch.save(model.state_dict()).",
 )
-_OF_PLAN = [
-    click.option(
-        "--pin",
-        multiple=True,
-        metavar="LAYER=STRATEGY",
-        help="Fix a layer's strategy; globs work.",
-    ),
-    click.option(
-        "--strategy", multiple=True, metavar="NAME", help="Let the planner use only these."
-    ),
-    click.option(
-        "--placement",
-        type=click.Choice(POLICIES),
-        default=BALANCED,
-        show_default=True,
-        help="How what owners update is dealt to them.",
-    ),
-    click.option(
-        "--memory",
-        type=click.Choice(MEMORY),
-        default=MEMORY[0],
-        show_default=True,
-        help="With low, buckets that owners sum take memory only on their way.",
-    ),
-    click.option(
-        "--memory-limit",
-        type=Finite(0, min_open=True),
-        metavar="BYTES",
-        help="What a rank may hold between steps; 2e9 is 2 GB.",
-    ),
-    click.option(
-        "--micro-batches",
-        type=click.IntRange(1),
-        default=MICRO_BATCHES,
-        show_default=True,
-        help="That a batch is cut into where the end of the model has hosts of its own.",
-    ),
-    click.option(
-        "--codec",
-        multiple=True,
-        metavar="NAME",
-        help="Let the planner send fewer bytes so, not exactly, where it pays; or all.",
-    ),
-    click.option(
-        "--sync-batchnorm",
-        is_flag=True,
-        help="Let BatchNorm layers normalise by the rows of all ranks, as SYNC_BATCHNORM = True in "
-        "the recipe does.",
-    ),
-]
 _TIME_UNITS = {"min": 60.0, "h": 3600.0, "s": 1.0}
 _RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -141,7 +91,7 @@ REPORT = click.option(
 
 
 def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
-    """A command on a recipe: called on every rank, with the recipe and what is said of its plan
+    """A command on a recipe: called on every rank, with the recipe and the options of its plan
     before its own.
     """
 
@@ -149,53 +99,113 @@ def recipe_command(function: Callable[..., None]) -> Callable[..., None]:
     def command(
         recipe: Path,
         workers: int | None,
-        pin: tuple[str, ...],
-        strategy: tuple[str, ...],
-        placement: str,
-        memory: str,
-        memory_limit: float | None,
-        micro_batches: int,
-        codec: tuple[str, ...],
-        sync_batchnorm: bool,
-        plan: str = "auto",
+        plan: str = AUTO,
         by: Launching | None = None,
-        **own: Any,
+        **given: Any,
     ) -> None:
         loaded = load(recipe)
-        pins = _pins(pin) or None
-        options = PlanOptions(
-            plan,
-            pins,
-            strategy or None,
-            memory,
-            placement,
-            memory_limit,
-            micro_batches,
-            codecs="all" if codec == ("all",) else codec,
-            sync_batchnorm=sync_batchnorm or loaded.sync_batchnorm,
-        )
+        own = {name: value for name, value in given.items() if name not in _PARAMETERS}
+        asked = _asked({name: given[name] for name in given.keys() - own.keys()})
+        options = Options.of({**loaded.asked, **asked, "plan": plan})
         by = by or Launching()
-        sent = (recipe, *by.files, *(() if plan == "auto" else (Path(plan),)))
+        sent = (recipe, *by.files, *(() if plan == AUTO else (Path(plan),)))
         distributed(workers, replace(by, files=sent))
         function(loaded, options, **own)
 
-    for option in reversed([RECIPE, *_OF_PLAN]):
-        command = option(command)
-    return command
+    decorated: Callable[..., None] = command
+    decorators: list[Any] = [RECIPE, *_click_options(plans=True)]
+    for option in reversed(decorators):
+        decorated = option(decorated)
+    return decorated
 
 
-def _pins(texts: tuple[str, ...]) -> dict[str, str]:
-    pins = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(
-                "a pin is LAYER=STRATEGY",
-                got=text,
-                do="write for instance --pin 'classifier.*=factor'",
-            )
-        pins[name] = value
-    return pins
+def feature_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of features that only training has."""
+    for option in reversed(_click_options(plans=False)):
+        function = option(function)
+    return function
+
+
+def _flags() -> dict[str, tuple[str, Flag]]:
+    """All flags by the name of their parameter, each with the keyword that it is of.
+
+    A record within a feature has a parameter for each of its fields: "outer__rule".
+    """
+    found: dict[str, tuple[str, Flag]] = {}
+    for kind in (Options, *of(Feature).values()):
+        for option in options_of(kind):
+            if option.flag is None:
+                continue
+            if option.flag.record is None:
+                found[option.keyword] = option.keyword, option.flag
+                continue
+            for field in options_of(option.flag.record):
+                if field.flag is not None:
+                    found[f"{option.keyword}__{field.name}"] = option.keyword, field.flag
+    return found
+
+
+_PARAMETERS = _flags()
+
+
+def _click_options(*, plans: bool) -> list[Callable[[Callable[..., None]], Callable[..., None]]]:
+    """Those that every command with a plan has, or the others."""
+    shown = {name: flag for name, (_, flag) in _PARAMETERS.items() if flag.plans == plans}
+    return [_click_option(name, flag) for name, flag in shown.items()]
+
+
+def _click_option(
+    parameter: str, flag: Flag
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A flag as click has it; None where it is not given."""
+    name = flag.name or "--" + parameter.replace("_", "-")
+    if flag.no:
+        both = f"{name}/--no-{name[2:]}"
+        return click.option(both, parameter, default=None, help=flag.help)
+    read = flag.read
+    if read is None:
+        return click.option(name, parameter, is_flag=True, default=None, help=flag.help)
+
+    def value(context: click.Context, option: click.Parameter, text: Any) -> Any:
+        if text is None or text == ():
+            return None
+        try:
+            return read(text)
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return click.option(
+        name,
+        parameter,
+        multiple=flag.many,
+        type=click.Choice(flag.choices) if flag.choices else None,
+        metavar=flag.metavar or None,
+        callback=value,
+        help=flag.help,
+    )
+
+
+def _asked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the flags ask for, by keyword of `parallelize`."""
+    asked: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for parameter, value in given.items():
+        keyword, _, field = parameter.partition("__")
+        if value is None:
+            continue
+        if field:
+            parts.setdefault(keyword, {})[field] = value
+        else:
+            asked[keyword] = value
+    for kind in of(Feature).values():
+        for option in options_of(kind):
+            if option.keyword in parts and option.flag and option.flag.record:
+                asked[option.keyword] = (option.flag.make or option.flag.record)(
+                    **parts[option.keyword]
+                )
+    return asked
 
 
 def bytes_per_s(rate: str) -> float:

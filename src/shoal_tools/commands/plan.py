@@ -8,6 +8,7 @@ import click
 
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.numbers import MOST_RANKS_HERE, MOST_RANKS_IMAGINED
+from shoal.front.options import Options
 from shoal.front.recipe import Recipe
 from shoal_tools.commands import worker
 from shoal_tools.commands.options import (
@@ -18,7 +19,6 @@ from shoal_tools.commands.options import (
     in_a_folder,
     recipe_command,
 )
-from shoal_tools.commands.worker import PlanOptions
 
 
 @click.command()
@@ -79,7 +79,7 @@ from shoal_tools.commands.worker import PlanOptions
 )
 def plan(
     recipe: Recipe,
-    options: PlanOptions,
+    options: Options,
     ranks: int | None,
     ranks_per_host: int,
     servers: int,

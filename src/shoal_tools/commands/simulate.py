@@ -13,12 +13,12 @@ from shoal.core.foresight import Network, Question
 from shoal.core.numbers import MOST_RANKS_IMAGINED, whole
 from shoal.front import text
 from shoal.front.carriers import codecs_of
+from shoal.front.options import Options
 from shoal.front.recipe import load
 from shoal.profiling.saved import Measured
 from shoal_tools.commands import worker
 from shoal_tools.commands.options import NEW_FILE, REPORT, Finite, bytes_per_s, in_a_folder
 from shoal_tools.commands.recording import report_simulation
-from shoal_tools.commands.worker import PlanOptions
 from shoal_tools.report.foresight import foresight
 from shoal_tools.simulate import simulate as foreseen
 
@@ -117,7 +117,7 @@ def simulate(
     if source is not None:
         measured = Measured.load(source)
     elif recipe is not None:
-        _, measured = worker.measured(load(recipe), PlanOptions())
+        *_, measured = worker.measured(load(recipe), Options())
         if not worker.is_first():
             return
     network = Network(

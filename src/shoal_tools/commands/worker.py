@@ -9,7 +9,7 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,48 +20,36 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from shoal.contracts.batch import mapped
-from shoal.core.buckets import MEMORY
 from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster
 from shoal.core.outcome import Outcome
-from shoal.core.outer import Outer
-from shoal.core.placement import BALANCED
-from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
-from shoal.engine.replicas import EVERY
+from shoal.core.plan import Plan
+from shoal.features.local_steps import global_weights
+from shoal.features.sync_batchnorm import SyncBatchNorm
+from shoal.features.update_every import drop_unfinished
 from shoal.front import text
 from shoal.front.carriers import all_codecs, codecs_of
 from shoal.front.cluster import measured_cluster, with_codings
 from shoal.front.codec_report import codec_report
 from shoal.front.joining import init, is_tail_host, serve_and_end
+from shoal.front.options import Options
 from shoal.front.outcomes import outcome_of_ranks
-from shoal.front.parallel import parallelize
+from shoal.front.parallel import by_options
 from shoal.front.recipe import Recipe
+from shoal.front.request import Request, facts_for, request_of
 from shoal.front.sharding import shard
-from shoal.front.spreading import profiled
+from shoal.front.spreading import chosen, how_profiled, job_of, profiled
 from shoal.front.stages import Stages
 from shoal.planner.explain import explain
-from shoal.planner.sharing import plan_for
 from shoal.profiling.identity import model_digest
 from shoal.profiling.saved import Measured
 from shoal.remote.tail_hosts import TailHosts
 from shoal.rewrite.apply import cuts
-from shoal.session.local import global_weights
 from shoal.session.memory import memory, of_one_process
-from shoal.session.periods import drop_unfinished
 from shoal.session.session import Session, current, world
 from shoal_tools.commands.recording import History, report_training
 from shoal_tools.commands.run import Run, num_rows, timed_step
 
-# of the options
-_NOT_PLANNED = (
-    "plan",
-    "sync_batchnorm",
-    "check_every",
-    "local_steps",
-    "outer",
-    "update_every",
-    "replan",
-)
 CRITERION = 1e-10  # largest relative difference in float64 that counts as the same
 # the others wait while rank 0 trains on all rows; a rank that dies is noticed all the same
 _CHECK_S = 3600.0
@@ -71,59 +59,10 @@ _BATCHNORM = nn.modules.batchnorm._BatchNorm
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """What the command line says of the plan, named as `parallelize` names it."""
-
-    plan: Plan | str = "auto"
-    pins: Mapping[str, str] | None = None
-    strategies: tuple[str, ...] | None = None
-    memory: str = MEMORY[0]
-    placement: str = BALANCED
-    memory_limit: float | None = None
-    micro_batches: int = MICRO_BATCHES
-    staleness: int | None = 0
-    codecs: str | tuple[str, ...] = ()
-    sync_batchnorm: bool = False
-    check_every: int = EVERY
-    local_steps: int | str | None = None
-    outer: Outer | None = None
-    update_every: Mapping[str, int] | None = None
-    replan: bool = False
-
-    def without_codecs(self) -> PlanOptions:
-        """The same, exact: also what pins and a saved plan say."""
-        pins = {
-            layer: Choice(layer, *strategy_and_exchange(pin)).without_codec().way
-            for layer, pin in (self.pins or {}).items()
-        }
-        plan = self.plan
-        if plan != "auto":
-            plan = Plan.load(plan) if isinstance(plan, str) else plan
-            plan = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
-        return replace(self, plan=plan, pins=pins or None, codecs=())
-
-
-def train(
-    recipe: Recipe,
-    options: PlanOptions,
-    *,
-    save: Path | None = None,
-    epochs: int | None = None,
-    max_steps: int | None = None,
-    checkpoint: Path | None = None,
-    every_s: float = 600.0,
-    reasons: bool = False,
-    report: Path | None = None,
-    json_path: Path | None = None,
-) -> None:
-    """Train the recipe on all ranks.
-
-    Rank 0 prints the plan, progress, step times beside the predicted one, memory and the test
-    accuracy.
+class TrainingRun:
+    """A training run as the command line asks for it.
 
     Args:
-        recipe: what to train, on what.
-        options: of the plan.
         save: where to write the plan.
         epochs: passes over the data; the recipe's own number by default.
         max_steps: after which to end, however many passes they take.
@@ -133,38 +72,53 @@ def train(
         report: where to write the report of the run.
         json_path: where to write what the steps took, beside the prediction.
     """
+
+    save: Path | None = None
+    epochs: int | None = None
+    max_steps: int | None = None
+    checkpoint: Path | None = None
+    every_s: float = 600.0
+    reasons: bool = False
+    report: Path | None = None
+    json_path: Path | None = None
+
+
+def train(recipe: Recipe, options: Options, wanted: TrainingRun = TrainingRun()) -> None:
+    """Train the recipe on all ranks.
+
+    Rank 0 prints the plan, progress, step times beside the predicted one, memory and the test
+    accuracy.
+
+    Args:
+        recipe: what to train, on what.
+        options: of the plan.
+        wanted: how long to train, and what to write.
+    """
     # 1  join the others, and take a share of the data
     init()
     recipe = at_own_device(recipe)
     torch.manual_seed(_SEED)
     training_data, test_data = recipe.data()
     loader = shard(training_data)
-    epochs, num_steps = _length(recipe, loader, epochs, max_steps)
+    epochs, num_steps = _length(recipe, loader, wanted.epochs, wanted.max_steps)
     # 2  spread the model over the ranks
     model, objective = recipe.model(), recipe.objective()
     optimizer = recipe.optimizer(model.parameters())
     sample = recipe.batch(next(iter(loader)))
-    model, loss, optimizer = parallelize(
-        model,
-        objective.loss_fn,
-        optimizer,
-        sample=sample,
-        compute_loss=objective.compute_loss,
-        count=recipe.count,
-        **vars(options),
-    )
+    asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
+    model, loss, optimizer = by_options(lambda: asked, model, objective.loss_fn, optimizer, sample)
     objective = objective.by(loss)
-    _show_plan(model, save, reasons=reasons)
+    _show_plan(model, wanted.save, reasons=wanted.reasons)
     _show_batch(num_rows(sample))
     # 3  the ordinary loop
-    history = History(model) if report else None
+    history = History(model) if wanted.report else None
     run = Run(recipe, loader, model, objective, optimizer, history)
-    median_step_s = run.train(epochs, num_steps, checkpoint, every_s)
+    median_step_s = run.train(epochs, num_steps, wanted.checkpoint, wanted.every_s)
     # 4  what came of it
     if median_step_s is not None:
-        outcome = _show_outcome(model, median_step_s, json_path)
-        if report and history:
-            report_training(report, recipe.path, model, history, outcome)
+        outcome = _show_outcome(model, median_step_s, wanted.json_path)
+        if wanted.report and history:
+            report_training(wanted.report, recipe.path, model, history, outcome)
     if test_data is not None:
         _show_accuracy(recipe, model, test_data)
     drop_unfinished(current())  # said as long as there is the model
@@ -278,7 +232,7 @@ def _accuracy(recipe: Recipe, model: nn.Module, test: DataLoader[Any]) -> float:
 
 
 def check(
-    recipe: Recipe, options: PlanOptions, *, steps: int = 5, dtype: torch.dtype = torch.float64
+    recipe: Recipe, options: Options, *, steps: int = 5, dtype: torch.dtype = torch.float64
 ) -> float:
     """The largest relative difference after a few steps on all ranks and on one process.
 
@@ -294,21 +248,15 @@ def check(
     model, objective = recipe.model(), recipe.objective()
     # before the optimizer sees its parameters
     options = replace(options, plan=_retyped(options.plan, model, dtype))
-    kinds = _DROPOUT if options.sync_batchnorm else _DROPOUT | _BATCHNORM
+    is_shared = any(isinstance(feature, SyncBatchNorm) for feature in options.features)
+    kinds = _DROPOUT if is_shared else _DROPOUT | _BATCHNORM
     local = [module for module in model.modules() if isinstance(module, kinds)]
     optimizer = recipe.optimizer(model.parameters())
     batches = [_as_type(batch, dtype) for batch in _take(recipe, loader, steps)]
     for module in local:
         module.eval()
-    _, loss, _ = parallelize(
-        model,
-        objective.loss_fn,
-        optimizer,
-        sample=batches[0],
-        compute_loss=objective.compute_loss,
-        count=recipe.count,
-        **vars(options),
-    )
+    asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
+    _, loss, _ = by_options(lambda: asked, model, objective.loss_fn, optimizer, batches[0])
     single = copy.deepcopy(model)  # after the ranks were aligned; a copy is an ordinary model
     attached = current().attached.get(model)
     if comm.rank == 0 and attached is not None:
@@ -362,19 +310,19 @@ def _differences(
     ]
 
 
-def _retyped(plan: Plan | str, model: nn.Module, dtype: torch.dtype) -> Plan | str:
+def _retyped(plan: Plan | str | Path, model: nn.Module, dtype: torch.dtype) -> Plan | str | Path:
     """Convert the model; a saved plan of the model before is one of the model after."""
     before = model_digest(model)
     model.to(dtype)
     if plan == "auto":
         return plan
-    loaded = Plan.load(plan) if isinstance(plan, str) else plan
+    loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
     return replace(loaded, model=model_digest(model)) if loaded.model == before else loaded
 
 
 def plan(
     recipe: Recipe,
-    options: PlanOptions,
+    options: Options,
     cluster: Cluster | None,
     *,
     save: Path | None = None,
@@ -391,10 +339,9 @@ def plan(
         save_profile: where to write what was measured, for `shoal simulate`.
         reasons: print also why each layer is served as it is.
     """
-    stages, found = measured(recipe, options, cluster)
+    stages, request, found = measured(recipe, options, cluster)
     profile, where = found.profile, found.cluster
-    asked = {name: value for name, value in vars(options).items() if name not in _NOT_PLANNED}
-    made = plan_for(profile, where, **{**asked, "codecs": codecs_of(options.codecs)})
+    made = chosen(request, replace(request.facts, profile=profile, cluster=where))
     stages.done("planning")
     if is_first():
         explanation = explain(made, profile, where, alternatives=reasons)
@@ -408,8 +355,8 @@ def plan(
 
 
 def measured(
-    recipe: Recipe, options: PlanOptions, cluster: Cluster | None = None
-) -> tuple[Stages, Measured]:
+    recipe: Recipe, options: Options, cluster: Cluster | None = None
+) -> tuple[Stages, Request, Measured]:
     """Measure the recipe's model, and the links between the ranks that call this.
 
     With a `cluster` its links are taken to be measured.
@@ -422,20 +369,13 @@ def measured(
     sample = recipe.batch(next(iter(shard(recipe.data()[0]))))
     optimizer = recipe.optimizer(model.parameters())
     _stay_behind(session)
-    pieces = options.micro_batches if session.other(TailHosts) else None
     stages = Stages(speaks=session.comm.rank == 0)
     objective = recipe.objective()
-    profile, _ = profiled(
-        model,
-        objective.loss_fn,
-        [optimizer],
-        sample,
-        session.comm,
-        pieces,
-        sync_batchnorm=options.sync_batchnorm,
-        compute_loss=objective.compute_loss,
-        counted=recipe.count is not None,
-    )
+    asked = replace(options, compute_loss=objective.compute_loss, count=recipe.count)
+    request = request_of(asked, model, facts_for(asked, model, cluster))
+    job = job_of(request, objective.loss_fn, [optimizer])
+    how = how_profiled(asked, options.micro_batches if session.other(TailHosts) else None)
+    profile = profiled(job, sample, session.comm, request.features, how)
     stages.done("measuring the model")
     wanted = all_codecs(None, options.pins, codecs_of(options.codecs))
     where = (
@@ -444,7 +384,7 @@ def measured(
         else measured_cluster(session, codecs=wanted)
     )
     stages.done("measuring the links")
-    return stages, Measured(profile, where)
+    return stages, request, Measured(profile, where)
 
 
 def is_first() -> bool:

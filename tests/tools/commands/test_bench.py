@@ -13,23 +13,20 @@ import pytest
 
 from command_line import RECIPE
 from shoal.core.plan import Choice, Plan
-from shoal_tools.commands.worker import PlanOptions
+from shoal.front.options import Options
 
 
 def test_options_without_codecs_are_exact_in_all_that_they_say() -> None:
     choices = Choice("0", "sliced", "direct+int8"), Choice("1", "factor")
-    options = PlanOptions(
-        plan=Plan(2, "digest", choices, 1 << 20, 3),
-        pins={
-            "0": "replicate:ring+top_k(share=0.02)",
-            "1": "column+bfloat16",
-            "2": "stage+bfloat16:sliced:direct",
-        },
-        codecs="all",
-    )
-    exact = options.without_codecs()
+    exact = Options(plan=Plan(2, "digest", choices, 1 << 20, 3)).without_codecs()
     assert isinstance(exact.plan, Plan)
     assert [choice.way for choice in exact.plan.choices] == ["sliced:direct", "factor"]
+    pins = {
+        "0": "replicate:ring+top_k(share=0.02)",
+        "1": "column+bfloat16",
+        "2": "stage+bfloat16:sliced:direct",
+    }
+    exact = Options(pins=pins, codecs="all").without_codecs()
     assert exact.pins == {"0": "replicate:ring", "1": "column", "2": "stage:sliced:direct"}
     assert exact.codecs == ()
 

@@ -15,11 +15,16 @@ from shoal.core.errors import UsageError
 from shoal.core.facts import Cluster, Link, Topology
 from shoal.core.outer import Outer
 from shoal.core.plan import Plan
+from shoal.features.check_every import CheckReplicas
+from shoal.features.local_steps import LocalSteps
+from shoal.features.sync_batchnorm import SyncBatchNorm
+from shoal.features.update_every import UpdateEvery
 from shoal.front.joining import using
+from shoal.front.options import Options
 from shoal.front.recipe import load
 from shoal_tools.commands import worker
 from shoal_tools.commands.train import train as train_command
-from shoal_tools.commands.worker import CRITERION, PlanOptions, check, plan, train
+from shoal_tools.commands.worker import CRITERION, TrainingRun, check, plan, train
 
 HOSTS = Cluster(Topology(("one", "other")), Link(1e-4, 1e8))
 SLOW = Cluster(Topology(("one", "other")), Link(0.1, 1e8))
@@ -56,7 +61,7 @@ def recipe(folder: Path, text: str) -> Path:
 def test_a_stream_without_an_end_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     nothing_is_built = ENDLESS.replace("return nn.Linear(2, 1)", "raise AssertionError")
     with using(ThreadComm()), pytest.raises(UsageError) as caught:
-        train(load(recipe(tmp_path, nothing_is_built)), PlanOptions())
+        train(load(recipe(tmp_path, nothing_is_built)), Options())
     assert "nobody knows when the recipe's stream ends" in str(caught.value)
     assert "--steps" in str(caught.value)
 
@@ -65,7 +70,7 @@ def test_so_many_steps_of_it_are_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with using(ThreadComm()):
-        train(load(recipe(tmp_path, ENDLESS)), PlanOptions(), max_steps=7)
+        train(load(recipe(tmp_path, ENDLESS)), Options(), TrainingRun(max_steps=7))
     assert "7 steps in" in capsys.readouterr().out
 
 
@@ -85,14 +90,14 @@ def test_a_recipe_that_computes_the_loss_of_a_batch_checks(
 
     def work(comm: ThreadComm) -> float:
         with using(comm, HOSTS):
-            return check(load(path), PlanOptions(), steps=3)
+            return check(load(path), Options(), steps=3)
 
     assert max(run(2, work, timeout_s=30)) <= CRITERION
 
 
 def test_a_recipe_that_computes_the_loss_of_a_batch_is_planned(tmp_path: Path) -> None:
     with using(ThreadComm()):
-        made = plan(load(recipe(tmp_path, COUNTED)), PlanOptions(), HOSTS)
+        made = plan(load(recipe(tmp_path, COUNTED)), Options(), HOSTS)
     assert [choice.layer for choice in made.choices] == ["(model)"]
 
 
@@ -111,7 +116,7 @@ def test_a_batch_norm_over_all_ranks_is_checked_in_training(
 
     def work(comm: ThreadComm) -> float:
         with using(comm, HOSTS):
-            return check(load(path), PlanOptions(sync_batchnorm=True), steps=3)
+            return check(load(path), Options.of({"sync_batchnorm": True}), steps=3)
 
     assert max(run(2, work, timeout_s=30)) <= CRITERION
     assert "set to evaluation" not in capsys.readouterr().out
@@ -120,7 +125,9 @@ def test_a_batch_norm_over_all_ranks_is_checked_in_training(
 def test_a_batch_norm_over_all_ranks_is_planned(tmp_path: Path) -> None:
     def planned(*, sync_batchnorm: bool) -> float:
         with using(ThreadComm()):
-            options = PlanOptions(pins={"*": "replicate:direct"}, sync_batchnorm=sync_batchnorm)
+            options = Options.of(
+                {"pins": {"*": "replicate:direct"}, "sync_batchnorm": sync_batchnorm}
+            )
             return plan(load(recipe(tmp_path, NORMED)), options, SLOW).predicted_s
 
     assert planned(sync_batchnorm=True) > planned(sync_batchnorm=False) + SLOW.link.latency_s
@@ -129,24 +136,25 @@ def test_a_batch_norm_over_all_ranks_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text", "expected"),
     [
-        ([], COUNTED, (False, 100)),
-        ([], NORMED, (True, 100)),
-        (["--sync-batchnorm", "--check-every", "7"], COUNTED, (True, 7)),
-        (["--check-every", "0"], NORMED, (True, 0)),
+        ([], COUNTED, set()),
+        ([], NORMED, {SyncBatchNorm()}),
+        (["--sync-batchnorm", "--check-every", "7"], COUNTED, {SyncBatchNorm(), CheckReplicas(7)}),
+        (["--check-every", "0"], NORMED, {SyncBatchNorm(), CheckReplicas(0)}),
     ],
 )
 def test_what_is_asked_of_batch_norms_and_replicas_reaches_training(
     words: list[str],
     text: str,
-    expected: tuple[bool, int],
+    expected: set[Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[PlanOptions] = []
-    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    asked: list[Options] = []
+    monkeypatch.setattr(worker, "train", lambda recipe, options, _: asked.append(options))
     done = CliRunner().invoke(train_command, [str(recipe(tmp_path, text)), *words])
     assert done.exit_code == 0, done.output
-    assert [(options.sync_batchnorm, options.check_every) for options in asked] == [expected]
+    (options,) = asked
+    assert set(options.features) == expected
 
 
 def test_ranks_step_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,8 +162,8 @@ def test_ranks_step_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[
 
     def work(comm: ThreadComm) -> None:
         with using(comm, HOSTS):
-            options = PlanOptions(local_steps=2, outer=Outer(rule="average"))
-            train(load(path), options, max_steps=2, save=tmp_path / "plan.json")
+            options = Options.of({"local_steps": 2, "outer": Outer(rule="average")})
+            train(load(path), options, TrainingRun(max_steps=2, save=tmp_path / "plan.json"))
 
     run(2, work, timeout_s=30)
     said = capsys.readouterr().out
@@ -167,23 +175,23 @@ def test_ranks_step_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], (None, None)),
-        (["--local-steps", "16"], (16, None)),
-        (["--local-steps", "auto", "--outer", "bmuf"], ("auto", Outer(rule="bmuf"))),
+        ([], ()),
+        (["--local-steps", "16"], (LocalSteps(16),)),
+        (["--local-steps", "auto", "--outer", "bmuf"], (LocalSteps("auto", Outer(rule="bmuf")),)),
         (
             ["--local-steps", "4", "--no-islands", "--warmup-steps", "10"],
-            (4, Outer(islands=False, warmup_steps=10)),
+            (LocalSteps(4, Outer(islands=False, warmup_steps=10)),),
         ),
     ],
 )
 def test_local_steps_reach_training(
     words: list[str], expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PlanOptions] = []
-    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    asked: list[Options] = []
+    monkeypatch.setattr(worker, "train", lambda recipe, options, _: asked.append(options))
     done = CliRunner().invoke(train_command, [str(recipe(tmp_path, COUNTED)), *words])
     assert done.exit_code == 0, done.output
-    assert [(options.local_steps, options.outer) for options in asked] == [expected]
+    assert [options.features for options in asked] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -192,23 +200,25 @@ def test_local_steps_reach_training(
 def test_with_servers_the_rule_is_theirs_unless_one_is_given(
     words: list[str], rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[PlanOptions] = []
+    asked: list[Options] = []
     monkeypatch.setenv("SHOAL_SERVERS", "1")
-    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    monkeypatch.setattr(worker, "train", lambda recipe, options, _: asked.append(options))
     words = [str(recipe(tmp_path, COUNTED)), "--local-steps", "8", "--no-islands", *words]
     done = CliRunner().invoke(train_command, words)
     assert done.exit_code == 0, done.output
-    assert [options.outer for options in asked] == [Outer(rule=rule, islands=False)]
+    outer = Outer(rule=rule, islands=False)
+    assert [options.features for options in asked] == [(LocalSteps(8, outer),)]
 
 
 def test_update_periods_reach_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[PlanOptions] = []
-    monkeypatch.setattr(worker, "train", lambda recipe, options, **_: asked.append(options))
+    asked: list[Options] = []
+    monkeypatch.setattr(worker, "train", lambda recipe, options, _: asked.append(options))
     path = str(recipe(tmp_path, COUNTED))
     words = ["--update-every", "fc.*=4", "--update-every", "head=2"]
     done = CliRunner().invoke(train_command, [path, *words])
     assert done.exit_code == 0, done.output
-    assert [options.update_every for options in asked] == [{"fc.*": 4, "head": 2}]
+    periods = {"fc.*": 4, "head": 2}
+    assert [options.features for options in asked] == [(UpdateEvery(periods),)]
     for wrong in ("4", "head=", "head=many"):
         done = CliRunner().invoke(train_command, [path, "--update-every", wrong])
         assert done.exit_code and "is not LAYER=STEPS" in done.output
@@ -219,7 +229,11 @@ def test_they_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
     def work(comm: ThreadComm) -> None:
         with using(comm, HOSTS):
-            train(load(path), PlanOptions(sync_batchnorm=True, check_every=1), max_steps=2)
+            train(
+                load(path),
+                Options.of({"sync_batchnorm": True, "check_every": 1}),
+                TrainingRun(max_steps=2),
+            )
 
     run(2, work, timeout_s=30)
     assert "batch norm over all ranks: 1 layer" in capsys.readouterr().out
@@ -232,7 +246,9 @@ def test_what_steps_took_is_printed_and_written_and_plans_may_follow_it(
 
     def work(comm: ThreadComm) -> None:
         with using(comm, HOSTS):
-            train(load(path), PlanOptions(replan=True), max_steps=14, json_path=told)
+            train(
+                load(path), Options.of({"replan": True}), TrainingRun(max_steps=14, json_path=told)
+            )
 
     run(2, work, timeout_s=60)
     printed = capsys.readouterr().out

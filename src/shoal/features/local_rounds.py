@@ -15,26 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.codecs.coded import exchange_named
 from shoal.contracts.cadence import Cadence, Event
 from shoal.contracts.comm import Comm
 from shoal.contracts.transfer import Transfer
-from shoal.core.plan import Plan
+from shoal.core.plan import Choice, Plan
 from shoal.engine.common import Common
-from shoal.engine.engine import Engine
-from shoal.engine.weights import Weigher
-from shoal.rewrite.apply import PlacedSite, gradients
+from shoal.rewrite.apply import PlacedSite
+from shoal.session.running import Running
 from shoal.strategies.geo import GeoTransfer
 from shoal.strategies.local import LocalTransfer
 from shoal.strategies.moving import OfState
 
-_NEVER = 1 << 62  # steps before the first round, as long as there is to be none
+NEVER = 1 << 62  # steps before the first round, as long as there is to be none
 
 
 def set_off(
@@ -46,7 +46,7 @@ def set_off(
 ) -> None:
     """Have transfers go every so many steps; of several optimizers, a step is one of each.
 
-    With a lag they take turns. Called first before an engine takes them.
+    With a lag they take turns.
 
     Args:
         transfers: of weights, and of state.
@@ -145,37 +145,64 @@ class Exchanged:
                 parameter.requires_grad_(False)
 
 
+def gradients(sites: Sequence[PlacedSite], ranks: int, *, beside: bool) -> list[Transfer]:
+    """What sums a model's gradients exactly among some of its ranks, which hold all of it.
+
+    Args:
+        sites: of the plan, each served by "replicate".
+        ranks: how many these are.
+        beside: whether they are of one host, where messages go from each to each. Else the plan's
+            exchanges carry them, without their codecs.
+    """
+    found: list[Transfer] = []
+    for placed in sites:
+        exact = Choice("", placed.site.strategy, placed.site.exchange).without_codec().exchange
+        place, label = replace(placed.place, ranks=ranks), f"gradients of {placed.label}"
+        exchange = exchange_named("direct" if beside else exact)
+        found += placed.strategy.apply(place, exchange, label)
+    return found
+
+
+@dataclass(frozen=True)
+class Companies:
+    """The ranks that exchange gradients in each step.
+
+    Args:
+        all_ranks: who take part in the warm-up.
+        island: who exchange gradients behind it, if several ranks of a host step together.
+    """
+
+    all_ranks: Company
+    island: Company | None
+
+
 @final
 class Rounds:
     """When one model's ranks come together, and what they exchange in each step.
 
     Args:
-        engine: what sends.
-        weigher: what weighs rows.
+        running: what sends, and what weighs rows.
         plan: with local steps.
         optimizers: that make the steps.
         exchanged: in each step, by those who exchange something.
-        all_ranks: who take part in the warm-up.
-        island: who exchange gradients behind it.
+        companies: who these are.
         in_common: what ranks compare as long as all exchange gradients.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        weigher: Weigher,
+        running: Running,
         plan: Plan,
         optimizers: Sequence[Optimizer],
         exchanged: Exchanged,
-        all_ranks: Company,
-        island: Company | None,
+        companies: Companies,
         in_common: Callable[[], Common],
     ) -> None:
         assert plan.outer is not None
-        self._engine, self._weigher = engine, weigher
-        self._exchanged, self._all_ranks, self._island = exchanged, all_ranks, island
-        self._in_common = in_common
+        self._engine, self._weigher = running.engine, running.weigher
+        self._exchanged, self._companies, self._in_common = exchanged, companies, in_common
         kinds = LocalTransfer | GeoTransfer | OfState
+        engine = running.engine
         self._transfers = [transfer for transfer in engine.transfers if isinstance(transfer, kinds)]
         self._each = len(optimizers)
         self._set_off = partial(
@@ -215,7 +242,8 @@ class Rounds:
     def stop(self) -> None:
         """Exchange nothing any more."""
         self._engine.take(())
-        counts = None if self._island is None else self._island.counts
+        island = self._companies.island
+        counts = None if island is None else island.counts
         if counts is not None and not self._weigher.has(counts):
             counts.close()
 
@@ -229,16 +257,16 @@ class Rounds:
     def _exactly(self) -> None:
         """Every step is one of all ranks, from here on."""
         self._is_exact = True
-        self._set_off(after=_NEVER)
-        self._engine.take(self._exchanged.among(self._all_ranks))
-        self._weigher.among(self._all_ranks.counts)
+        self._set_off(after=NEVER)
+        self._engine.take(self._exchanged.among(self._companies.all_ranks))
+        self._weigher.among(self._companies.all_ranks.counts)
         common = self._in_common()
         if not self._engine.compare(common):
             self._weigher.compare(common)
 
     def _by_islands(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """A round begins here, in which each island steps by itself."""
-        self._is_exact, island = False, self._island
+        self._is_exact, island = False, self._companies.island
         landing = [] if island is None else self._exchanged.among(island)
         self._engine.take(landing, inside=True)
         self._weigher.among(None if island is None else island.counts)

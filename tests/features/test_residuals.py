@@ -17,8 +17,8 @@ import shoal
 from shoal.codecs.remembering import coded_carriers
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.exchange import StateDict
+from shoal.features.residuals import residuals, residuals_of
 from shoal.front.joining import using
-from shoal.session.residuals import give_residuals, residuals
 from shoal.session.session import current
 
 BATCHES = [(x.float(), y) for x, y in features(7, 3, rows=12, steps=6)]
@@ -73,7 +73,7 @@ def owed_after_giving(ranks: int, pin: str, owed: StateDict) -> list[StateDict]:
     """What each rank owes when it was given what all owed."""
 
     def take(network: nn.Module, own: list[Batch], train: object) -> None:
-        give_residuals(network, owed)
+        residuals_of(network).give(owed, local=False)
 
     return [o for _, o in run(ranks, lambda comm: started(comm, ranks, pin, take), timeout_s=60)]
 
@@ -96,7 +96,8 @@ def test_what_is_given_is_sent(pin: str) -> None:
                 sample=(x, None),
                 pins={"*": pin.partition("+")[0] + "+bfloat16"},
             )
-            give_residuals(network, {"0.weight": {"gradient": owed_by_name["0.weight"]}})
+            sums = {"0.weight": {"gradient": owed_by_name["0.weight"]}}
+            residuals_of(network).give(sums, local=False)
             loss_fn(network(x), None).backward()
             optimizer.step()
             return start, {k: v.clone() for k, v in network.state_dict().items()}
@@ -142,14 +143,9 @@ def test_residuals_of_a_bucket_that_is_exact_again_are_dropped_with_a_word(
     def work(network: nn.Module, own: list[Batch], train: Callable[[list[Batch]], None]) -> None:
         for carrier in coded_carriers(current().attached[network].engine.transfers):
             carrier.given_up, carrier.exact = ["0.weight"], True
-        give_residuals(
-            network,
-            {
-                "0.weight": {
-                    "parameter": torch.ones(dict(network.named_parameters())["0.weight"].numel())
-                }
-            },
-        )
+        numel = dict(network.named_parameters())["0.weight"].numel()
+        sums = {"0.weight": {"parameter": torch.ones(numel)}}
+        residuals_of(network).give(sums, local=False)
 
     with caplog.at_level(logging.WARNING, logger="shoal"):
         owed = outcomes_of(2, WAYS[1], work)
@@ -178,7 +174,7 @@ def test_a_checkpoint_keeps_their_sum(tmp_path: Path) -> None:
     assert any(entries["gradient"].any() for entries in owed.values())
     for name, entries in owed.items():
         torch.testing.assert_close(again[name]["gradient"], entries["gradient"])
-    assert list(second.glob("codec-residuals*"))
+    assert list(second.glob("features*"))
 
 
 def outcomes_of(ranks: int, pin: str, work: Callable[..., None]) -> list[StateDict]:

@@ -1,0 +1,245 @@
+"""Feature: one feature of training, in one file. What it does, and when:
+
+    1  options     its fields: keyword, flag, check and help line of each     (core/option.py)
+    2  plan        what it adds to a plan
+    3  refuses     with what it does not go together. Asked of the plan, before anything is measured
+                   and once more of the plan that is followed
+    4  measuring   what it changes while the model is profiled
+    5  attach      what it does to one model that is parallelised: an `Attachment`, which starts
+                   once the engine runs
+    6  state       what it adds to a checkpoint, and how any number of ranks goes on from that
+    7  release     as `unparallelize` ends it
+    8  line        what a report says of it
+
+Of two features that do not go together the later one in the registry's order refuses
+(tests/features/test_pairs.py lists all pairs). parallelize, attach, save, load, release and explain
+are loops over features. `tests/contracts/test_toy_feature.py` is a feature in one file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import nn
+
+from shoal.core.errors import PlanError
+from shoal.core.facts import Cluster, ModelProfile, Topology
+from shoal.core.plan import Plan
+from shoal.core.registry import Contract, class_named, of
+
+Opening = TypeVar("Opening", contravariant=True)
+Running = TypeVar("Running", contravariant=True)
+DROPPED = "the checkpoint has a state of {}, which is dropped: it is not asked for here"
+Profiled = Callable[[ModelProfile], ModelProfile]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known as a plan is made or judged.
+
+    Args:
+        model: the module.
+        topology: where the ranks are.
+        servers: how many hosts own parameters and do not train.
+        tail_hosts: how many hosts run the end of the model and do not train.
+        counted: whether the caller counts the terms of the loss by `count=`.
+        profile: the model as it was measured; None before that.
+        cluster: the ranks and their links as they were measured; None before that.
+    """
+
+    model: nn.Module
+    topology: Topology
+    servers: int = 0
+    tail_hosts: int = 0
+    counted: bool = False
+    profile: ModelProfile | None = None
+    cluster: Cluster | None = None
+
+
+class Attachment(Generic[Running]):
+    """What a feature keeps of one parallelised model. Every method may be left as it is.
+
+    It must not keep the model alive.
+    """
+
+    def start(self, running: Running) -> None:
+        """Begin: the engine runs (`session.running.Running`). The same calls on every rank."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a context in which model and optimizers hold what a checkpoint is to have."""
+        return nullcontext()
+
+    def state(self) -> Any:
+        """What a checkpoint keeps: tensors and plain data, whole, keyed by no rank (a collective).
+
+        None if there is nothing to keep. All ranks return the same.
+        """
+        return None
+
+    def load(self, state: Any) -> None:
+        """Go on from what `state` gave, on any number of ranks (a collective).
+
+        None where the checkpoint has nothing of this feature.
+        """
+
+    def release(self, *, goes_on: bool) -> None:
+        """Undo `start`: the model becomes an ordinary one (a collective).
+
+        Args:
+            goes_on: whether the model follows another plan next, with this feature's state.
+        """
+
+
+class Feature(Contract, ABC, Generic[Opening]):
+    """One feature of training: a frozen dataclass of its options, with defaults, found by name."""
+
+    package: ClassVar[str] = "shoal.features"
+    group: ClassVar[str] = "shoal.features"
+    judges: ClassVar[bool] = (
+        False  # it comes behind the others, as it refuses what these add to a plan
+    )
+
+    @classmethod
+    def unasked(cls) -> Feature[Any] | None:
+        """The feature as it is for a caller who does not ask for it; None: it is not there."""
+        return None
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Feature[Any] | None:
+        """The feature as a plan says it; None: it leaves that to the caller."""
+        said = plan.features.get(cls.name)
+        return None if said is None else cls(**said)
+
+    def plan(self, plan: Plan, facts: Facts) -> Plan:
+        """Return the plan with what this feature adds to it.
+
+        Called of the plan before the search, which has the pinned layers only, and of the plan that
+        is to be followed, with all facts. `written` adds the feature's options.
+        """
+        return plan
+
+    def refuses(self, plan: Plan, facts: Facts) -> None:
+        """Raise PlanError or UsageError where the feature does not go together with the plan."""
+
+    def measuring(self, model: nn.Module) -> AbstractContextManager[Profiled]:
+        """Return a context in which the model is profiled; it gives a function of the profile."""
+        return nullcontext(_as_it_is)
+
+    def attach(self, opening: Opening) -> Attachment[Any] | None:
+        """Have a part in one model, before its engine starts (`session.opening.Opening`)."""
+        return None
+
+    @classmethod
+    def dropped(cls, state: Any) -> str:
+        """What a warning says of a checkpoint's state that no such feature takes here; '': nothing.
+
+        Args:
+            state: as `Attachment.state` gave it.
+        """
+        return DROPPED.format(cls.name)
+
+    def line(self, plan: Plan) -> str:
+        """What a report says of it, in one line; '' for nothing."""
+        return ""
+
+    def written(self, plan: Plan) -> Plan:
+        """Return the plan with this feature's options in it, from which `of_plan` reads them."""
+        return plan.with_feature(self.name, asdict(self))  # type: ignore[call-overload]
+
+
+def _as_it_is(profile: ModelProfile) -> ModelProfile:
+    return profile
+
+
+Features = tuple[Feature[Any], ...]
+
+
+def in_order(asked: Iterable[Feature[Any]]) -> Features:
+    """All features of a model: what is asked for, and the others as they are unasked.
+
+    In the order in which all loops over them go: of their names, and behind them those that judge.
+    """
+    by_name = {feature.name: feature for feature in asked}
+    found = []
+    for name, kind in sorted(of(Feature).items(), key=lambda known: known[1].judges):
+        feature = by_name[name] if name in by_name else kind.unasked()
+        found += [] if feature is None else [feature]
+    return tuple(found)
+
+
+def of_plan(plan: Plan, asked: Features) -> Features:
+    """The features of a plan: as it says itself, and for the rest as they are asked for."""
+    for name in plan.features:
+        class_named(Feature, name)  # PlanError where there is none
+    said = [kind.of_plan(plan) for kind in of(Feature).values()]
+    by_name = {feature.name: feature for feature in (*asked, *filter(None, said))}
+    return in_order(by_name.values())
+
+
+def planned(plan: Plan, features: Features, facts: Facts) -> Plan:
+    """The plan with what all features add, which none of them refuses."""
+    for feature in features:
+        plan = feature.plan(plan, facts)
+    refuse(plan, features, facts)
+    return plan
+
+
+def refuse(plan: Plan, features: Features, facts: Facts) -> None:
+    """Raise the error of the first feature that does not go together with a plan."""
+    for feature in features:
+        feature.refuses(plan, facts)
+
+
+def accepts(plan: Plan, features: Features, facts: Facts) -> bool:
+    """Whether no feature refuses a plan."""
+    try:
+        refuse(plan, features, facts)
+    except PlanError:
+        return False
+    return True
+
+
+def lines_of(plan: Plan) -> tuple[str, ...]:
+    """What reports say of a plan's features, a line each."""
+    found = (kind.of_plan(plan) for kind in of(Feature).values())
+    return tuple(filter(None, (feature.line(plan) for feature in found if feature is not None)))
+
+
+def check_features(features: Any) -> Features:
+    """A caller's `features=`, checked: instances of registered classes, each class once.
+
+    Raises:
+        PlanError: it is none, is not registered, or is given twice.
+    """
+    given = list(features) if isinstance(features, Iterable) else [features]
+    names: Mapping[str, type[Any]] = of(Feature)
+    for feature in given:
+        if not isinstance(feature, Feature):
+            raise PlanError(
+                "features is a list of features",
+                got=repr(feature)[:80],
+                expected=", ".join(kind.__name__ for kind in names.values()),
+                do="give instances, such as features=[shoal.SyncBatchNorm()]",
+            )
+        if names.get(feature.name) is not type(feature):
+            raise PlanError(
+                f"the feature {type(feature).__name__} is not registered",
+                do="write @shoal.register above its class, on every rank",
+            )
+    twice = _first_twice(feature.name for feature in given)
+    if twice is not None:
+        raise PlanError(f"the feature {twice!r} is given twice", do="give it once")
+    return tuple(given)
+
+
+def _first_twice(names: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None

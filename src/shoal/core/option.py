@@ -1,0 +1,102 @@
+"""An option: a field of a frozen record that says how people type it and how ranks compare it.
+
+`parallelize` and the command line are made of such records: the core's choices (front/options.py)
+and one for each feature (contracts/feature.py). A record checks itself as it is constructed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_SLOT = "shoal"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """How the command line takes an option.
+
+    Args:
+        help: one or two sentences for `--help`.
+        name: such as "--check-every"; by default made of the field's name.
+        read: makes the value of the text; ValueError with a hint where it cannot. None: the flag
+            takes no text, and stands for True.
+        metavar: what stands for the text in `--help`.
+        choices: the texts that are possible, if there are few.
+        many: the flag may be given several times, and `read` takes a tuple of all texts.
+        no: the flag has a `--no-…` form, and stands for True or False.
+        record: the field holds a record, whose own flags are offered in place of this one.
+        make: makes that record of the fields that are given; by default its class.
+        plans: offered by each command that makes a plan, not by `shoal train` alone.
+    """
+
+    help: str = ""
+    name: str = ""
+    read: Callable[[Any], Any] | None = None
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    many: bool = False
+    no: bool = False
+    record: type[Any] | None = None
+    make: Callable[..., Any] | None = None
+    plans: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """A field, as `options_of` finds it.
+
+    Args:
+        name: of the field.
+        default: its value if nobody asks for another.
+        keyword: of `parallelize`.
+        flag: of the command line, if it has one.
+        compared: makes plain data of the value, which ranks compare; None: it is each rank's own.
+        off: the value of the keyword that asks for nothing.
+    """
+
+    name: str
+    default: Any
+    keyword: str
+    flag: Flag | None
+    compared: Callable[[Any], Any] | None
+    off: Any
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def option(
+    default: Any,
+    *,
+    keyword: str = "",
+    flag: Flag | None = None,
+    compared: Callable[[Any], Any] | None = _itself,
+    off: Any = dataclasses.MISSING,
+) -> Any:
+    """Declare a field of a frozen dataclass as an option (`Option` says what the arguments are)."""
+    about = {"keyword": keyword, "flag": flag, "compared": compared, "off": off}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, metadata={_SLOT: about})
+    return dataclasses.field(default=default, metadata={_SLOT: about})
+
+
+def options_of(record: Any) -> Iterator[Option]:
+    """The options of a record or of its class, in the order of its fields."""
+    for field in dataclasses.fields(record):
+        about = field.metadata.get(_SLOT)
+        if about is None:
+            continue
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
+        yield Option(
+            field.name,
+            default,
+            about["keyword"] or field.name,
+            about["flag"],
+            about["compared"],
+            default if about["off"] is dataclasses.MISSING else about["off"],
+        )

@@ -1,0 +1,1 @@
+"""Features of training, one in a file: contracts/feature.py says what each has to do."""

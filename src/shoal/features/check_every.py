@@ -1,0 +1,101 @@
+"""`check_every`: every so many backwards ranks compare what each of them updates itself.
+
+How they compare, and what follows: engine/replicas.py. Only where ranks keep step are they to have
+the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from shoal.contracts.cadence import Event
+from shoal.contracts.feature import Attachment, Feature
+from shoal.contracts.transfer import OwnedTransfer
+from shoal.core.errors import UsageError
+from shoal.core.numbers import is_count, whole
+from shoal.core.option import Flag, option
+from shoal.core.role import Role
+from shoal.engine.replicas import EVERY, Replicas
+from shoal.session.opening import Opening
+from shoal.session.running import Running
+
+
+def _read(text: str) -> int:
+    if (steps := whole(text)) is None:
+        raise ValueError(f"{text!r} is not a number of steps")
+    return steps
+
+
+@final
+@dataclass(frozen=True)
+class CheckReplicas(Feature[Opening]):
+    """Ranks compare the bits of weights and of the optimizer's state that each updates itself.
+
+    Args:
+        every: backwards from one comparison to the next; 0: never.
+
+    Examples:
+        >>> from shoal.features.check_every import CheckReplicas
+        >>> CheckReplicas().every
+        100
+    """
+
+    name: ClassVar[str] = "check_every"
+    every: int = option(
+        EVERY,
+        keyword="check_every",
+        flag=Flag(
+            f"From one comparison of the ranks' copies to the next; 0 for none. {EVERY} by "
+            "default.",
+            "--check-every",
+            read=_read,
+            metavar="STEPS",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if not is_count(self.every) or self.every < 0:
+            raise UsageError(
+                "check_every is a whole number of steps, or 0",
+                got=repr(self.every)[:80],
+                do="give 100, or 0 for no check of replicas",
+            )
+
+    @classmethod
+    def unasked(cls) -> CheckReplicas:
+        return cls()
+
+    def attach(self, opening: Opening) -> Attachment[Running] | None:
+        return _Checks(self.every, opening) if self.every and opening.plan.in_step else None
+
+
+@final
+class _Checks(Attachment[Running]):
+    """The comparisons of one model's replicas.
+
+    Args:
+        every: backwards from one to the next.
+        opening: the model that is attached.
+    """
+
+    def __init__(self, every: int, opening: Opening) -> None:
+        self._every, self._optimizers = every, tuple(opening.optimizers)
+
+    def start(self, running: Running) -> None:
+        weights = {
+            name: parameter
+            for site, _ in running.rewritten.sites
+            # of tables whose rows go, a pass over all rows would take longer than the steps
+            if site.strategy.role in (Role.BUCKET, Role.LAYER)
+            for name, parameter in site.place.parameters.items()
+        }
+        owned = [
+            transfer
+            for transfer in running.rewritten.transfers
+            if isinstance(transfer, OwnedTransfer) and not transfer.served and transfer.pieces
+        ]
+        if weights or owned:
+            lane = running.engine.routes.lanes[0]
+            replicas = Replicas(weights, owned, self._optimizers, lane, self._every)
+            running.engine.listen(Event.BACKWARD_ENDED, replicas.backward_ended)

@@ -1,0 +1,365 @@
+"""Local steps: ranks step by themselves, and come together every so many steps by an outer rule.
+
+Without servers ranks hold all weights, and exchange them in rounds (strategies/local.py). With
+servers each worker pushes what it has learned to these (strategies/geo.py).
+
+    planner/local.py     how many steps hide the exchange, and what a step then takes
+    local_rounds.py      when ranks come together, and what they exchange in each step all the same
+    local_weights.py     the weights that all ranks have in common: to evaluate, and to save
+
+Another mathematics than one process has: the plan and the report say so. Guarded by
+tests/equivalence/test_local_steps.py, test_islands.py, test_warmup.py and test_geo.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+from weakref import ref
+
+from torch import nn
+
+from shoal.codecs.coded import exchange_named
+from shoal.comm import rendezvous
+from shoal.contracts.cadence import Cadence, Event
+from shoal.contracts.exchange import SplitExchange
+from shoal.contracts.feature import Attachment, Facts, Feature
+from shoal.contracts.transfer import Transfer
+from shoal.core.errors import PlanError, UsageError
+from shoal.core.numbers import is_count, whole
+from shoal.core.option import Flag, option
+from shoal.core.outer import Outer
+from shoal.core.placement import BALANCED
+from shoal.core.plan import Plan
+from shoal.engine.common import Common
+from shoal.features.local_rounds import NEVER, Companies, Company, Exchanged, Rounds, island_of
+from shoal.features.local_weights import LocalWeights
+from shoal.planner.local import with_local_steps
+from shoal.rewrite.apply import PlacedSite
+from shoal.session.additions import uncompiled
+from shoal.session.opening import Opening
+from shoal.session.running import Running
+from shoal.session.session import found
+from shoal.strategies.geo import GeoTransfer
+from shoal.strategies.landing import by_kind
+from shoal.strategies.local import LocalTransfer
+from shoal.strategies.moving import OfState
+
+_MOST = 1 << 20
+_AUTO = "auto"
+
+
+def _read(text: str) -> int | str:
+    if text == _AUTO:
+        return text
+    if not (steps := whole(text)):
+        raise ValueError(f'{text!r} is not a number of steps above 0, nor "auto"')
+    return steps
+
+
+def _outer(**fields: Any) -> Outer:
+    """The rule that flags ask for; servers know one only."""
+    usual = "average" if rendezvous.servers() else Outer.rule
+    return Outer(**{"rule": usual, **fields})
+
+
+@final
+@dataclass(frozen=True)
+class LocalSteps(Feature[Opening]):
+    """Each rank makes so many steps by itself, then all come together by an outer rule.
+
+    Args:
+        steps: how many, or "auto": the fewest that hide the exchange.
+        outer: the rule; None for the usual one: `shoal.Outer()`, with servers their only one.
+
+    Raises:
+        UsageError: the number is none, or the rule does not go with it.
+
+    Examples:
+        >>> from shoal.features.local_steps import LocalSteps
+        >>> LocalSteps(16).steps
+        16
+    """
+
+    name: ClassVar[str] = "local_steps"
+    steps: int | str | None = option(
+        _AUTO,
+        keyword="local_steps",
+        off=None,
+        flag=Flag(
+            'Steps that each rank makes by itself before all come together; "auto" for as many '
+            "as hide the exchange. This changes the mathematics.",
+            "--local-steps",
+            read=_read,
+            metavar="STEPS",
+        ),
+    )
+    outer: Outer | None = option(None, compared=str, flag=Flag(record=Outer, make=_outer))
+
+    def __post_init__(self) -> None:
+        outer: Any = self.outer
+        if outer is not None and not isinstance(outer, Outer):
+            raise UsageError(
+                "the outer rule is no shoal.Outer",
+                got=type(outer).__name__,
+                do="give for instance outer=shoal.Outer(lr=0.7, momentum=0.9): its momentum is "
+                "kept by the ranks, so no optimizer of torch is given",
+            )
+        if self.steps is None:
+            raise UsageError(
+                "there is an outer rule, and no local_steps", do='give local_steps="auto", or 16'
+            )
+        if self.steps == _AUTO:
+            return
+        if (
+            not isinstance(self.steps, int)
+            or not is_count(self.steps)
+            or not (1 <= self.steps <= _MOST)
+        ):
+            raise UsageError(
+                'local_steps is a number of steps, at least 1, or "auto"',
+                got=repr(self.steps)[:80],
+                do="give 16, or leave it out to exchange gradients in every step",
+            )
+        lag = outer.lag if outer is not None else None
+        if lag is not None and lag > self.steps:
+            raise UsageError(
+                "the lag is longer than the local steps, so weights would be sent again before "
+                "their result is there",
+                got=f"{self.steps} local steps, a lag of {lag}",
+                do=f"give a lag of {self.steps} at most",
+            )
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> LocalSteps | None:
+        return cls(plan.local_steps, plan.outer) if plan.is_local else None
+
+    def plan(self, plan: Plan, facts: Facts) -> Plan:
+        outer = self.outer or (Outer(rule="average") if facts.servers else Outer())
+        if facts.profile is None or facts.cluster is None:
+            steps = 1 if self.steps == _AUTO else self.steps
+            assert isinstance(steps, int)
+            return replace(plan, local_steps=steps, outer=outer)
+        # to servers each worker pushes by itself
+        outer = replace(outer, islands=False) if facts.servers else outer.on(facts.topology)
+        cluster = plan.on(facts.cluster)
+        assert self.steps is not None
+        return with_local_steps(plan, facts.profile, cluster, self.steps, outer)
+
+    def refuses(self, plan: Plan, facts: Facts) -> None:
+        if facts.tail_hosts:
+            raise PlanError(
+                "local steps are among workers, or with servers, and there are tail hosts",
+                do="start without tail hosts, or leave out local_steps",
+            )
+        if facts.servers:
+            self._check_at_servers(plan, facts)
+            return
+        for choice in plan.choices:
+            exchange = choice.exchange and exchange_named(choice.exchange)
+            if choice.strategy == "replicate" and (
+                not exchange or isinstance(exchange, SplitExchange)
+            ):
+                continue
+            raise PlanError(
+                "with local steps every rank has all of every layer, and an exchange of two "
+                "halves carries it",
+                where=f"layer {choice.layer}",
+                got=choice.way,
+                do='leave out strategies, and pin layers to "replicate:direct" or '
+                '"replicate:ring" only, a codec behind it or none',
+            )
+
+    def _check_at_servers(self, plan: Plan, facts: Facts) -> None:
+        """Refuse what does not go with workers that step by themselves, and push to servers."""
+        for choice in plan.choices:
+            if choice.strategy != "server" or choice.codec:
+                raise PlanError(
+                    "with local steps and servers these have the weights of every layer, exactly",
+                    where=f"layer {choice.layer}",
+                    got=choice.way,
+                    do='leave out strategies, and pins to others than "server:direct"; or start '
+                    "without servers",
+                )
+        if self.outer is not None and self.outer.rule != "average":
+            raise PlanError(
+                "servers add what workers have learned: they know no other outer rule",
+                got=f'rule="{self.outer.rule}"',
+                do='give outer=shoal.Outer(rule="average"), or leave it out; or start without '
+                "servers",
+            )
+        if self.outer is not None and (self.outer.islands or self.outer.warmup_steps):
+            raise PlanError(
+                "to servers each worker pushes by itself, from the first step on",
+                got=str(self.outer),
+                do="leave out islands and warmup_steps, or start without servers",
+            )
+        if plan.placement not in (BALANCED, {}):
+            raise PlanError(
+                "with local steps every server has an equal share of the weights",
+                got=f"placement={plan.placement!r}"[:80],
+                do="leave out placement",
+            )
+        if facts.counted:
+            raise UsageError(
+                "servers weigh what each worker has learned the same",
+                do="leave out count, or start without servers",
+            )
+
+    def attach(self, opening: Opening) -> Attachment[Running]:
+        return _Attachment(opening)
+
+    @classmethod
+    def dropped(cls, state: Any) -> str:
+        return ""
+
+    def line(self, plan: Plan) -> str:
+        return f"{plan.locally}: this changes the mathematics"
+
+
+def _waiting(transfers: Sequence[Transfer]) -> Sequence[Any]:
+    """The transfers, which go as a step ends, and not before a round has begun."""
+    for transfer in transfers:
+        transfer.cadence = Cadence(Event.STEP_ENDED, phase=NEVER)
+    return transfers
+
+
+@final
+class _Attachment(Attachment[Running]):
+    """Rounds of one model, and the weights that all ranks have in common.
+
+    Args:
+        opening: whose sites and state go in rounds from here on.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._model, self._plan = ref(opening.model), opening.plan
+        self._optimizers, self._comm = tuple(opening.optimizers), opening.comm
+        self._passes, self._state_among = opening.session.passes, opening.state_among
+        outer = opening.plan.outer
+        assert outer is not None
+        self._outer = outer
+        counts = opening.channel("counts") if outer.warmup_steps else None
+        island = island_of(opening.comm, opening.plan, opening.prefix)
+        self._companies = Companies(Company(opening.comm.size, counts), island)
+        opening.inside = () if island is None else island.lanes
+        opening.serve = self._serve
+        opening.state_among = self._state_in_rounds
+        self._rounds: Rounds | None = None
+        self._weights: LocalWeights | None = None
+
+    def _serve(self, placed: PlacedSite) -> Sequence[Transfer]:
+        """Rewrite nothing: the site's parameters come together in rounds."""
+        place, exchange = placed.place, placed.exchange
+        kinds = by_kind(place.parameters)
+        if placed.strategy.role.takes_servers:
+            geo = [GeoTransfer(kind, place, placed.label, self._outer) for kind in kinds]
+            return _waiting(geo)
+        assert isinstance(exchange, SplitExchange)
+        at = place.rank, place.ranks
+        return _waiting(
+            [LocalTransfer(kind, exchange, at, placed.label, self._outer) for kind in kinds]
+        )
+
+    def _state_in_rounds(self, ranks: int) -> Sequence[OfState]:
+        return _waiting(self._state_among(ranks))
+
+    def start(self, running: Running) -> None:
+        exchanged = Exchanged([site for site, _ in running.rewritten.sites], self._state_among)
+        self._weights = LocalWeights(running.engine, self._comm, self._outer)
+        self._rounds = Rounds(
+            running, self._plan, self._optimizers, exchanged, self._companies, self._in_common
+        )
+        self._rounds.begin({})
+
+    def _in_common(self) -> Common:
+        model = self._model()
+        assert model is not None
+        return Common(model, self._optimizers, self._passes)
+
+    @property
+    def rounds(self) -> Rounds:
+        """When ranks come together."""
+        assert self._rounds is not None
+        return self._rounds
+
+    @property
+    def weights(self) -> LocalWeights | None:
+        """The weights in common; None in the warm-up, in which every rank has everything."""
+        return None if self.rounds.is_exact else self._weights
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        model, weights = self._model(), self.weights
+        if model is None or weights is None:
+            yield
+            return
+        with weights.latest(model, self._optimizers):
+            yield
+
+    def state(self) -> Any:
+        weights = self.weights
+        outer = {} if weights is None else weights.outer_state()
+        return {"outer": outer, "warmup_steps": self.rounds.warmup_steps}
+
+    def load(self, state: Any) -> None:
+        """Begin a round with the weights that were loaded, and the outer rule's state."""
+        outer = {} if state is None else state["outer"]
+        assert self._weights is not None
+        self._weights.check(outer)
+        self.rounds.begin(outer, 0 if state is None else state["warmup_steps"])
+        if self.weights is not None:
+            self.weights.give_servers()
+
+    def release(self, *, goes_on: bool) -> None:
+        model, weights = self._model(), self.weights
+        if model is not None and weights is not None:
+            weights.take_global(model)
+        self.rounds.stop()
+
+
+def _attachment(model: nn.Module) -> _Attachment | None:
+    """What a model has of this feature; None where gradients are exchanged in each step."""
+    session = found()
+    attached = None if session is None else session.attached.get(uncompiled(model))
+    kept = None if attached is None else attached.running.attachments.get(LocalSteps.name)
+    assert kept is None or isinstance(kept, _Attachment)
+    return kept
+
+
+@contextmanager
+def global_weights(model: nn.Module) -> Iterator[None]:
+    """Within it a model has the weights that all ranks have in common: to evaluate, or to look.
+
+    With `local_steps` a rank's own weights differ from them until a round ends. Here they are those
+    with which the running round began, and buffers too. Nothing is sent, so one rank may do it
+    alone. Behind it this rank has its own weights again. With any other plan nothing happens.
+
+    Args:
+        model: a parallelised one, between a step and the next forward. Not to be trained inside.
+
+    Examples:
+        >>> import shoal, torch
+        >>> _ = shoal.init()
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with shoal.global_weights(model):
+        ...     output = model(torch.ones(3, 4))
+    """
+    kept = _attachment(model)
+    if kept is None or kept.weights is None:
+        yield
+        return
+    with kept.weights.at_round(model):
+        yield
+
+
+def check_in_step(models: Iterable[nn.Module]) -> None:
+    """Refuse models whose ranks step by themselves, also in their warm-up."""
+    if any(_attachment(model) is not None for model in models):
+        raise UsageError(
+            "torch.distributed.checkpoint does not have what local steps need to go on: the "
+            "outer rule's state",
+            do="save with shoal.save or shoal.Checkpoints",
+        )

@@ -1,0 +1,217 @@
+"""Models whose ranks step by themselves: the weights that all ranks have in common.
+
+    global_weights   the model has these weights for a while: to evaluate
+    saving           the same with what is under way, and optimizers have the mean of the ranks'
+                     states: to save
+    outer_state      the outer rule's, for checkpoints: by parameter, of any number of ranks
+
+Where servers have the weights, all ranks meet before anybody looks at them, and once more behind
+it: so all see one moment, in which all that was pushed has been added.
+
+As long as all ranks exchange gradients, in the warm-up, all of them have everything.
+
+Guarded by tests/equivalence/test_local_steps.py and test_geo.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import StateDict
+from shoal.contracts.state import states
+from shoal.core.errors import UsageError
+from shoal.core.outer import Outer
+from shoal.engine.engine import Engine
+from shoal.session.additions import uncompiled
+from shoal.strategies.geo import GeoTransfer
+from shoal.strategies.local import LocalTransfer
+from shoal.strategies.moving import OfState
+
+
+@final
+class LocalWeights:
+    """The weights that the ranks of one model have in common.
+
+    Args:
+        engine: what sends them.
+        comm: the ranks.
+        outer: the rule by which they come together.
+    """
+
+    def __init__(self, engine: Engine, comm: Comm, outer: Outer) -> None:
+        self._engine, self._comm, self._outer = engine, comm, outer
+
+    @property
+    def _in_rounds(self) -> list[LocalTransfer]:
+        return [t for t in self._engine.transfers if isinstance(t, LocalTransfer)]
+
+    @property
+    def _at_servers(self) -> list[GeoTransfer]:
+        return [t for t in self._engine.transfers if isinstance(t, GeoTransfer)]
+
+    def _ask_servers(self, ask: Callable[[GeoTransfer, Comm], None], purpose: str) -> None:
+        """Have each transfer ask servers something while nobody pushes (a collective).
+
+        Args:
+            ask: `GeoTransfer.look` or `GeoTransfer.put`.
+            purpose: the same in words, before "the weights".
+        """
+        if not (at_servers := self._at_servers):
+            return
+        routes = self._engine.routes
+        self._comm.gather_objects(None, f"local steps: before ranks {purpose} the weights")
+        for transfer in at_servers:
+            routes.later(transfer, partial(ask, transfer), f"{purpose} the weights of")
+        for transfer in at_servers:
+            routes.settle(transfer)
+        self._comm.gather_objects(None, f"local steps: ranks {purpose} the weights")
+
+    def common(self, *, latest: bool = False) -> dict[str, Tensor]:
+        """What all ranks have in common, by name in the model.
+
+        Args:
+            latest: with what is under way; else what the running round began with.
+        """
+        common: dict[str, Tensor] = {}
+        for transfer in self._engine.transfers:
+            if isinstance(transfer, LocalTransfer):
+                common |= transfer.common(latest=latest)
+            elif isinstance(transfer, GeoTransfer):
+                for name, piece in transfer.pieces.items():
+                    common.setdefault(name, torch.empty_like(piece.parameter).detach())
+                transfer.global_into(common, latest=latest)
+            elif isinstance(transfer, OfState) and transfer.local is not None:
+                common |= transfer.common()
+        return common
+
+    @contextmanager
+    def latest(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Within it the model has the weights in common, and optimizers the mean of their states.
+
+        A collective, which waits for what is under way. The outer rule's state, and what codecs
+        owe, are of that moment, too.
+        """
+        self._engine.wait()
+        self._ask_servers(GeoTransfer.look, "look at")
+        common = self.common(latest=True)
+        for transfer in self._at_servers:
+            transfer.forget()
+        held = _tensors(model)
+        with having(held, common), having(*self._mean_states(optimizers)):
+            yield
+
+    def take_global(self, model: nn.Module) -> None:
+        """Have the model keep the weights that all ranks have in common (a collective)."""
+        self._engine.settle()
+        self._ask_servers(GeoTransfer.look, "look at")
+        held = _tensors(model)
+        with torch.no_grad():
+            for name, value in self.common(latest=True).items():
+                held[name].copy_(value)
+
+    def outer_state(self) -> StateDict:
+        """The outer rule's state by parameter name (a collective)."""
+        found: StateDict = {}
+        for transfer in self._in_rounds:
+            found |= transfer.state(self._comm)
+        return found
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise UsageError where an outer rule's state is that of another model."""
+        own = {name for transfer in self._in_rounds for name in transfer.parameters}
+        own |= {name for transfer in self._at_servers for name in transfer.pieces}
+        if unknown := sorted(state.keys() - own):
+            raise UsageError(
+                "the outer rule's state is that of another model",
+                where=f"parameter {unknown[0]}",
+                got=f"{len(unknown)} parameters that this model does not train",
+                do="load a checkpoint of this model",
+            )
+
+    def give_servers(self) -> None:
+        """Give servers the weights with which a round begins, if they have any (a collective)."""
+        self._ask_servers(GeoTransfer.put, "give servers")
+
+    def _mean_states(
+        self, optimizers: Sequence[Optimizer]
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+        """The tensors of the optimizers' states, and their means over ranks (a collective).
+
+        An island counts as one rank. A parameter of which not every rank has a state is left out:
+        a checkpoint has rank 0's of it.
+        """
+        held: dict[Any, Tensor] = {}
+        means: dict[Any, Tensor] = {}
+        for index, optimizer in enumerate(optimizers):
+            listed = {
+                number: list(optimizer.state[parameter])
+                for number, parameter in enumerate(_parameters(optimizer))
+                if parameter in optimizer.state
+            }
+            everywhere = self._comm.gather_objects(listed, "optimizer.state_dict()")
+            parameters = _parameters(optimizer)
+            for number, names in everywhere[0].items():
+                if any(other.get(number) != names for other in everywhere):
+                    continue
+                for name, value in optimizer.state[parameters[number]].items():
+                    if isinstance(value, Tensor) and value.is_floating_point():
+                        held[index, number, name] = value
+                        means[index, number, name] = self._mean(value)
+        return held, means
+
+    def _mean(self, value: Tensor) -> Tensor:
+        total = value.detach().clone(memory_format=torch.preserve_format).div_(self._parts)
+        flat = total.reshape(-1).contiguous()
+        self._comm.all_reduce(flat)
+        return total.copy_(flat.view(total.shape))
+
+    @property
+    def _parts(self) -> int:
+        """The number that divides a sum over ranks, so that each island counts as one rank."""
+        if not self._outer.islands:
+            return self._comm.size
+        hosts = self._comm.topology.ranks_on
+        return len(hosts) * len(hosts[self._comm.topology.hosts[self._comm.rank]])
+
+    @contextmanager
+    def at_round(self, model: nn.Module) -> Iterator[None]:
+        """Within it the model has the weights with which the running round began."""
+        with having(_tensors(model), self.common()):
+            yield
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+@contextmanager
+def having(held: Mapping[Any, Tensor], values: Mapping[Any, Tensor]) -> Iterator[None]:
+    """Within it tensors have those values, and behind it their own again."""
+    own = {name: held[name].detach().clone() for name in values}
+    with torch.no_grad():
+        for name, value in values.items():
+            held[name].copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in own.items():
+                held[name].copy_(value)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, as they are now."""
+    model = uncompiled(model)
+    of_state = {name: s.tensor for name, s in states(model, None).items()}
+    return {
+        **dict(model.named_parameters()),
+        **{name: tensor for name, tensor in of_state.items() if tensor is not None},
+    }

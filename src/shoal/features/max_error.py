@@ -1,0 +1,64 @@
+"""`max_error`: a codec that is off by more than a bound gives way to exact exchange.
+
+How the error is measured: codecs/ledger.py. Guarded by tests/codecs/test_codecs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from shoal.codecs.remembering import coded_carriers
+from shoal.contracts.feature import Attachment, Feature
+from shoal.core.errors import UsageError
+from shoal.core.numbers import is_positive
+from shoal.core.option import option
+from shoal.remote.orders import BoundErrors
+from shoal.session.opening import Opening
+from shoal.session.running import Running
+
+
+@final
+@dataclass(frozen=True)
+class MaxError(Feature[Opening]):
+    """With codecs, a bound of the relative error of a parameter's mean over 100 steps.
+
+    A bucket that is off by more goes exactly from then on, with a warning.
+
+    Args:
+        bound: the largest error; each codec has a bound of its own by default.
+
+    Examples:
+        >>> from shoal.features.max_error import MaxError
+        >>> MaxError(0.1).bound
+        0.1
+    """
+
+    name: ClassVar[str] = "max_error"
+    bound: float | None = option(None, keyword="max_error")
+
+    def __post_init__(self) -> None:
+        if self.bound is not None and not is_positive(self.bound):
+            raise UsageError(
+                "max_error is a bound of a relative error, above 0",
+                got=repr(self.bound)[:80],
+                do="give for instance 0.1, or None for each codec's own",
+            )
+
+    def attach(self, opening: Opening) -> Attachment[Running] | None:
+        return None if self.bound is None else _Bound(self.bound)
+
+
+@final
+class _Bound(Attachment[Running]):
+    """The bound of one model's codecs, at servers too."""
+
+    def __init__(self, most_error: float) -> None:
+        self._most_error = most_error
+
+    def start(self, running: Running) -> None:
+        for carrier in coded_carriers(running.engine.transfers):
+            carrier.most_error = self._most_error
+        owners = running.owners
+        if owners is not None and any(coded_carriers(owners.served)):
+            owners.tell(BoundErrors(self._most_error))

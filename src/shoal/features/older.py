@@ -1,0 +1,29 @@
+"""The keywords of `parallelize` that are not named in its signature, with their types.
+
+Each of them is an option of the core (front/options.py) or of a feature, by which it is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypedDict
+
+from shoal.core.outer import Outer
+from shoal.planner.search_options import SearchOptions
+
+
+class Older(TypedDict, total=False):
+    """Keywords that go on as they were. `shoal.Lossy` and `features=` say the same."""
+
+    buffers: str | Mapping[str, str]
+    check_every: int
+    codecs: str | Iterable[str]
+    local_steps: int | str | None
+    max_error: float | None
+    micro_batches: int
+    outer: Outer | None
+    replan: bool
+    search_options: SearchOptions
+    staleness: int | None
+    sync_batchnorm: bool
+    update_every: Mapping[str, int] | None

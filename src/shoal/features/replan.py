@@ -1,0 +1,74 @@
+"""`replan`: the plan is made anew as epochs end. How: front/replanning.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from shoal.contracts.feature import Facts, Feature
+from shoal.core.errors import PlanError, UsageError
+from shoal.core.option import Flag, option
+from shoal.core.plan import Plan
+from shoal.planner.measured import has_terms
+from shoal.session.opening import Opening
+
+
+@final
+@dataclass(frozen=True)
+class Replan(Feature[Opening]):
+    """The plan is made anew as an epoch ends, from what steps took and links carry.
+
+    Another plan must be predicted to take a tenth less time.
+
+    Args:
+        on: whether it is.
+
+    Examples:
+        >>> from shoal.features.replan import Replan
+        >>> Replan().on
+        True
+    """
+
+    name: ClassVar[str] = "replan"
+    judges: ClassVar[bool] = True
+    on: bool = option(
+        True,
+        keyword="replan",
+        off=False,
+        flag=Flag(
+            "Make the plan anew as epochs end, from what steps took and links carry; another one "
+            "is followed where it is predicted to take a tenth less time.",
+            "--replan",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.on, bool):
+            raise UsageError(
+                "replan is True or False",
+                got=repr(self.on)[:80],
+                do="give replan=True to make the plan anew at the end of epochs",
+            )
+
+    def refuses(self, plan: Plan, facts: Facts) -> None:
+        if not self.on:
+            return
+        for count, who in ((facts.servers, "servers"), (facts.tail_hosts, "tail hosts")):
+            if count:
+                raise PlanError(
+                    f"a plan is made anew among workers only, and there are {who}",
+                    got="replan=True",
+                    do=f"start without {who}, or leave out replan",
+                )
+        if not has_terms(plan):
+            apart = {
+                "local_steps": plan.is_local,
+                "staleness": plan.staleness != 0,
+                "update_every": bool(plan.update_every),
+            }
+            other = next((name for name, is_said in apart.items() if is_said), "the plan")
+            raise PlanError(
+                "a plan is made anew only where ranks update all in each step, together",
+                got="replan=True and a plan of steps that are not alike",
+                do=f"leave out replan, or {other}",
+            )

@@ -1,0 +1,214 @@
+"""What codecs have lost and ranks will still send: told and given back, for checkpoints.
+
+A checkpoint keeps the sum over ranks, so that any number of ranks can go on. Guarded by
+tests/features/test_residuals.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from shoal.codecs.remembering import Remembering, coded_carriers
+from shoal.contracts.comm import Comm
+from shoal.contracts.exchange import StateDict
+from shoal.contracts.feature import Attachment, Feature
+from shoal.contracts.transfer import Transfer
+from shoal.optim.residuals import add_residuals, sum_residuals
+from shoal.remote.orders import OfRank, SumResiduals, TakeResiduals
+from shoal.session.additions import uncompiled
+from shoal.session.opening import Opening
+from shoal.session.running import Running
+from shoal.session.session import current
+
+_log = logging.getLogger("shoal")
+
+
+@final
+@dataclass(frozen=True)
+class KeepResiduals(Feature[Opening]):
+    """What codecs have lost goes into checkpoints, and on under another plan."""
+
+    name: ClassVar[str] = "residuals"
+
+    @classmethod
+    def unasked(cls) -> KeepResiduals:
+        return cls()
+
+    def attach(self, opening: Opening) -> Attachment[Running]:
+        return Residuals(opening)
+
+
+@final
+class Residuals(Attachment[Running]):
+    """What the ranks of one model owe one another.
+
+    Args:
+        opening: the model that is attached.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self._model: ref[nn.Module] = ref(opening.model)
+        self._comm: Comm = opening.comm
+        self._is_local = opening.plan.is_local
+        self._has_codecs = any(choice.codec for choice in opening.plan.choices)
+        self._running: Running | None = None
+
+    def start(self, running: Running) -> None:
+        self._running = running
+
+    @property
+    def running(self) -> Running:
+        """What runs the model."""
+        assert self._running is not None
+        return self._running
+
+    def _settled(self) -> list[Transfer]:
+        """The model's transfers, when parameters on their way are there."""
+        if self.running.owners is not None:
+            self.running.owners.settle()
+        return list(self.running.engine.transfers)
+
+    def own(self) -> StateDict:
+        """What this rank owes; not a collective."""
+        return _owed(self._settled())
+
+    def state(self) -> Any:
+        """What all ranks owe together, on every rank (a collective); None if nobody owes anything.
+
+        "local": whether ranks step by themselves, so that it is of differences of weights.
+        """
+        sums = self.sums()
+        return {"sums": sums, "local": self._is_local} if sums else None
+
+    def sums(self) -> StateDict:
+        """The sum of what ranks owe, by parameter name, as `residuals` (a collective)."""
+        model = self._model()
+        if model is None or not self._has_codecs:
+            return {}  # as on every rank
+        owners = self.running.owners
+        served = owners.served if owners is not None else ()
+        own = _owed(transfer for transfer in self._settled() if transfer not in served)
+        listed = [
+            [name, what, numbers.numel(), numbers.dtype == torch.float64]
+            for name, entries in own.items()
+            for what, numbers in entries.items()
+        ]
+        everywhere: list[list[list[Any]]] = self._comm.gather_objects(
+            listed, "shoal.save: what codecs owe"
+        )
+        sums: StateDict = {}
+        device = next(model.parameters()).device
+        rows = sorted({tuple(row) for of_rank in everywhere for row in of_rank})
+        for name, what, numel, double in rows:
+            dtype = torch.float64 if double else torch.float32
+            numbers = own.get(name, {}).get(what, torch.zeros(numel, dtype=dtype, device=device))
+            total = numbers.clone()
+            self._comm.all_reduce(total)
+            sums.setdefault(name, {})[what] = total
+        if owners is not None and any(coded_carriers(served)):
+            owners.tell(SumResiduals())
+            add_residuals(sums, sum_residuals(owners))
+        return sums
+
+    def load(self, state: Any) -> None:
+        """Have ranks owe what ranks owed together, whatever plan and number of ranks that were.
+
+        Each takes what it owns. What nobody owes here, as the plan is exact there or the parameter
+        has another size, is dropped, with a warning on rank 0.
+        """
+        self.give({} if state is None else state["sums"], local=bool(state and state["local"]))
+
+    def give(self, sums: Mapping[str, Mapping[str, Tensor]], *, local: bool) -> None:
+        """Have ranks owe the sums of what ranks owed.
+
+        Args:
+            sums: of all ranks' `residuals`, the same on every rank.
+            local: whether ranks stepped by themselves.
+        """
+        model = self._model()
+        if sums and self._is_local != local:
+            _warn_of_dropped(list(sums), "local steps have begun or ended")
+            sums = {}
+        named = {} if model is None else dict(model.named_parameters())
+        fitting = {
+            name: entries
+            for name, entries in sums.items()
+            if name in named and all(n.numel() == named[name].numel() for n in entries.values())
+        }
+        coded: set[str] = set()
+        for carrier in coded_carriers(self._settled()):
+            exact_again = bool(carrier.given_up)
+            carrier.give(self._comm.rank, {} if exact_again else fitting)
+            coded.update(() if exact_again else carrier.bucket.numels)
+        self._give_servers(fitting)
+        dropped = [name for name in sums if name not in fitting or name not in coded]
+        _warn_of_dropped(dropped, "its size is another now, or it is sent exactly")
+
+    def _give_servers(self, sums: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Have each server owe what was owed of its pieces; what it owed is forgotten."""
+        owners = self.running.owners
+        served = list(coded_carriers(owners.served)) if owners is not None else []
+
+        def of_server(server: int) -> TakeResiduals:
+            coded = [carrier for carrier in served if not carrier.given_up]
+            names = {span.name for carrier in coded for span in carrier.bucket.spans[server]}
+            return TakeResiduals({name: dict(sums[name]) for name in names & sums.keys()})
+
+        if owners is not None and served:
+            owners.tell(OfRank(of_server))
+
+    def release(self, *, goes_on: bool) -> None:
+        if goes_on:
+            return
+        owed = [
+            name
+            for name, entries in self.own().items()
+            if any(numbers.any() for numbers in entries.values())
+        ]
+        _warn_of_dropped(owed, "nobody sends it after unparallelize")
+
+
+def residuals_of(model: nn.Module) -> Residuals:
+    """What the ranks of a parallelised model owe one another."""
+    kept = current().attached[uncompiled(model)].running.attachments[KeepResiduals.name]
+    assert isinstance(kept, Residuals)
+    return kept
+
+
+def residuals(model: nn.Module) -> StateDict:
+    """What this rank owes of a model's gradients and parameters, at a step boundary.
+
+    Not a collective; it waits for parameters on their way.
+
+    Returns:
+        By parameter name: "gradient", in the unit of gradients, and "parameter", which owners have
+        beyond what all ranks have. Flat, float32 (float64 where the model is), in the order of the
+        parameter's memory. {} where nothing is owed.
+    """
+    return residuals_of(model).own() if uncompiled(model) in current().attached else {}
+
+
+def coded(running: Running) -> Iterator[Remembering]:
+    """What carries codes for a model."""
+    return coded_carriers(running.engine.transfers)
+
+
+def _owed(transfers: Iterable[Transfer]) -> StateDict:
+    owed: StateDict = {}
+    for transfer in transfers:
+        if transfer.carrier is not None:
+            add_residuals(owed, transfer.carrier.residuals())
+    return owed
+
+
+def _warn_of_dropped(names: Sequence[str], why: str) -> None:
+    if names and current().comm.rank == 0:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        _log.warning("what codecs had lost of %s is dropped: %s", ", ".join(names[:3]) + more, why)

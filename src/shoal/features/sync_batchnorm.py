@@ -1,0 +1,122 @@
+"""`sync_batchnorm`: batch norms over the rows of all ranks (strategies/sync_batchnorm.py).
+
+nn.SyncBatchNorm layers always go by these rows; torch's BatchNorm layers where it is asked for.
+Guarded by tests/equivalence/test_sync_batchnorm.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from torch import nn
+
+from shoal.contracts.feature import Attachment, Facts, Feature, Profiled
+from shoal.contracts.strategy import Strategy
+from shoal.core.errors import PlanError, UsageError
+from shoal.core.facts import ModelProfile
+from shoal.core.option import Flag, option
+from shoal.core.plan import Plan
+from shoal.core.registry import named
+from shoal.session.opening import Opening
+from shoal.session.running import Running
+from shoal.strategies.sync_batchnorm import SyncNorms, alone, norms_of
+
+_LEAVE_OUT = "leave out sync_batchnorm, and use nn.BatchNorm in place of nn.SyncBatchNorm"
+
+
+@final
+@dataclass(frozen=True)
+class SyncBatchNorm(Feature[Opening]):
+    """BatchNorm layers normalise by the rows of all ranks, as one process does.
+
+    Their statistics cross the network in forward and backward, and main threads wait for them.
+
+    Args:
+        convert: whether torch's BatchNorm layers do so, too, and not nn.SyncBatchNorm alone.
+
+    Examples:
+        >>> from shoal.features.sync_batchnorm import SyncBatchNorm
+        >>> SyncBatchNorm().convert
+        True
+    """
+
+    name: ClassVar[str] = "sync_batchnorm"
+    convert: bool = option(
+        True,
+        keyword="sync_batchnorm",
+        off=False,
+        flag=Flag(
+            "Let BatchNorm layers normalise by the rows of all ranks, as SYNC_BATCHNORM = True in "
+            "the recipe does.",
+            "--sync-batchnorm",
+            plans=True,
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.convert, bool):
+            raise UsageError(
+                "sync_batchnorm is True or False",
+                got=repr(self.convert)[:80],
+                do="give sync_batchnorm=True to normalise by the rows of all ranks",
+            )
+
+    @classmethod
+    def unasked(cls) -> SyncBatchNorm:
+        return cls(convert=False)
+
+    def refuses(self, plan: Plan, facts: Facts) -> None:
+        names = list(norms_of(facts.model, self.convert))
+        if not names:
+            return
+        where = ", ".join(names[:3])
+        if plan.is_local:
+            raise PlanError(
+                "ranks that step by themselves cannot normalise by the rows of all",
+                where=where,
+                do=_LEAVE_OUT,
+            )
+        if plan.staleness != 0:
+            raise PlanError(
+                "workers that run ahead of one another cannot normalise by the rows of all",
+                where=where,
+                do=f"{_LEAVE_OUT}; or give staleness=0",
+            )
+        if any(named(Strategy, choice.strategy).role.is_at_tail for choice in plan.choices):
+            raise PlanError(
+                "batch norms over all ranks are not served where the end of the model has hosts "
+                "of its own",
+                where=where,
+                do=f'{_LEAVE_OUT}; or leave "stage" out of strategies',
+            )
+
+    @contextmanager
+    def measuring(self, model: nn.Module) -> Iterator[Profiled]:
+        with alone(model, self.convert) as norms:
+
+            def with_norms(profile: ModelProfile) -> ModelProfile:
+                return replace(profile, norms=norms.described(profile))
+
+            yield with_norms
+
+    def attach(self, opening: Opening) -> Attachment[Running] | None:
+        norms = SyncNorms(opening.model, self.convert)
+        return _Norms(norms, opening) if norms.names else None
+
+
+@final
+class _Norms(Attachment[Running]):
+    """The norms of one model that go by the rows of all ranks."""
+
+    def __init__(self, norms: SyncNorms, opening: Opening) -> None:
+        self._norms, self._boundary = norms, opening.boundary()
+        self._weighing = opening.weighing
+
+    def start(self, running: Running) -> None:
+        self._norms.join(self._boundary, self._weighing)
+
+    def release(self, *, goes_on: bool) -> None:
+        self._norms.release()

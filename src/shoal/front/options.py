@@ -1,0 +1,370 @@
+"""Options: all that a caller asks of `parallelize`, a recipe or the command line, in one record.
+
+of        keywords become the core's choices, and options of features     (core/option.py)
+check     the core's choices, as the record is made; each feature checks its own
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from shoal.contracts.feature import Feature, Features, check_features
+from shoal.core.buckets import MEMORY
+from shoal.core.errors import PlanError, UsageError
+from shoal.core.numbers import MOST_RANKS, is_count, is_positive, whole
+from shoal.core.option import Flag, Option, option, options_of
+from shoal.core.placement import BALANCED, POLICIES, Placement
+from shoal.core.plan import MICRO_BATCHES, Choice, Plan, strategy_and_exchange
+from shoal.core.registry import of
+from shoal.features.lossy import Lossy
+from shoal.front.carriers import codecs_of
+from shoal.planner.options import check_pins, known
+from shoal.planner.search_options import DEFAULT, SearchOptions
+from shoal.profiling.moving import Ways
+
+AUTO = "auto"
+
+
+def in_a_tuple(names: Any) -> Any:
+    """Names of any iterable, that they can be looked at twice; a single name as it is."""
+    is_many = isinstance(names, Iterable) and not isinstance(names, str)
+    return tuple(names) if is_many else names
+
+
+def _is_given(value: Any) -> str:
+    return "none" if value is None else "a function"
+
+
+def in_order_of_patterns(value: Any) -> Any:
+    """A mapping as ranks compare it: of two patterns that match, the later one wins."""
+    return list(value.items()) if isinstance(value, Mapping) else value
+
+
+def _sorted(names: Any) -> Any:
+    return "all" if names is None else sorted(names)
+
+
+def _pairs(pins: Any) -> Any:
+    return sorted((pins or {}).items())
+
+
+def _read_pins(texts: tuple[str, ...]) -> dict[str, str]:
+    pins = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(
+                "a pin is LAYER=STRATEGY",
+                got=text,
+                do="write for instance --pin 'classifier.*=factor'",
+            )
+        pins[name] = value
+    return pins
+
+
+def _read_codecs(texts: tuple[str, ...]) -> str | tuple[str, ...]:
+    return "all" if texts == ("all",) else texts
+
+
+def _read_bytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not is_positive(number):
+        raise ValueError(f"{text!r} is no number of bytes above 0; 2e9 is 2 GB")
+    return number
+
+
+def _read_micro_batches(text: str) -> int:
+    if not (number := whole(text)):
+        raise ValueError(f"{text!r} is no number of micro-batches, at least 1")
+    return number
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked beside model, loss, optimizer and sample. `parallelize` says what each is."""
+
+    plan: Plan | str | Path = option(AUTO, compared=None)
+    pins: Mapping[str, str] | None = option(
+        None,
+        compared=_pairs,
+        flag=Flag(
+            "Fix a layer's strategy; globs work.",
+            "--pin",
+            read=_read_pins,
+            metavar="LAYER=STRATEGY",
+            many=True,
+            plans=True,
+        ),
+    )
+    strategies: Iterable[str] | None = option(
+        None,
+        compared=_sorted,
+        flag=Flag(
+            "Let the planner use only these.",
+            "--strategy",
+            read=tuple,
+            metavar="NAME",
+            many=True,
+            plans=True,
+        ),
+    )
+    placement: Placement = option(
+        BALANCED,
+        compared=in_order_of_patterns,
+        flag=Flag(
+            "How parameters are assigned to owners, where these update them. "
+            f'"{BALANCED}" by default.',
+            "--placement",
+            read=str,
+            choices=POLICIES,
+            plans=True,
+        ),
+    )
+    memory: str = option(
+        MEMORY[0],
+        flag=Flag(
+            "With low, buckets that owners sum take memory only on their way. "
+            f'"{MEMORY[0]}" by default.',
+            "--memory",
+            read=str,
+            choices=MEMORY,
+            plans=True,
+        ),
+    )
+    memory_limit: float | None = option(
+        None,
+        flag=Flag(
+            "What a rank may hold between steps; 2e9 is 2 GB.",
+            "--memory-limit",
+            read=_read_bytes,
+            metavar="BYTES",
+            plans=True,
+        ),
+    )
+    micro_batches: int = option(
+        MICRO_BATCHES,
+        flag=Flag(
+            "Micro-batches per batch, where the end of the model has hosts of its own. "
+            f"{MICRO_BATCHES} by default.",
+            "--micro-batches",
+            read=_read_micro_batches,
+            metavar="NUMBER",
+            plans=True,
+        ),
+    )
+    codecs: Any = option(
+        (),
+        compared=lambda codecs: list(codecs_of(codecs)),
+        flag=Flag(
+            'Lossy codec that the planner may use where it saves time, or "all".',
+            "--codec",
+            read=_read_codecs,
+            metavar="NAME",
+            many=True,
+            plans=True,
+        ),
+    )
+    search_options: SearchOptions = option(DEFAULT, compared=repr)
+    count: Callable[..., float | Tensor] | None = option(None, compared=_is_given)
+    compute_loss: Callable[..., Any] | None = option(None, compared=_is_given)
+    left_alone: tuple[nn.Parameter, ...] = option((), compared=None)
+    buffers: Ways = option("agree", compared=in_order_of_patterns)
+    features: Features = field(default=())
+
+    def __post_init__(self) -> None:
+        _check_memory(self.memory, self.memory_limit)
+        if not is_count(self.micro_batches) or not 1 <= self.micro_batches <= MOST_RANKS:
+            raise UsageError(
+                "micro_batches is a whole number, at least 1",
+                got=repr(self.micro_batches),
+                do="give 4, say",
+            )
+        if self.count is not None and not callable(self.count):
+            raise UsageError(
+                "count is not a function",
+                got=repr(self.count)[:80],
+                do="give for instance count=lambda output, y: len(y), or with a compute_loss "
+                "count=lambda batch: len(batch)",
+            )
+        if not isinstance(self.search_options, SearchOptions):
+            raise UsageError(
+                "search_options is of another type",
+                got=type(self.search_options).__name__,
+                do="give shoal.SearchOptions(…), or leave it out",
+            )
+        check_pins({} if self.pins is None else self.pins)
+        known(self.strategies)
+        codecs_of(self.codecs)
+        if self.plan != AUTO:
+            self._require_nothing_beside_plan()
+
+    @classmethod
+    def of(
+        cls,
+        asked: Mapping[str, Any],
+        lossy: Lossy | None = None,
+        features: Iterable[Feature[Any]] = (),
+    ) -> Options:
+        """Make the record of keywords.
+
+        Args:
+            asked: by keyword of `parallelize`.
+            lossy: further keywords.
+            features: whose options are not among the keywords.
+
+        Raises:
+            UsageError: a keyword is unknown, or something is asked for twice or is not right.
+        """
+        if lossy is not None and not isinstance(lossy, Lossy):
+            raise UsageError(
+                "lossy is no shoal.Lossy",
+                got=type(lossy).__name__,
+                do='give for instance lossy=shoal.Lossy(codecs=["int8"])',
+            )
+        more = {} if lossy is None else lossy.asked()
+        if twice := sorted(asked.keys() & more.keys()):
+            raise UsageError(
+                f"{twice[0]} is given twice", do="give it as a keyword, or in shoal.Lossy"
+            )
+        asked = {**asked, **more}
+        _check_known(asked)
+        given = list(check_features(features))
+        for kind in of(Feature).values():
+            feature = _feature(kind, asked)
+            if feature is not None and any(type(other) is kind for other in given):
+                raise UsageError(
+                    f"{feature.name} is given twice", do="give it as a keyword, or in features"
+                )
+            given += [] if feature is None else [feature]
+        values = {o.name: asked[o.keyword] for o in options_of(cls) if o.keyword in asked}
+        for name in ("strategies", "codecs", "left_alone"):
+            if name in values:
+                values[name] = in_a_tuple(values[name])
+        return cls(**values, features=tuple(given))
+
+    def _require_nothing_beside_plan(self) -> None:
+        """Refuse wishes beside a given plan, which says all of that itself."""
+        if self.pins:
+            raise PlanError(
+                "there are both a plan and pins",
+                do='edit the plan, or use pins with plan="auto"',
+            )
+        if self.placement != BALANCED:
+            raise PlanError(
+                "there are both a plan and a placement", do="write the placement into the plan"
+            )
+        if self.memory_limit is not None:
+            raise PlanError(
+                "there are both a plan and a memory_limit",
+                do='let plan="auto" make one that keeps it',
+            )
+        if self.codecs:
+            raise PlanError(
+                "there are both a plan and codecs",
+                do='write a codec behind an exchange of the plan, as "direct+int8"',
+            )
+        if self.search_options != DEFAULT:
+            raise PlanError(
+                "there are both a plan and search_options", do='let plan="auto" search for one'
+            )
+
+    def given_plan(self) -> Plan | None:
+        """The plan that is given, read from its file; None where one is to be made.
+
+        Raises:
+            PlanError: it is none, or says otherwise than a feature that is asked for.
+        """
+        if self.plan == AUTO:
+            return None
+        plan = Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                'plan must be "auto", a Plan or a path',
+                got=type(plan).__name__,
+                do='give "auto", a Plan or a path',
+            )
+        for feature in self.features:
+            kind = type(feature)
+            if kind.plan is not Feature.plan and kind.of_plan(plan) != feature:
+                raise PlanError(
+                    f"there are both a plan and {feature.name}",
+                    do=f"write {feature.name} into the plan",
+                )
+        return plan
+
+    def without_codecs(self) -> Options:
+        """A copy without codecs, including those in pins or a saved plan."""
+        pins = {
+            layer: Choice(layer, *strategy_and_exchange(pin)).without_codec().way
+            for layer, pin in (self.pins or {}).items()
+        }
+        plan = self.plan
+        if plan != AUTO:
+            plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+            plan = replace(plan, choices=tuple(choice.without_codec() for choice in plan.choices))
+        return replace(self, plan=plan, pins=pins or None, codecs=())
+
+
+def compared(options: Options) -> dict[str, Any]:
+    """What ranks compare of all options, by keyword."""
+    return {
+        o.keyword: o.compared(getattr(record, o.name))
+        for record in (options, *options.features)
+        for o in options_of(record)
+        if o.compared is not None
+    }
+
+
+def _check_memory(memory: Any, limit: Any) -> None:
+    if memory not in MEMORY:
+        expected = " or ".join(map(repr, MEMORY))
+        raise UsageError("unknown memory mode", got=repr(memory), expected=expected)
+    if limit is not None and not is_positive(limit):
+        raise UsageError(
+            "memory_limit is a number of bytes",
+            got=repr(limit),
+            do="give for instance 2e9, or None",
+        )
+
+
+def check_asked(asked: Mapping[str, Any]) -> None:
+    """Raise the error of the first feature that does not take what keywords ask of it."""
+    for kind in of(Feature).values():
+        _feature(kind, asked)
+
+
+def _check_known(asked: Mapping[str, Any]) -> None:
+    kinds = (Options, *of(Feature).values())
+    keywords = [o.keyword for kind in kinds for o in options_of(kind)]
+    for keyword in asked:
+        if keyword not in keywords:
+            near = difflib.get_close_matches(keyword, keywords, n=1)
+            raise UsageError(
+                f"parallelize takes no {keyword!r}",
+                expected="one of " + ", ".join(sorted(keywords)),
+                do=f"did you mean {near[0]!r}?" if near else "leave it out",
+            )
+
+
+def _feature(kind: type[Feature[Any]], asked: Mapping[str, Any]) -> Feature[Any] | None:
+    """A feature as keywords ask for it; None where they do not."""
+    options = list(options_of(kind))
+    if all(_is_off(o, asked[o.keyword]) for o in options if o.keyword in asked):
+        return None
+    # of several options of a feature those that are not asked for are off
+    off = {o.name: o.off for o in options if o.keyword not in asked and o.off is not o.default}
+    return kind(**off, **{o.name: asked[o.keyword] for o in options if o.keyword in asked})
+
+
+def _is_off(of_field: Option, value: Any) -> bool:
+    off = of_field.off
+    return value is off or (type(value) is type(off) and bool(value == off))

@@ -1,0 +1,44 @@
+"""The job of one model: the module, and what trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.contracts.sample import ComputeLoss
+from shoal.core.buckets import MEMORY
+from shoal.session.calls import Count
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and what trains it, as `parallelize` was given them, the same on every rank.
+
+    Args:
+        model: the module.
+        loss_fn: the loss, or None.
+        optimizers: those that hold the model's parameters.
+        compute_loss: a function of model and batch, in place of a loss.
+        count: a function that counts the terms of a loss.
+        left_alone: parameters of optimizers that the program itself keeps right.
+        memory: "fast" or "low".
+        weighs: whether uneven rows are weighed.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    optimizers: Sequence[Optimizer]
+    compute_loss: ComputeLoss | None = None
+    count: Count | None = None
+    left_alone: Sequence[nn.Parameter] = ()
+    memory: str = MEMORY[0]
+    weighs: bool = True
+
+    @property
+    def loss(self) -> Callable[..., Any] | None:
+        """The function that gives the loss, if there is one."""
+        return self.compute_loss or self.loss_fn

@@ -1,0 +1,141 @@
+"""A model that is about to be attached: what features may open for it, and change.
+
+All of it happens on every rank alike, so channels are made in the same order everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.contracts.comm import Comm
+from shoal.contracts.feature import Features
+from shoal.contracts.transfer import Transfer
+from shoal.contracts.weighing import Weighing
+from shoal.core.facts import Cluster, ModelProfile, MovingState
+from shoal.core.plan import Plan
+from shoal.core.terms import OF_ROWS, Terms
+from shoal.remote.far_tail import FarTail
+from shoal.rewrite.apply import PlacedSite, by_strategy
+from shoal.session.job import Job
+from shoal.session.session import Session
+from shoal.session.watch import Watched
+from shoal.strategies.moving import OfState
+
+
+class Serve(Protocol):
+    """A function that rewrites one site and gives its transfers."""
+
+    def __call__(self, placed: PlacedSite) -> Sequence[Transfer]:
+        """Rewrite the site."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan for a model, and the facts that it was made from.
+
+    Args:
+        plan: to follow.
+        profile: the model as it was measured; None if nobody did.
+        cluster: the ranks and their links as they were measured; None if nobody did.
+        features: of training, in their order.
+        inputs_alike: whether ranks are given the same inputs on purpose.
+        stage: the way to the end of the model, if hosts of its own run it.
+        values: rank 0's of what differs between ranks; None: they are compared as it is attached.
+        before: the hooks under an earlier plan, which has been released: the loss goes on.
+    """
+
+    plan: Plan
+    profile: ModelProfile | None = None
+    cluster: Cluster | None = None
+    features: Features = ()
+    inputs_alike: bool = False
+    stage: FarTail | None = field(default=None, compare=False)
+    values: Mapping[str, Tensor] | None = field(default=None, compare=False)
+    before: Watched | None = field(default=None, compare=False)
+
+    @property
+    def moving(self) -> Sequence[MovingState]:
+        """State that agrees after each backward."""
+        return () if self.profile is None else self.profile.moving
+
+    @property
+    def terms(self) -> Terms:
+        """What a loss without a count is a mean over."""
+        return OF_ROWS if self.profile is None else self.profile.terms
+
+
+@dataclass
+class Opening:
+    """One model, before its layers are rewritten and its engine starts.
+
+    Args:
+        session: the ranks.
+        job: the model and what trains it.
+        prepared: the plan, and the facts that it was made from.
+        serve: rewrites each site; a feature may put another function there.
+        state_among: makes the transfers of state that agrees, among so many ranks; likewise.
+        inside: channels among the ranks of an island, each for a lane.
+        main: channels that the main thread itself waits for.
+        weighing: tells what this rank's rows weigh in the running backward.
+    """
+
+    session: Session
+    job: Job
+    prepared: Prepared
+    state_among: Callable[[int], Sequence[OfState]]
+    serve: Serve = by_strategy
+    inside: tuple[Comm, ...] = ()
+    main: list[Comm] = field(default_factory=list)
+    weighing: Weighing = field(default_factory=Weighing)
+    _boundary: Comm | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan to follow."""
+        return self.prepared.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The module."""
+        return self.job.model
+
+    @property
+    def stage(self) -> FarTail | None:
+        """The way to the end of the model, if hosts of its own run it."""
+        return self.prepared.stage
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers that hold the model's parameters."""
+        return self.job.optimizers
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that train."""
+        return self.session.comm
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the names of this model's channels."""
+        return f"model{self.session.models}"
+
+    def channel(self, name: str) -> Comm:
+        """A channel of the model's own among all ranks that train."""
+        return self.comm.channel(f"{self.prefix}-{name}")
+
+    def boundary(self) -> Comm:
+        """The channel for what crosses between ranks in forward and backward, opened once."""
+        if self._boundary is None:
+            self._boundary = self.channel("boundary")
+            self.main.append(self._boundary)
+        return self._boundary
+
+    @property
+    def opened_boundary(self) -> Comm | None:
+        """That channel, if anybody has asked for it."""
+        return self._boundary
