@@ -96,22 +96,23 @@ class Sparse(Strategy):
 
 
 @final
-class SparseTransfer(Transfer):
-    """Rows of the gradients of some tables, of one dtype and device."""
+class RowLanding(Landing):
+    """Gradients of tables, which stay in `.grad` and are kept for the lane.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: int, label: str) -> None:
-        self.label = label
-        self._names = {parameter: name for name, parameter in parameters.items()}
-        self._parameters = tuple(parameters.values())
-        self._ranks = ranks
-        self._ids = _id_dtype([parameter.shape for parameter in self._parameters])
-        self._landed: dict[nn.Parameter, Tensor] = {}
-        self._packed: tuple[list[Tensor | None], float] | None = None  # with this rank's share
-        self._sums: list[Tensor | None] = []
-        nothing = self._parameters[0].detach().new_empty(0)
-        self._landing = Landing(self, parameters, self._take, nothing, ranks, sparse=True)
+    Args:
+        transfer: whose they are.
+        parameters: by name.
+        ranks: how many add to the sums.
+    """
 
-    def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
+    def __init__(
+        self, transfer: Transfer, parameters: Mapping[str, nn.Parameter], ranks: int
+    ) -> None:
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        nothing = next(iter(parameters.values())).detach().new_empty(0)
+        super().__init__(transfer, parameters, nothing, ranks, sparse=True)
+
+    def take(self, parameter: nn.Parameter, backward: Round) -> bool:
         gradient = parameter.grad
         if gradient is None:
             return False
@@ -120,19 +121,34 @@ class SparseTransfer(Transfer):
         ):
             raise UsageError(
                 "a sparse gradient is exchanged by rows, and this one has none",
-                where=f"parameter {self._names[parameter]}",
+                where=f"parameter {self.names[parameter]}",
                 got=f"{gradient.layout} of shape {tuple(gradient.shape)}",
                 expected="torch.sparse_coo with one sparse dimension, the first",
                 do="make it dense: gradient.to_dense() in the function that gives it",
             )
-        self._landed[parameter] = gradient.detach()
+        self.gradients[parameter] = gradient.detach()
         return True
+
+
+@final
+class SparseTransfer(Transfer):
+    """Rows of the gradients of some tables, of one dtype and device."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: int, label: str) -> None:
+        self.label = label
+        self._parameters = tuple(parameters.values())
+        self._ranks = ranks
+        self._ids = _id_dtype([parameter.shape for parameter in self._parameters])
+        self._packed: tuple[list[Tensor | None], float] | None = None  # with this rank's share
+        self._sums: list[Tensor | None] = []
+        self._landing = RowLanding(self, parameters, ranks)
 
     def pack(self, backward: Round) -> None:
         self._landing.close(backward)
-        gradients = [self._landed.get(parameter) for parameter in self._parameters]
+        landed = self._landing.gradients
+        gradients = [landed.get(parameter) for parameter in self._parameters]
         self._packed = gradients, backward.share
-        self._landed.clear()
+        landed.clear()
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
