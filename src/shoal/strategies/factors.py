@@ -23,8 +23,8 @@ from shoal.strategies.factor_pairs import FactorPairs
 from shoal.strategies.landing import at_least, history
 
 
-class Product(ABC):
-    """How a layer's gradients follow from its factors: `left` (x, or ids) and `right` (dy)."""
+class FactorProduct(ABC):
+    """A layer's gradient as the product of its factors: `left` (x, or ids) and `right` (dy)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -38,7 +38,7 @@ class Product(ABC):
 
 
 @final
-class LinearProduct(Product):
+class LinearProduct(FactorProduct):
     def __init__(self, module: nn.Linear) -> None:
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self.bias = module.weight, module.bias
@@ -50,7 +50,7 @@ class LinearProduct(Product):
 
 
 @final
-class EmbeddingProduct(Product):
+class EmbeddingProduct(FactorProduct):
     def __init__(self, module: nn.Embedding) -> None:
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self.bias = module.weight, None
@@ -76,7 +76,7 @@ class FactorTransfer(Transfer):
 
     tells = True
 
-    def __init__(self, product: Product, place: Place, label: str) -> None:
+    def __init__(self, product: FactorProduct, place: Place, label: str) -> None:
         self.label = label
         self._product = product
         self._ranks = place.ranks

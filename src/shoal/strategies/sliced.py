@@ -4,8 +4,8 @@ parameters back.
     1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient
                           itself is freed (of a parameter that is cut among several transfers, by
                           the last of them)
-    2  the last landed    the exchange's first half brings each slice's sum to its owner, while
-                          backward goes on
+    2  the last landed    the exchange's first half brings each slice's sum to its owner
+                          (own_sums.py), while backward goes on
     3  optimizer.step()   returns at once; on the lane the owner updates its pieces
                           (optim/owners.py)
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while
@@ -17,7 +17,7 @@ parameters back.
     a flag     whether anybody used that parameter
     shares     how unlike ranks weigh (landing.py)
     marks      whether ranks have in common what they must (marks.py)
-    the turn   what this rank takes the exchange for
+    the turn   what this rank takes the exchange for (slice_control.py)
 
 The bytes are those of `replicate` through the same exchange, but half of them hide under the next
 forward, and the update and the optimizer's state are divided by P. Flags and shares lie beside

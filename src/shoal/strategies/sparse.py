@@ -153,7 +153,7 @@ class SparseTransfer(Transfer):
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
         gradients, share = self._packed
-        own = [_Rows.of(gradient) for gradient in gradients]  # 6
+        own = [_TableGradient.of(gradient) for gradient in gradients]  # 6
         used = [table for table in own if table.count != _UNUSED]
         nothing = self._parameters[0].detach().new_empty(0)
         ids = torch.cat([nothing.to(self._ids), *(table.ids for table in used)]).to(self._ids)
@@ -202,12 +202,12 @@ class SparseTransfer(Transfer):
         num_values = sum(map(_num_values, counts, self._parameters))
         return sum(max(0, count) for count in counts), num_values
 
-    def _tables(self, header: Tensor, ids: Tensor, values: Tensor) -> list[_Rows]:
+    def _tables(self, header: Tensor, ids: Tensor, values: Tensor) -> list[_TableGradient]:
         """What a rank has sent, by table."""
         counts = self._counts(header)
         its_ids = ids.split([max(0, count) for count in counts])
         its_values = values.split(list(map(_num_values, counts, self._parameters)))
-        return list(map(_Rows, counts, its_ids, its_values))
+        return list(map(_TableGradient, counts, its_ids, its_values))
 
     def publish(self) -> None:
         for parameter, gradient in zip(self._parameters, self._sums, strict=True):
@@ -224,7 +224,7 @@ class SparseTransfer(Transfer):
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _TableGradient:
     """A rank's gradient of one table: ids, and values by row; or all of its values."""
 
     count: int  # of rows, or what stands for it
@@ -232,7 +232,7 @@ class _Rows:
     values: Tensor
 
     @classmethod
-    def of(cls, gradient: Tensor | None) -> _Rows:
+    def of(cls, gradient: Tensor | None) -> _TableGradient:
         """What a rank has, each id once."""
         if gradient is None:
             nothing = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -250,7 +250,7 @@ def _num_values(count: int, parameter: Tensor) -> int:
     return count * parameter.shape[1:].numel()
 
 
-def _sum(parameter: Tensor, tables: Sequence[_Rows], mean_share: float) -> Tensor | None:
+def _sum(parameter: Tensor, tables: Sequence[_TableGradient], mean_share: float) -> Tensor | None:
     """All ranks' rows of a table added up, in rank order; None where no rank used it."""
     used = [table for table in tables if table.count != _UNUSED]
     if not used:

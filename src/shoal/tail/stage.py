@@ -64,7 +64,7 @@ from shoal.remote.wire import Data
 from shoal.session.attach import attach
 from shoal.session.session import Session
 from shoal.tail.inbox import Inbox
-from shoal.tensors.crossing import Crossing
+from shoal.tensors.crossing import RowCrossing
 
 About = TypeVar("About", bound=OfOptimizer)
 
@@ -86,7 +86,7 @@ class Tail(TailRole):
     ) -> None:
         self._among = among  # the hosts themselves
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
-        self._crossing = Crossing(codec_named(opening.codec) if opening.codec else None)
+        self._crossing = RowCrossing(codec_named(opening.codec) if opening.codec else None)
         self._workers, self._hosts = hosts.workers, len(hosts.hosts)
         self._all_workers = hosts.comm.workers
         self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}

@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
-from shoal.tensors.boundary import Rows, rows_of_all
+from shoal.tensors.boundary import CallRows, rows_of_all
 from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
 
 _After = Callable[[Tensor], Tensor]
@@ -74,7 +74,7 @@ class CutOutput(Tensor):
     """
 
     _part: Tensor  # (all ranks' rows, this rank's outputs)
-    _rows: Rows
+    _rows: CallRows
     _widths: tuple[int, ...]  # each rank's outputs
     _numbers: Tensor  # of this rank's rows, in the shape of the leading dimensions
     # and all of them there, as no view has changed but their shape: the same on every rank
@@ -86,7 +86,7 @@ class CutOutput(Tensor):
     def of(
         cls,
         part: Tensor,
-        rows: Rows,
+        rows: CallRows,
         widths: Sequence[int],
         numbers: Tensor,
         tell: Callable[[Use], None] = lambda use: None,
@@ -127,7 +127,7 @@ class CutOutput(Tensor):
         before = self._after
         return self._like(after=lambda t: after(before(t)))
 
-    def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[Rows, Tensor] | None:
+    def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[CallRows, Tensor] | None:
         """All ranks' rows and this rank's part of them, for a layer with inputs cut so."""
         if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
