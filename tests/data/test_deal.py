@@ -7,7 +7,7 @@ import pytest
 from shoal.core.errors import UsageError
 from shoal.core.pieces import cut_sizes
 from shoal.data.deal import Deal, cut_by, global_batches, shared_by
-from shoal.data.shares import Given
+from shoal.data.shares import FixedShares
 
 pytestmark = pytest.mark.quick
 
@@ -48,7 +48,7 @@ def test_fewer_items_than_ranks_are_shared_by_neighbours() -> None:
 @pytest.mark.parametrize("shares", [[1], [1, 0], [1, -1], [1, float("nan")], [1, 2, 3]])
 def test_shares_that_are_none_are_refused(shares: list[float]) -> None:
     with pytest.raises(UsageError, match="one positive number a rank"):
-        Given(shares, 2)
+        FixedShares(shares, 2)
 
 
 def test_a_batch_of_all_ranks_must_have_a_row_for_each() -> None:

@@ -10,7 +10,7 @@ from every_kind import KINDS, Made, Numbers, Ranks, flat
 from torch.utils.data import DataLoader
 
 from shoal.core.errors import UsageError
-from shoal.data.shares import Given
+from shoal.data.shares import FixedShares
 
 pytestmark = pytest.mark.quick
 
@@ -73,7 +73,7 @@ def test_a_position_at_the_end_is_the_next_epoch(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["rows", "shuffled", "stream"])
 def test_rows_in_given_shares(kind: str) -> None:
     make, num = KINDS[kind]
-    steps = Ranks(make, 2, shares=Given([1, 3], 2)).steps()
+    steps = Ranks(make, 2, shares=FixedShares([1, 3], 2)).steps()
     assert sorted(flat(steps)) == list(range(num))
     assert [len(rows) for rows in steps[0]] == [3, 7]
 

@@ -20,7 +20,7 @@ from shoal.comm.threads import ThreadComm, run
 from shoal.front.joining import using
 from shoal.planner.search_options import SearchOptions
 from shoal.tensors import boundary
-from shoal.tensors.boundary import Move, Rows
+from shoal.tensors.boundary import CallRows, Move
 
 ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
 
@@ -28,9 +28,9 @@ ENTERED = ("column", "row", "column_pair", "head")  # what rows are brought to
 @pytest.fixture(params=[2, 3, 8], ids="chunks{}".format)
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """So many, whatever is predicted; and where there are ranks, rows do come so."""
-    asked, chunked = set(), Rows.chunks
+    asked, chunked = set(), CallRows.chunks
     monkeypatch.setattr(
-        Rows, "chunks", lambda rows, number: asked.add(number) or chunked(rows, number)
+        CallRows, "chunks", lambda rows, number: asked.add(number) or chunked(rows, number)
     )
     yield request.param
     assert asked <= {request.param} and (asked or request.node.callspec.params.get("ranks") == 1)
@@ -158,7 +158,7 @@ def test_what_takes_no_gradient_gets_none(
             else 1.0
         )
         x, w, b = (numbers(*shape, seed=1, dtype=dtype) * turn for shape in ((8, 7), (3, 7), (3,)))
-        mine, rows = x[4 * comm.rank : 4 * comm.rank + 4].clone(), Rows(comm, (4, 4))
+        mine, rows = x[4 * comm.rank : 4 * comm.rank + 4].clone(), CallRows(comm, (4, 4))
         for leaf, needed in ((mine, inside), (w, weight), (b, bias)):
             leaf.requires_grad_(needed)
         got = boundary.linear(
@@ -190,7 +190,7 @@ def test_each_product_is_made_while_others_are_on_their_way(
 
         return move
 
-    def enter(rows: Rows) -> Move:
+    def enter(rows: CallRows) -> Move:
         number = chunks.index(rows)
         return Move(moving("row", number), moving("gradient", number), 1.0, ThreadComm(), "a")
 
@@ -198,7 +198,7 @@ def test_each_product_is_made_while_others_are_on_their_way(
     monkeypatch.setattr(
         boundary.F, "linear", lambda *args: events.append("product") or linear(*args)
     )
-    chunks = [Rows(ThreadComm(), (2,)), Rows(ThreadComm(), (3,))]
+    chunks = [CallRows(ThreadComm(), (2,)), CallRows(ThreadComm(), (3,))]
     x, weight = numbers(5, 7, seed=1).requires_grad_(), numbers(4, 7, seed=2).requires_grad_()
     out = boundary.linear(x, weight, None, chunks, enter)
     order = [
@@ -230,6 +230,6 @@ def test_each_product_is_made_while_others_are_on_their_way(
 
 
 def test_no_more_chunks_than_the_fewest_rows() -> None:
-    rows = Rows(ThreadComm(), (5, 3, 2))
+    rows = CallRows(ThreadComm(), (5, 3, 2))
     assert [chunk.counts for chunk in rows.chunks(4)] == [(3, 2, 1), (2, 1, 1)]
-    assert [chunk.counts for chunk in Rows(ThreadComm(), (5, 0)).chunks(4)] == [(5, 0)]
+    assert [chunk.counts for chunk in CallRows(ThreadComm(), (5, 0)).chunks(4)] == [(5, 0)]

@@ -32,7 +32,7 @@ import shoal
 from shoal.comm.threads import ThreadComm, run
 from shoal.core.errors import PlanError, UsageError
 from shoal.front.joining import using
-from shoal.tensors.boundary import Rows
+from shoal.tensors.boundary import CallRows
 from shoal.tensors.cut_output import CutOutput
 
 CLASSES = 11
@@ -257,7 +257,7 @@ def logits_on(ranks: int, work: Callable[[CutOutput, Tensor], Any]) -> list[Any]
     def on_rank(comm: ThreadComm) -> Any:
         parts = whole.tensor_split(ranks, -1)
         mine = whole[2 * comm.rank : 2 * comm.rank + 2]
-        rows = Rows(comm, (6,) * ranks)
+        rows = CallRows(comm, (6,) * ranks)
         widths = [part.shape[-1] for part in parts]
         cut = CutOutput.of(
             parts[comm.rank].reshape(-1, widths[comm.rank]),

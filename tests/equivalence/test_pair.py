@@ -29,7 +29,7 @@ from shoal.core.errors import PlanError
 from shoal.front.joining import using
 from shoal.profiling.layers import profile_model
 from shoal.strategies.pair import PairFacts
-from shoal.tensors.boundary import Rows
+from shoal.tensors.boundary import CallRows
 from shoal.tensors.cut_output import CutOutput
 
 WIDTH, CLASSES = 9, 5
@@ -251,7 +251,7 @@ def test_dropout_keeps_the_mean_and_draws_other_numbers_on_other_ranks(inplace):
     def work(rank: int) -> Tensor:
         part = numbers(400, 50).abs() + 1
         output = CutOutput.of(
-            part.clone(), Rows(ThreadComm(rank, Hub(2)), (400,)), (50,), torch.arange(400)
+            part.clone(), CallRows(ThreadComm(rank, Hub(2)), (400,)), (50,), torch.arange(400)
         )
         torch.manual_seed(0)
         dropped = F.dropout(output, 0.3, inplace=inplace)

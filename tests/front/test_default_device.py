@@ -16,7 +16,7 @@ from shoal.codecs.coded import codec_named
 from shoal.comm.threads import ThreadComm, run
 from shoal.contracts.codec import LinearCodec
 from shoal.front.joining import using
-from shoal.tensors.crossing import Crossing
+from shoal.tensors.crossing import RowCrossing
 
 # They make a tensor at the default device, unless told which.
 MAKERS = {
@@ -61,7 +61,7 @@ def test_a_model_on_the_host_trains_whatever_device_is_the_default(strategy: str
 
 def test_codes_of_rows_land_on_the_host_whatever_device_is_the_default() -> None:
     with torch.device("meta"):
-        landing = Crossing(codec_named("bfloat16")).landing(torch.empty(3, 5))
+        landing = RowCrossing(codec_named("bfloat16")).landing(torch.empty(3, 5))
     assert landing.device.type == "cpu" and landing.shape == (3, 5, 2)
 
 

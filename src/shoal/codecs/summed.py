@@ -133,8 +133,8 @@ def turns_of(codec: LinearCodec, shapes: Sequence[tuple[int, int]]) -> tuple[lis
     return begin, max(lengths)
 
 
-class _Matrix(NamedTuple):
-    """A parameter that is coded."""
+class _CodedMatrix(NamedTuple):
+    """The matrix of a parameter that is coded."""
 
     gradient: Tensor  # rows × columns, views
     lost: Tensor
@@ -166,7 +166,7 @@ class SummedCarrier(Remembering):
         lost = memory.pop(LOST, None)
         lost = self._zeros(0) if lost is None else lost
         matrices = [
-            _Matrix(
+            _CodedMatrix(
                 self.bucket.flat[begin:stop].view(shape),
                 lost[begin:stop].view(shape),
                 self._states.setdefault(name, {}),

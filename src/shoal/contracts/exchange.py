@@ -12,9 +12,9 @@ control in its own bytes behind that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, final
@@ -170,20 +170,6 @@ class Carrier(ABC):
         return
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class PlainCarrier(Carrier):
-    """Has nothing to remember."""
-
-    halves: tuple[Callable[[Comm], None], Callable[[Comm], None]]
-
-    def reduce(self, comm: Comm) -> None:
-        self.halves[0](comm)
-
-    def gather(self, comm: Comm) -> None:
-        self.halves[1](comm)
-
-
 class Exchange(Contract, ABC):
     """How every rank gets the sum of one bucket: a frozen dataclass of the exchange's options.
 
@@ -221,8 +207,8 @@ class Exchange(Contract, ABC):
         return self
 
     def carrier(self, bucket: LiveBucket) -> Carrier:
-        """What carries one bucket from now on."""
-        return PlainCarrier((partial(self.reduce, bucket.flat), partial(self.gather, bucket.flat)))
+        """Return the carrier for this bucket."""
+        return PlainCarrier(self, bucket.flat)
 
     @property
     def least_dims(self) -> int:
@@ -263,6 +249,21 @@ class Exchange(Contract, ABC):
         """Bring every summed slice to every rank, in place."""
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class PlainCarrier(Carrier):
+    """A carrier of a whole bucket as it is, with nothing to remember."""
+
+    exchange: Exchange
+    flat: Tensor
+
+    def reduce(self, comm: Comm) -> None:
+        self.exchange.reduce(self.flat, comm)
+
+    def gather(self, comm: Comm) -> None:
+        self.exchange.gather(self.flat, comm)
+
+
 class SplitExchange(Exchange):
     """An exchange of two halves: slices of any sizes go to their owners, and results come back."""
 
@@ -280,10 +281,8 @@ class SplitExchange(Exchange):
         """Bring rank r's `slices[r]` to every rank, in place."""
 
     def carrier(self, bucket: LiveBucket) -> Carrier:
-        """What carries one bucket from now on, cut as it is."""
-        slices = bucket.slices
-        halves = partial(self.reduce_scatter, slices), partial(self.all_gather, slices)
-        return PlainCarrier(halves)
+        """Return the carrier for this bucket, which is cut as it is."""
+        return SliceCarrier(self, bucket.slices)
 
     def reduce(self, flat: Tensor, comm: Comm) -> None:
         """Sum over ranks, each rank its own slice of an even cut."""
@@ -292,6 +291,21 @@ class SplitExchange(Exchange):
     def gather(self, flat: Tensor, comm: Comm) -> None:
         """Bring every slice to every rank."""
         self.all_gather(cut(flat, comm.size), comm)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SliceCarrier(Carrier):
+    """A carrier of a bucket's slices as they are, with nothing to remember."""
+
+    exchange: SplitExchange
+    slices: Sequence[Tensor]  # of each rank
+
+    def reduce(self, comm: Comm) -> None:
+        self.exchange.reduce_scatter(self.slices, comm)  # walk 6
+
+    def gather(self, comm: Comm) -> None:
+        self.exchange.all_gather(self.slices, comm)
 
 
 class Coding(ABC):

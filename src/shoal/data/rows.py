@@ -18,14 +18,14 @@ from shoal.core.passes import Passes
 from shoal.data.deal import Deal, global_batches, shared_by
 from shoal.data.order import digest, drawn
 from shoal.data.parts import num_rows, one_of, part
-from shoal.data.source import Fetch, Source, Step, other_order
+from shoal.data.source import Fetch, LoaderStep, Source, other_order
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A global batch."""
+class GlobalBatch:
+    """The rows that all ranks take in one step."""
 
     rows: Sequence[Any]
     num: int  # what the position advances by
@@ -39,7 +39,7 @@ class Known(Source[T]):
         super().__init__(deal, seed, passes)
         self.sampler = sampler
         self._drawn: tuple[tuple[int, int], list[Any], int] | None = None
-        self._turns: tuple[tuple[int, int, int], list[Turn]] | None = None
+        self._turns: tuple[tuple[int, int, int], list[GlobalBatch]] | None = None
 
     def drawn(self) -> list[Any]:
         """What the sampler gives in the coming epoch."""
@@ -60,7 +60,7 @@ class Known(Source[T]):
         """How many rows of the epoch's order were taken before the coming pass."""
         return self.start[0] if self.start else 0
 
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[GlobalBatch]:
         """Global batches of the coming pass."""
         key = (self.seed, self.epoch, self.taken)
         if self._turns is None or self._turns[0] != key:
@@ -68,27 +68,27 @@ class Known(Source[T]):
         return self._turns[1]
 
     @abstractmethod
-    def cut(self, found: list[Any], taken: int) -> list[Turn]:
+    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
         """Global batches of what the sampler gave, behind those that were taken."""
 
     def numel(self, found: list[Any]) -> int:
         """What positions of an epoch go up to."""
         return len(found)
 
-    def steps(self, fetch: Fetch) -> Iterator[Step[T]]:
+    def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """A pass over what is left of the epoch."""
         turns = self.turns()
         return self._given(fetch(), turns, self.taken, self.epoch)
 
     def _given(
-        self, batches: Iterator[Any], turns: list[Turn], taken: int, epoch: int
-    ) -> Iterator[Step[T]]:
+        self, batches: Iterator[Any], turns: list[GlobalBatch], taken: int, epoch: int
+    ) -> Iterator[LoaderStep[T]]:
         for number, (batch, turn) in enumerate(zip(batches, turns, strict=True)):
             taken += turn.num
             own = self.given(batch, turn, (epoch, number))
-            yield Step(own, [taken], number == len(turns) - 1)
+            yield LoaderStep(own, [taken], number == len(turns) - 1)
 
-    def given(self, batch: Any, turn: Turn, at: tuple[int, int]) -> T:
+    def given(self, batch: Any, turn: GlobalBatch, at: tuple[int, int]) -> T:
         """What the loop gets where the loader gave `batch`, in an epoch's turn."""
         own: T = batch
         return own
@@ -108,7 +108,7 @@ class Known(Source[T]):
 
 
 @final
-class Rows(Known[T]):
+class SamplerRows(Known[T]):
     """Single rows, of which a loader makes batches."""
 
     kind = "rows of a sampler"
@@ -126,14 +126,14 @@ class Rows(Known[T]):
         self._batch_size, self._drop_last = batch_size, drop_last
         self._whole = deal.rows(batch_size)
 
-    def cut(self, found: list[Any], taken: int) -> list[Turn]:
+    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
         """Global batches of what is left."""
         left = len(found) - taken
         if taken and (not left or (self._drop_last and left < self._whole)):
             return []
         sizes = global_batches(left, self.deal.size, self._whole, self._drop_last)
         ends = accumulate(sizes, initial=taken)
-        return [Turn(found[start:end], end - start) for start, end in pairwise(ends)]
+        return [GlobalBatch(found[start:end], end - start) for start, end in pairwise(ends)]
 
     def num_steps(self) -> int:
         """Of the coming pass: from the sampler's length, whose order is not drawn for it."""
@@ -158,7 +158,7 @@ class Lists(Known[T]):
 
     kind = "lists of a batch_sampler"
 
-    def cut(self, found: list[Any], taken: int) -> list[Turn]:
+    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
         """Turns of lists, of what is left."""
         lists, size = _behind(list(map(list, found)), taken), self.deal.size
         num = 1 if self.deal.together else size  # lists of a turn
@@ -174,13 +174,13 @@ class Lists(Known[T]):
     def _as_they_are(self, group: list[list[Any]]) -> bool:
         return not self.deal.together and self.deal.shares.even and all(group)
 
-    def _turn(self, group: list[list[Any]], whole: bool) -> Turn:
+    def _turn(self, group: list[list[Any]], whole: bool) -> GlobalBatch:
         rows = list(chain.from_iterable(group))
-        return Turn(rows, len(rows), group[self.deal.rank] if whole else None)
+        return GlobalBatch(rows, len(rows), group[self.deal.rank] if whole else None)
 
-    def _joined(self, turns: list[Turn]) -> list[Turn]:
+    def _joined(self, turns: list[GlobalBatch]) -> list[GlobalBatch]:
         """The same, where each has a row for every rank: smaller ones take some of their rows."""
-        joined: list[Turn] = []
+        joined: list[GlobalBatch] = []
         for turn in turns:
             if joined and (turn.num < self.deal.size or joined[-1].num < self.deal.size):
                 rows = [*joined.pop().rows, *turn.rows]
@@ -190,7 +190,7 @@ class Lists(Known[T]):
                     last = max(self.deal.size, least)
                     sizes = [len(rows) - last, last]
                 ends = accumulate(sizes, initial=0)
-                joined += [Turn(rows[a:b], b - a) for a, b in pairwise(ends)]
+                joined += [GlobalBatch(rows[a:b], b - a) for a, b in pairwise(ends)]
             else:
                 joined.append(turn)
         if joined and joined[0].num < self.deal.size:
@@ -216,19 +216,21 @@ class Items(Known[T]):
 
     kind = "items of a sampler"
 
-    def cut(self, found: list[Any], taken: int) -> list[Turn]:
+    def cut(self, found: list[Any], taken: int) -> list[GlobalBatch]:
         """Turns of items, of what is left."""
         size, left = self.deal.size, found[taken:]
         num = 1 if self.deal.together else size  # items of a turn
         if not left and not taken:
             global_batches(0, size, size, drop_last=False)
         groups = [left[start : start + num] for start in range(0, len(left), num)]
-        return [Turn(group, len(group), [group[self._which(len(group))]]) for group in groups]
+        return [
+            GlobalBatch(group, len(group), [group[self._which(len(group))]]) for group in groups
+        ]
 
     def _which(self, num_items: int) -> int:
         return shared_by(num_items, self.deal)[0]
 
-    def given(self, batch: Any, turn: Turn, at: tuple[int, int]) -> T:
+    def given(self, batch: Any, turn: GlobalBatch, at: tuple[int, int]) -> T:
         """The item, or this rank's part of it."""
         own: T = own_part(batch, turn.num, self.deal, *at)
         return own
@@ -274,7 +276,7 @@ class OwnRows(Sampler[list[Any]]):
     def __iter__(self) -> Iterator[list[Any]]:
         return self._rows(self.source.turns(), self.source.epoch, self.source.deal)
 
-    def _rows(self, turns: list[Turn], epoch: int, deal: Deal) -> Iterator[list[Any]]:
+    def _rows(self, turns: list[GlobalBatch], epoch: int, deal: Deal) -> Iterator[list[Any]]:
         for number, turn in enumerate(turns):
             yield deal.mine(turn.rows, epoch, number) if turn.own is None else list(turn.own)
 

@@ -12,11 +12,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from shoal.core.errors import UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
-from shoal.data.rows import GlobalOrder, Items, Known, Lists, OwnItems, OwnRows, Rows
+from shoal.data.rows import GlobalOrder, Items, Known, Lists, OwnItems, OwnRows, SamplerRows
 from shoal.data.shares import Speed
 from shoal.data.source import Source
 from shoal.data.stream import BeginWorker, Dealt, Stream, Units, as_it_is
-from shoal.data.streams import Streams, Word
+from shoal.data.streams import NextBatchCheck, Streams
 
 T = TypeVar("T")
 
@@ -110,7 +110,7 @@ def sharded(
     deal: Deal,
     seed: int,
     passes: Passes | None = None,
-    word: Word | None = None,
+    next_batch: NextBatchCheck | None = None,
 ) -> Any:
     """A loader that gives a rank its own rows.
 
@@ -119,7 +119,7 @@ def sharded(
         deal: how global batches are dealt.
         seed: the same on every rank. Seed and epoch give the order.
         passes: of the session.
-        word: among ranks whose datasets shard themselves; None where they do not.
+        next_batch: among ranks whose datasets shard themselves; None where they do not.
 
     Raises:
         UsageError: a loader that cannot be dealt, or too few rows for the ranks.
@@ -132,9 +132,9 @@ def sharded(
     if isinstance(loader, Positioned):
         raise UsageError("the loader is sharded already", do="call shoal.shard once")
     if not isinstance(loader, DataLoader):
-        return _of_batches(loader, deal, seed, passes, word)
-    if word is not None:
-        return _of_streams(loader, deal, seed, passes, word)
+        return _of_batches(loader, deal, seed, passes, next_batch)
+    if next_batch is not None:
+        return _of_streams(loader, deal, seed, passes, next_batch)
     if isinstance(loader.dataset, IterableDataset):
         return _of_stream(loader, deal, seed, passes)
     return _of_rows(loader, deal, seed, passes)
@@ -158,7 +158,7 @@ def _of_rows(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> Sh
         source, own = items, {"sampler": OwnItems(items)}
     elif type(batches) is BatchSampler:
         size, drop_last = batches.batch_size, batches.drop_last
-        source = Rows(rows, size, drop_last, deal, seed, passes)
+        source = SamplerRows(rows, size, drop_last, deal, seed, passes)
         own = {"sampler": GlobalOrder(source), "batch_sampler": OwnRows(source, size, drop_last)}
         own |= {"batch_size": size, "drop_last": drop_last}
     else:
@@ -193,7 +193,7 @@ def _of_stream(loader: DataLoader[T], deal: Deal, seed: int, passes: Passes) -> 
 
 
 def _of_streams(
-    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, word: Word
+    loader: DataLoader[T], deal: Deal, seed: int, passes: Passes, next_batch: NextBatchCheck
 ) -> ShardedLoader[T]:
     """Of datasets that give each rank its own rows."""
     if not isinstance(loader.dataset, IterableDataset):
@@ -214,11 +214,11 @@ def _of_streams(
         start, stop = deal.span(total, 0, 0)
         own["batch_size"] = stop - start
         own["batch_sampler"] = BatchSampler(loader.sampler, stop - start, loader.drop_last)
-    return _copy(loader, Streams[T](loader, deal, seed, passes, word), **own)
+    return _copy(loader, Streams[T](loader, deal, seed, passes, next_batch), **own)
 
 
 def _of_batches(
-    loader: Any, deal: Deal, seed: int, passes: Passes, word: Word | None
+    loader: Any, deal: Deal, seed: int, passes: Passes, next_batch: NextBatchCheck | None
 ) -> ShardedBatches[Any]:
     """Of an iterable of batches."""
     if not isinstance(loader, Iterable):
@@ -233,8 +233,8 @@ def _of_batches(
             got=type(loader).__name__,
             do="pass what makes it: an object whose __iter__ begins a pass",
         )
-    if word is not None:
-        return ShardedBatches(loader, Streams(loader, deal, seed, passes, word))
+    if next_batch is not None:
+        return ShardedBatches(loader, Streams(loader, deal, seed, passes, next_batch))
     deal.check_batches()
     dealt = Dealt(loader, deal, Units(None, drop_last=False, collate=as_it_is))
     return ShardedBatches(dealt, Stream(dealt, 0, seed, passes))

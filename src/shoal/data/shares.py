@@ -45,8 +45,8 @@ class Shares:
 
 
 @final
-class Given(Shares):
-    """Always the same ones."""
+class FixedShares(Shares):
+    """The same shares for every batch."""
 
     even = False
 

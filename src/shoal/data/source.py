@@ -26,8 +26,8 @@ _MOST_BEGUN = 64  # passes of one epoch, most of them peeks
 
 
 @dataclass(frozen=True)
-class Step(Generic[T]):
-    """What this rank takes in one step."""
+class LoaderStep(Generic[T]):
+    """The batch that this rank takes in one step, and the position behind it."""
 
     batch: T
     position: Position  # behind it
@@ -59,7 +59,7 @@ class Source(ABC, Generic[T]):
         self._number = passes.loaders
 
     @abstractmethod
-    def steps(self, fetch: Fetch) -> Iterator[Step[T]]:
+    def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """A pass over what is left of the epoch; workers start at once."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class Source(ABC, Generic[T]):
             fetch = partial(_undrawn, fetch)
         begun = Begun(Pass(self._number, self.epoch, self.order()), self.start)
         self._begun = [*self._begun[-_MOST_BEGUN:], begun]
-        return _Given(self.steps(fetch), begun, self._passes, self.deal.shares)
+        return _TrackedPass(self.steps(fetch), begun, self._passes, self.deal.shares)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass that of this epoch, from its start."""
@@ -169,11 +169,11 @@ def _undrawn(fetch: Fetch) -> Iterator[Any]:
 
 
 @final
-class _Given(Iterator[T]):
-    """An iterator that notes what is taken from it."""
+class _TrackedPass(Iterator[T]):
+    """An iterator over a pass that notes what is taken from it."""
 
     def __init__(
-        self, steps: Iterator[Step[T]], begun: Begun, passes: Passes, shares: Shares
+        self, steps: Iterator[LoaderStep[T]], begun: Begun, passes: Passes, shares: Shares
     ) -> None:
         self._steps, self._begun, self._passes, self._shares = steps, begun, passes, shares
 

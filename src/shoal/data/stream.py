@@ -33,7 +33,7 @@ from shoal.data.deal import Deal, global_batches, shared_by
 from shoal.data.order import OwnRandom
 from shoal.data.parts import digest_of
 from shoal.data.rows import own_part
-from shoal.data.source import Fetch, Position, Source, Step, other_order
+from shoal.data.source import Fetch, LoaderStep, Position, Source, other_order
 
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
@@ -79,8 +79,8 @@ class Units:
         return [self.each(deal)] * full + ([rest] if rest else [])
 
 
-class Piece(NamedTuple):
-    """What a worker hands to the main process; a plain tuple, whose tensors can be pinned."""
+class WorkerBatch(NamedTuple):
+    """A batch from a worker to the main process: a plain tuple, whose tensors can be pinned."""
 
     part: int  # of the stream: the worker's number where it was given a stream of its own
     parts: int
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
 
 @final
-class Dealt(IterableDataset[Piece]):
+class Dealt(IterableDataset[WorkerBatch]):
     """One rank's part of a stream, as a dataset for torch's workers."""
 
     def __init__(self, dataset: Iterable[Any], deal: Deal, units: Units) -> None:
@@ -104,11 +104,11 @@ class Dealt(IterableDataset[Piece]):
         self._told[:3] = torch.tensor([seed % 2**62, epoch, len(start)], device="cpu")
         self._told[3 : 3 + len(start)] = torch.tensor(start, dtype=torch.int64, device="cpu")
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[WorkerBatch]:
         seed, epoch, num_told = self._told[:3].tolist()
         start = self._told[3 : 3 + num_told].tolist()
         worker = torch_worker._worker_info
-        if isinstance(worker, Asked):
+        if isinstance(worker, ObservedWorkerInfo):
             worker.begin(seed + epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -117,7 +117,7 @@ class Dealt(IterableDataset[Piece]):
             stream = iter(self.dataset)
             first = list(islice(stream, 1))
         part, parts, workers, number = 0, 1, 1, 0
-        if isinstance(worker, Asked):
+        if isinstance(worker, ObservedWorkerInfo):
             number, workers = worker.id_, worker.num_workers_
             if worker.shards:
                 part, parts = number, workers
@@ -130,7 +130,7 @@ class Dealt(IterableDataset[Piece]):
             if parts == 1 and turn % workers != number:
                 continue  # another worker's
             batch = units if is_last else self.units.own(units, self.deal, epoch, turn)
-            yield Piece(part, parts, len(units), order, is_last, batch)
+            yield WorkerBatch(part, parts, len(units), order, is_last, batch)
 
     def _turns(
         self, first: list[Any], stream: Iterator[Any], random: OwnRandom, taken: int
@@ -164,7 +164,7 @@ class Dealt(IterableDataset[Piece]):
 
 
 @final
-class Asked:
+class ObservedWorkerInfo:
     """Torch's WorkerInfo for the dataset, which notes whether it shares the stream out."""
 
     def __init__(self, info: Any, dataset: Any) -> None:
@@ -194,7 +194,7 @@ class BeginWorker:
     def __call__(self, worker: int) -> None:
         """In the worker."""
         info: Any = torch_worker._worker_info
-        torch_worker._worker_info = Asked(info, info.dataset.dataset)  # type: ignore[assignment]
+        torch_worker._worker_info = ObservedWorkerInfo(info, info.dataset.dataset)  # type: ignore[assignment]
         if self.init is not None:
             self.init(worker)
 
@@ -215,18 +215,18 @@ class Stream(Source[T]):
         self._dealt, self._num_workers = dealt, num_workers
         self._order = 0  # of the epoch that a position was set in
 
-    def steps(self, fetch: Fetch) -> Iterator[Step[T]]:
+    def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """A pass over what is left of the stream."""
         self._dealt.tell(self.seed, self.epoch, self.start)
         return self._given(fetch(), list(self.start), self.epoch, self.order())
 
     def _given(
         self, pieces: Iterator[Any], taken: Position, epoch: int, expected: int
-    ) -> Iterator[Step[T]]:
+    ) -> Iterator[LoaderStep[T]]:
         units, deal = self._dealt.units, self.deal
         left: list[tuple[int, Any]] = []  # the last units, and whose they are
         is_start, turn, order = not taken, 0, expected
-        for piece in (Piece(*each) for each in pieces):
+        for piece in (WorkerBatch(*each) for each in pieces):
             taken = taken or [0] * piece.parts
             if piece.part == 0:
                 order = piece.order
@@ -238,7 +238,7 @@ class Stream(Source[T]):
                 left += [(piece.part, unit) for unit in piece.batch]
                 continue
             taken = _behind(taken, [piece.part] * piece.num)
-            yield Step(piece.batch, taken, order=order)
+            yield LoaderStep(piece.batch, taken, order=order)
             is_start, turn = False, turn + 1
         left.sort(key=lambda unit: unit[0])  # workers end in any order
         sizes = units.last(len(left), deal, is_start)
@@ -246,7 +246,7 @@ class Stream(Source[T]):
             rows, left = left[:size], left[size:]
             taken = _behind(taken, [part for part, _ in rows])
             batch = units.own([row for _, row in rows], deal, epoch, turn + number)
-            yield Step(batch, taken, number == len(sizes) - 1, order)
+            yield LoaderStep(batch, taken, number == len(sizes) - 1, order)
 
     def num_steps(self) -> int:
         """Of the coming pass, where the dataset has a length and no worker a stream of its own."""

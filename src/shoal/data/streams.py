@@ -22,7 +22,7 @@ from shoal.contracts.comm import Comm
 from shoal.core.errors import RanksDiffer, UsageError
 from shoal.core.passes import Passes
 from shoal.data.deal import Deal
-from shoal.data.source import Fetch, Source, Step
+from shoal.data.source import Fetch, LoaderStep, Source
 
 T = TypeVar("T")
 _END: Any = object()
@@ -30,8 +30,8 @@ _PURPOSE = "shard: has every rank a batch?"
 
 
 @final
-class Word:
-    """What ranks tell one another about the next step, over a channel of its own."""
+class NextBatchCheck:
+    """The ranks' check, over a channel of its own, whether each has a batch for the next step."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm.channel("streams") if comm.size > 1 else None
@@ -81,19 +81,21 @@ class Streams(Source[T]):
 
     kind = "a stream on each rank"
 
-    def __init__(self, loader: Any, deal: Deal, seed: int, passes: Passes, word: Word) -> None:
+    def __init__(
+        self, loader: Any, deal: Deal, seed: int, passes: Passes, next_batch: NextBatchCheck
+    ) -> None:
         super().__init__(deal, seed, passes)
-        self._loader, self._word = loader, word
+        self._loader, self._next_batch = loader, next_batch
         self._behind: Any = None  # the dataset's own state behind the last batch
 
-    def steps(self, fetch: Fetch) -> Iterator[Step[T]]:
+    def steps(self, fetch: Fetch) -> Iterator[LoaderStep[T]]:
         """A pass over what is left of the stream."""
         dataset = getattr(self._loader, "dataset", self._loader)
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(self.epoch)
         return self._together(fetch(), self.epoch, sum(self.start))
 
-    def _together(self, batches: Iterator[Any], epoch: int, taken: int) -> Iterator[Step[T]]:
+    def _together(self, batches: Iterator[Any], epoch: int, taken: int) -> Iterator[LoaderStep[T]]:
         step, batch = 0, next(batches, _END)
         if batch is _END and not taken:
             raise UsageError(
@@ -104,7 +106,7 @@ class Streams(Source[T]):
         answer: Callable[[], list[bool]] | None = None
         while True:
             if step or taken:
-                answer = answer or self._word.ask(epoch, step, batch is not _END)
+                answer = answer or self._next_batch.ask(epoch, step, batch is not _END)
                 have = answer()
                 if not all(have):
                     self._leave(have, step, epoch, batch)
@@ -113,8 +115,8 @@ class Streams(Source[T]):
             coming = _END
             if step:
                 coming = next(batches, _END)
-                answer = self._word.ask(epoch, step + 1, coming is not _END)
-            yield Step(batch, [taken + step + 1])
+                answer = self._next_batch.ask(epoch, step + 1, coming is not _END)
+            yield LoaderStep(batch, [taken + step + 1])
             if not step:
                 coming = next(batches, _END)
             step, batch = step + 1, coming

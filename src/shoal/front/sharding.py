@@ -13,8 +13,8 @@ from shoal.core.errors import RanksDiffer, UsageError
 from shoal.data.deal import Deal
 from shoal.data.order import proposed_seed
 from shoal.data.sharded import ShardedBatches, ShardedLoader, sharded
-from shoal.data.shares import Given, Shares, Speed
-from shoal.data.streams import Word
+from shoal.data.shares import FixedShares, Shares, Speed
+from shoal.data.streams import NextBatchCheck
 from shoal.front.joining import is_tail_host
 from shoal.front.listings import Listing, listings, require_same_listings
 from shoal.session.session import current
@@ -96,7 +96,7 @@ def shard(
     purpose = "shard: checking loaders"
     own_seed = agreed(comm, lambda: proposed_seed(loader), purpose)
     seed = comm.gather_objects(own_seed, purpose)[0]
-    word = Word(comm) if shards_itself else None
+    word = NextBatchCheck(comm) if shards_itself else None
     speed = Speed(comm, session.passes) if shares == "speed" else None
 
     def made() -> Any:
@@ -122,7 +122,7 @@ def _dealt_in(shares: Shared, speed: Speed | None, size: int) -> Shares:
         raise UsageError(
             "unknown shares", got=repr(shares), expected='"speed", or one number a rank'
         )
-    return Given(shares, size)
+    return FixedShares(shares, size)
 
 
 def _require_same(comm: Comm, facts: str, listed: list[Listing]) -> None:

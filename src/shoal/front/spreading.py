@@ -54,7 +54,7 @@ from shoal.session.opening import Prepared
 from shoal.session.session import Session
 from shoal.session.watch import Watched
 from shoal.strategies.carried import row_codec
-from shoal.tensors.crossing import Crossing
+from shoal.tensors.crossing import RowCrossing
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,9 @@ def _open_tail(
     hosts.tell(Open(tail.modules, plan.micro_batches, plan.joined, shared, written))
     at_workers = [named(Strategy, c.strategy) for c in plan.choices if c.layer not in at_tail]
     alike = any(strategy.role.is_cut for strategy in at_workers)
-    return FarTail(hosts, model, modules, loss_fn, plan.micro_batches, Crossing(codec), alike=alike)
+    return FarTail(
+        hosts, model, modules, loss_fn, plan.micro_batches, RowCrossing(codec), alike=alike
+    )
 
 
 def _codec_of_tail(at_tail: Iterable[Choice]) -> Codec | None:

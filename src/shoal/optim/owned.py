@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shoal.contracts.transfer import OwnedTransfer
 from shoal.optim.owners import Owners, norms_of, scale
 from shoal.optim.part import Part, States
-from shoal.optim.update import Update, state_of_pieces, steps_of
+from shoal.optim.update import PieceUpdate, state_of_pieces, steps_of
 from shoal.profiling.updates import attributes, like, settings
 from shoal.remote.orders import GatherState, OfRank, TakeState, UpdatePieces
 from shoal.remote.wire import Data
@@ -41,7 +41,7 @@ class OwnedPart(Part):
         super().__init__(optimizer)
         self._number, self._owners = number, owners
         self._updates = {
-            transfer: Update(like(optimizer), transfer) for transfer in owners.transfers
+            transfer: PieceUpdate(like(optimizer), transfer) for transfer in owners.transfers
         }
         # the groups that a step has taken parameters out of, with all that they had
         self._taken: list[tuple[dict[str, Any], list[nn.Parameter]]] = []

@@ -3,7 +3,7 @@
     backward           slices' sums go to their owners                         OwnedTransfer.run
     optimizer.step()   settings are captured; the rest is updated as always; returns at once
      on each lane      own pieces are updated by a copy of the optimizer,
-                       the new values go to all                                Update.run
+                       the new values go to all                                PieceUpdate.work
     next forward       the first use of a parameter waits for its own
                        transfer, and for nothing else                          arrive
 

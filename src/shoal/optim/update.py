@@ -53,7 +53,7 @@ def state_of_pieces(
 
 
 def put_states(
-    updates: Mapping[OwnedTransfer, Update], states: Sequence[Mapping[int, Data]]
+    updates: Mapping[OwnedTransfer, PieceUpdate], states: Sequence[Mapping[int, Data]]
 ) -> None:
     """Have updates keep those states of the own pieces, by number."""
     for update, pieces in zip(updates.values(), states, strict=True):
@@ -66,7 +66,7 @@ def _formed_part(piece: Piece, whole: Tensor) -> Tensor:
 
 
 @final
-class Update:
+class PieceUpdate:
     """The update of this rank's pieces of one transfer; it has their state.
 
     Args:

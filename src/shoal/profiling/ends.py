@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shoal.comm.threads import ThreadComm
 from shoal.contracts.probe import Trial
 from shoal.profiling.rowwise import rowwise
-from shoal.tensors.boundary import Rows
+from shoal.tensors.boundary import CallRows
 from shoal.tensors.cut_output import CutOutput, Use
 
 
@@ -60,7 +60,7 @@ class Ends:
             def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
                 part = output.reshape(-1, output.shape[-1])
                 numbers = torch.arange(len(part), device=part.device).view(output.shape[:-1])
-                rows = Rows(ThreadComm(), (len(part),))
+                rows = CallRows(ThreadComm(), (len(part),))
                 return CutOutput.of(part, rows, (part.shape[1],), numbers, tell=tell)
 
             return leave

@@ -44,7 +44,7 @@ from shoal.remote.tail_messages import (
     WriteValues,
 )
 from shoal.remote.wire import Data
-from shoal.tensors.crossing import EXACT, Crossing
+from shoal.tensors.crossing import EXACT, RowCrossing
 from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
 
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
@@ -72,7 +72,7 @@ class FarTail:
         modules: Mapping[str, nn.Module],
         loss_fn: Any,
         micro_batches: int,
-        crossing: Crossing = EXACT,
+        crossing: RowCrossing = EXACT,
         *,
         alike: bool,
     ) -> None:

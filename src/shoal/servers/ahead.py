@@ -36,7 +36,7 @@ from shoal.core.errors import UsageError
 from shoal.engine.engine import Engine
 from shoal.engine.lanes import Answering, Errand
 from shoal.optim.owners import gather_values, put_values
-from shoal.optim.update import Update, put_states
+from shoal.optim.update import PieceUpdate, put_states
 from shoal.remote.orders import (
     AnyModelOrder,
     End,
@@ -249,7 +249,7 @@ class AheadModel(OwnersRole):
     def __init__(
         self,
         transfers: Sequence[OwnedTransfer],
-        updates: Sequence[Mapping[OwnedTransfer, Update]],
+        updates: Sequence[Mapping[OwnedTransfer, PieceUpdate]],
         there: Sequence[Comm],
         back: Sequence[Comm],
         beside: Comm,
@@ -413,7 +413,7 @@ class Shelf:
         bound: by how many steps a worker may be ahead of the slowest; None for any number.
     """
 
-    def __init__(self, updates: Sequence[Update], workers: int, bound: int | None) -> None:
+    def __init__(self, updates: Sequence[PieceUpdate], workers: int, bound: int | None) -> None:
         self._updates = updates
         self._clocks: Clocks[_Brought] = Clocks(workers, bound)
 

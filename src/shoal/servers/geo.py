@@ -28,7 +28,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.lanes import Answering
 from shoal.remote.orders import OwnersRole
 from shoal.servers.ahead import Clocks
-from shoal.strategies.geo import GeoTransfer, Word, head
+from shoal.strategies.geo import GeoRequest, GeoTransfer, head
 
 
 def end(engine: Engine, transfers: Sequence[GeoTransfer], lanes: int) -> None:
@@ -143,20 +143,20 @@ class GeoModel(OwnersRole):
         return sum((part.observed for part in self._slices), Counter())
 
     def _answer(self, worker: int, on_lane: Sequence[GlobalSlice], comm: Comm) -> None:
-        check, says = partial(comm.check, "serving"), head(0, Word.END)
+        check, says = partial(comm.check, "serving"), head(0, GeoRequest.END)
         while True:
             comm.receive(says, worker).wait()
             number, word = says.tolist()
-            if word == Word.END:
+            if word == GeoRequest.END:
                 break
             asked = self._slices[number]
             came = asked.room()
-            if word != Word.LOOK:
+            if word != GeoRequest.LOOK:
                 comm.receive(came, worker).wait()
-            if word == Word.PUSH:
+            if word == GeoRequest.PUSH:
                 answer = asked.push(worker, came, check)
             else:
-                answer = asked.look() if word == Word.LOOK else asked.put(came)
+                answer = asked.look() if word == GeoRequest.LOOK else asked.put(came)
             comm.send(answer, worker).wait()
         for part in on_lane:
             part.leave(worker)

@@ -24,7 +24,7 @@ from shoal.core.registry import named
 from shoal.engine.engine import Engine
 from shoal.optim.owners import Owners, put_values
 from shoal.optim.residuals import sum_residuals
-from shoal.optim.update import Update, put_states
+from shoal.optim.update import PieceUpdate, put_states
 from shoal.remote.orders import (
     Numbers,
     OwnersRole,
@@ -76,7 +76,7 @@ class InStep(OwnersRole):
     def __init__(
         self,
         transfers: Sequence[OwnedTransfer],
-        updates: Sequence[Mapping[OwnedTransfer, Update]],
+        updates: Sequence[Mapping[OwnedTransfer, PieceUpdate]],
         there: Sequence[Comm],
         back: Sequence[Comm],
     ) -> None:

@@ -32,7 +32,7 @@ from shoal.engine.engine import Engine
 from shoal.engine.lanes import Lane
 from shoal.exchange.direct import Direct
 from shoal.optim.owners import values_of
-from shoal.optim.update import Update
+from shoal.optim.update import PieceUpdate
 from shoal.profiling.paces import probe_duplex
 from shoal.profiling.updates import form_of, made_of, settings
 from shoal.remote.orders import (
@@ -339,7 +339,7 @@ class _Server:
         comm, number = self._comm, next(self._model_numbers)
         transfers = tuple(transfers_of(order.sites, comm, stale=order.staleness != 0))
         updates = [
-            {transfer: Update(made_of(form), transfer) for transfer in transfers}
+            {transfer: PieceUpdate(made_of(form), transfer) for transfer in transfers}
             for form in order.optimizers
         ]
         there, back = ways(comm, number, order.lanes, idle=order.staleness != 0)

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.core.cost import Traffic
 from shoal.core.facts import LayerProfile, Topology
 from shoal.strategies.cutting import ByOutputs, CutFacts, counts, move, wire_itemsize
-from shoal.tensors.boundary import Rows
+from shoal.tensors.boundary import CallRows
 
 
 @final
@@ -34,7 +34,7 @@ class Column(ByOutputs):
     codes_rows = True
 
     def leave(
-        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+        self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
         return rows.to_rows(product, widths, scale=1 / len(widths)).view(*shape)
 

@@ -43,8 +43,8 @@ from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.profiling.rowwise import row_dims, rowwise
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.copies import plain
-from shoal.tensors.boundary import Move, Rows, call_of, linear, rows_of_all
-from shoal.tensors.crossing import EXACT, Crossing
+from shoal.tensors.boundary import CallRows, Move, call_of, linear, rows_of_all
+from shoal.tensors.crossing import EXACT, RowCrossing
 from shoal.tensors.cut import OverRanks, cut, is_cut, restore
 from shoal.tensors.cut_output import CutOutput
 
@@ -88,12 +88,12 @@ class CutStrategy(Strategy):
     takes_parts: ClassVar[bool] = False  # what it is called with is cut already, as its weight is
 
     @abstractmethod
-    def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
+    def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
         """How rows come to the weight's parts."""
 
     @abstractmethod
     def leave(
-        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+        self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
         """Bring the parts' products to the ranks whose rows they are, in that shape."""
 
@@ -193,9 +193,9 @@ class CutStrategy(Strategy):
                     place.weighs,
                 ),
             )
-        parts = _Parts(name, self, module, outputs, widths, place)
+        part = _LayerPart(name, self, module, outputs, widths, place)
         module.__class__ = _cut_class(type(module))
-        module.__dict__[_SLOT] = parts
+        module.__dict__[_SLOT] = part
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -208,8 +208,8 @@ class CutStrategy(Strategy):
 
 def error_of_rows(layer: nn.Module) -> float | None:
     """How far rows of a cut layer were off as they crossed, relative; None where none did."""
-    parts: _Parts | None = layer.__dict__.get(_SLOT)
-    return None if parts is None else parts.crossing.error
+    part: _LayerPart | None = layer.__dict__.get(_SLOT)
+    return None if part is None else part.crossing.error
 
 
 class ByOutputs(CutStrategy):
@@ -229,11 +229,11 @@ class ByOutputs(CutStrategy):
             )
         return reason
 
-    def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
+    def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
         return rows.gathered(scale=len(widths))
 
     def leave(
-        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+        self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
         numbers = torch.arange(rows.counts[rows.comm.rank], device=product.device).view(*shape[:-1])
         # what is asked of the output crosses as it is: sums of a loss, or all of it
@@ -296,8 +296,8 @@ def counts(layer: LayerProfile, topology: Topology) -> Traffic:
 
 
 @final
-class _Parts:
-    """Runs a layer of whose weight this rank has a part."""
+class _LayerPart:
+    """This rank's part of a layer: it runs the layer for the rows of all ranks."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class _Parts:
     ) -> None:
         assert place.comm is not None
         self._name, self._comm, self._chunks = name, place.comm, place.chunks
-        self._weighs, self.crossing = place.weighs, Crossing(place.codec)
+        self._weighs, self.crossing = place.weighs, RowCrossing(place.codec)
         self._is_linear = type(module) is nn.Linear
         self.weight, self.bias = module.weight, module.bias
         self._strategy, self._widths = strategy, widths
@@ -353,7 +353,7 @@ class _Parts:
             product.flatten(1), rows, widths, (*ahead, self._outputs, *place)
         )
 
-    def _enter(self, rows: Rows) -> Move:
+    def _enter(self, rows: CallRows) -> Move:
         return self._strategy.enter(rows, self._widths)
 
     def _added_bias(self) -> Tensor | None:
@@ -372,17 +372,17 @@ class _CutLayer(nn.Module):
     A copy of it is an ordinary layer.
     """
 
-    _cut_layer: _Parts | None = None
+    _cut_layer: _LayerPart | None = None
 
     @eager
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        parts = self._cut_layer
+        part = self._cut_layer
         # by functional_call
-        if parts is None or self.weight is not parts.weight or self.bias is not parts.bias:
+        if part is None or self.weight is not part.weight or self.bias is not part.bias:
             output: Tensor = super().forward(*args, **kwargs)
             return output
         (x,) = (*args, *kwargs.values())  # or it would not have been cut
-        return parts.called(super().forward, x)
+        return part.called(super().forward, x)
 
     def _get_name(self) -> str:
         return _kind_of(self).__name__

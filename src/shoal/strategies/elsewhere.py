@@ -45,9 +45,9 @@ class Elsewhere:
         self._reached, self._accumulators = reached, accumulators
         self._aside: dict[nn.Parameter, Tensor | None] = {}
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._hooks = [target.register_hook(_Before(self, target)) for target in targets]
+        self._hooks = [target.register_hook(_BeforeAddingHook(self, target)) for target in targets]
         self._hooks += [
-            target.register_post_accumulate_grad_hook(_Behind(self)) for target in targets
+            target.register_post_accumulate_grad_hook(_AfterAddingHook(self)) for target in targets
         ]
 
     def __bool__(self) -> bool:
@@ -111,7 +111,9 @@ def summed(
 
 @final
 @dataclass(frozen=True)
-class _Before(OwnHook):
+class _BeforeAddingHook(OwnHook):
+    """A hook that autograd calls before it adds a gradient to `.grad`."""
+
     elsewhere: Elsewhere
     target: nn.Parameter
 
@@ -121,7 +123,9 @@ class _Before(OwnHook):
 
 @final
 @dataclass(frozen=True)
-class _Behind(OwnHook):
+class _AfterAddingHook(OwnHook):
+    """A hook that autograd calls when it has added a gradient to `.grad`."""
+
     elsewhere: Elsewhere
 
     def __call__(self, target: nn.Parameter) -> None:

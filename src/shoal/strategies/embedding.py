@@ -129,7 +129,7 @@ class EmbeddingRows(Strategy):
         sizes = cut_sizes(module.num_embeddings, place.ranks)
         over = OverRanks(f"{name}.weight", module.weight, 0, sizes, place.comm, place.weighs)
         cut(module.weight, over)
-        run_by(module, _Table(name, module, sizes, place.comm, place.weighs))
+        run_by(module, _CutTable(name, module, sizes, place.comm, place.weighs))
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -138,8 +138,8 @@ class EmbeddingRows(Strategy):
 
 
 @final
-class _Table:
-    """Runs an embedding of whose table this rank has a part."""
+class _CutTable:
+    """A table of which each rank has a part, for the embedding that looks its rows up."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Table:
         theirs = comm.numbers(wanted, call_of(self.name))
         local = dealt(distinct, comm, wanted, theirs) - starts[comm.rank]
         with torch._C.DisableTorchFunctionSubclass():  # the part itself
-            found = _Found.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
+            found = _PartLookUp.apply(local, self.weight, self)  # type: ignore[no-untyped-call]
         rows = dealt(found, comm, theirs, wanted, 1 / comm.size, self._weighs, self.name)
         return distinct, place, rows
 
@@ -240,11 +240,11 @@ def is_written(dense: Tensor) -> bool:
     return bool(dense[:: max(1, len(dense) // _LOOKED_AT)].any())
 
 
-class _Found(torch.autograd.Function):
+class _PartLookUp(torch.autograd.Function):
     """Rows of this rank's part, whose gradient is not made anew: most of it would be zeros."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, part: Tensor, table: _Table) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, part: Tensor, table: _CutTable) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.table = table
         return F.embedding(ids, part)
@@ -256,8 +256,8 @@ class _Found(torch.autograd.Function):
         return None, None, None
 
 
-class Table(Protocol):
-    """Who has the rows of a table."""
+class LookUpTable(Protocol):
+    """A table whose rows are elsewhere, at ranks or servers."""
 
     weight: nn.Parameter
 
@@ -265,7 +265,7 @@ class Table(Protocol):
         """The rows of these ids, of any shape."""
 
 
-def run_by(module: nn.Embedding | nn.EmbeddingBag, table: Table) -> None:
+def run_by(module: nn.Embedding | nn.EmbeddingBag, table: LookUpTable) -> None:
     """From here on the table looks up what the module is called with."""
     module.__class__ = _CUT_CLASSES[type(module)]
     module.__dict__[_SLOT] = table
@@ -273,7 +273,7 @@ def run_by(module: nn.Embedding | nn.EmbeddingBag, table: Table) -> None:
 
 def run_by_itself(module: nn.Module) -> nn.Parameter:
     """From here on the module is torch's own again; the weight, which is cut still."""
-    table: Table = module.__dict__.pop(_SLOT)
+    table: LookUpTable = module.__dict__.pop(_SLOT)
     module.__class__ = next(kind for kind, cut in _CUT_CLASSES.items() if type(module) is cut)
     return table.weight
 
@@ -284,7 +284,7 @@ class CutEmbedding(nn.Embedding):
     A copy of it is an ordinary one.
     """
 
-    _cut_embedding: Table | None = None
+    _cut_embedding: LookUpTable | None = None
 
     @eager
     def forward(self, input: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ class CutEmbeddingBag(nn.EmbeddingBag):
     A copy of it is an ordinary one.
     """
 
-    _cut_embedding: _Table | None = None
+    _cut_embedding: _CutTable | None = None
 
     @eager
     def forward(

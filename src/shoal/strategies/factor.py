@@ -39,7 +39,7 @@ from shoal.core.role import Role
 from shoal.exchange.direct import Direct
 from shoal.profiling.products import ProductFacts, ProductProbe
 from shoal.strategies.copies import plain
-from shoal.strategies.factors import EmbeddingProduct, FactorTransfer, LinearProduct, Product
+from shoal.strategies.factors import EmbeddingProduct, FactorProduct, FactorTransfer, LinearProduct
 
 _HEADER_BYTES = 24  # to every peer: rows, share, and what else there is, with the round's mark
 _ID_BYTES = 8
@@ -96,7 +96,7 @@ class Factor(Strategy):
         ((_, module),) = place.layers.items()
         if type(module) is nn.Linear:
             module.__class__ = FactorLinear
-            product: Product = LinearProduct(module)
+            product: FactorProduct = LinearProduct(module)
         elif type(module) is nn.Embedding:
             module.__class__ = FactorEmbedding
             product = EmbeddingProduct(module)

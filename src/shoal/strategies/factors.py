@@ -18,11 +18,13 @@ from shoal.core.by_host import staged
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.strategies.elsewhere import Elsewhere, summed
+from shoal.strategies.factor_gradients import FactorGradients
+from shoal.strategies.factor_pairs import FactorPairs
 from shoal.strategies.landing import at_least, history
 
 
-class Product(ABC):
-    """How a layer's gradients follow from its factors: `left` (x, or ids) and `right` (dy)."""
+class FactorProduct(ABC):
+    """A layer's gradient as the product of its factors: `left` (x, or ids) and `right` (dy)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -36,7 +38,7 @@ class Product(ABC):
 
 
 @final
-class LinearProduct(Product):
+class LinearProduct(FactorProduct):
     def __init__(self, module: nn.Linear) -> None:
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self.bias = module.weight, module.bias
@@ -48,7 +50,7 @@ class LinearProduct(Product):
 
 
 @final
-class EmbeddingProduct(Product):
+class EmbeddingProduct(FactorProduct):
     def __init__(self, module: nn.Embedding) -> None:
         assert isinstance(module.weight, nn.Parameter)
         self.weight, self.bias = module.weight, None
@@ -74,7 +76,7 @@ class FactorTransfer(Transfer):
 
     tells = True
 
-    def __init__(self, product: Product, place: Place, label: str) -> None:
+    def __init__(self, product: FactorProduct, place: Place, label: str) -> None:
         self.label = label
         self._product = product
         self._ranks = place.ranks
@@ -83,13 +85,11 @@ class FactorTransfer(Transfer):
             p for p in (product.weight, product.bias) if p is not None and p.requires_grad
         ]
         self._training = self._targets  # those that were not frozen since
-        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._gradients = FactorGradients()
         self._begun = False  # a backward has come here that is to be sent
         self._landed: set[nn.Parameter] = set()  # those that it has brought all of
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._marks: dict[nn.Parameter, _Mark] = {}
-        self._packed: _Packed | None = None
-        self._accumulate: dict[nn.Parameter, bool] = {}
+        self._pairs = FactorPairs(self._targets, label, self._pin)
+        self._packed: _PackedFactors | None = None
         self._found = False  # something on any rank
         self._elsewhere = Elsewhere(self._targets, self._land, lambda: self._accumulators)
         # autograd's, of the last call: a conversion there and back makes others
@@ -134,14 +134,12 @@ class FactorTransfer(Transfer):
         # until they are sent somebody may fill the same input with the next batch
         if backward.accumulating:
             left, right = left.clone(), right.clone()
-        self._pairs.append(
-            (
-                left.reshape(-1, self._product.left_width),
-                right.reshape(-1, self._product.right_width),
-            )
+        self._pairs.add(
+            left.reshape(-1, self._product.left_width),
+            right.reshape(-1, self._product.right_width),
         )
         if backward.accumulating:
-            self._mark()
+            self._pairs.mark()
 
     def _begin(self) -> Round:
         """A backward comes here: what was kept and cleared since does not count."""
@@ -156,53 +154,22 @@ class FactorTransfer(Transfer):
         backward = self.rounds.current()
         if backward.accumulating:
             if self._elsewhere:
-                self._mark()
+                self._pairs.mark()
             return
         self._landed.add(target)
         if all(other in self._landed for other in self._targets if other.requires_grad):
             backward.ready(self)
 
-    def _mark(self) -> None:
-        """Let `.grad` show that something was kept: clearing it must drop that.
-
-        What is put there takes no memory.
-        """
-        for target in self._targets:
-            if target.grad is None:
-                target.grad = torch.zeros((), dtype=target.dtype, device=target.device).expand_as(
-                    target
-                )
-                self._marks[target] = _Mark(target.grad, ours=True)
-            else:
-                self._marks.setdefault(target, _Mark(target.grad, ours=False))
-
     def _forget_if_cleared(self) -> None:
-        """Drop the pairs that were kept, where `.grad` was cleared since; and what marked them."""
-        if any(
-            mark.is_cleared(target.grad, self.label, self._pin)
-            for target, mark in self._marks.items()
-        ):
-            self._pairs.clear()
+        """Drop what was kept, where `.grad` was cleared since."""
+        if self._pairs.drop_if_cleared():
             self._elsewhere.drop()
-        for target, mark in self._marks.items():
-            if mark.ours and target.grad is mark.gradient:
-                target.grad = None
-        self._marks.clear()
 
     def pack(self, backward: Round) -> None:
         self._forget_if_cleared()  # where this backward did not come here
         product = self._product
         if self._pairs:
-            left = (
-                torch.cat([pair[0] for pair in self._pairs])
-                if len(self._pairs) > 1
-                else self._pairs[0][0]
-            )
-            right = (
-                torch.cat([pair[1] for pair in self._pairs])
-                if len(self._pairs) > 1
-                else self._pairs[0][1]
-            )
+            left, right = self._pairs.joined()
         else:
             left = torch.empty(0, product.left_width, device=product.weight.device)
             right = torch.empty(0, product.right_width, device=product.weight.device)
@@ -214,7 +181,7 @@ class FactorTransfer(Transfer):
         self._training = [target for target in self._targets if target.requires_grad]
         more = self._elsewhere.taken(self._training, at_least(backward.share) / self._ranks)
         left = left.to(product.left_dtype).contiguous()
-        self._packed = _Packed(left, mean, backward.share, more, backward.mark(self))
+        self._packed = _PackedFactors(left, mean, backward.share, more, backward.mark(self))
         for target in self._training:
             hooks = [*(target._backward_hooks or {}).values()]
             hooks += (target._post_accumulate_grad_hooks or {}).values()
@@ -225,10 +192,7 @@ class FactorTransfer(Transfer):
                     where=self.label,
                     do=f"look at .grad after backward, or give parallelize {self._pin}",
                 )
-        for target in self._training:
-            self._accumulate[target] = target.grad is not None and target.grad is self._buffers.get(
-                target
-            )
+        self._gradients.begin(self._training)
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
@@ -237,7 +201,8 @@ class FactorTransfer(Transfer):
         if not self._found:
             return
         for target in self._training:
-            buffer, add = self._buffer(target), self._accumulate[target]
+            buffer = self._gradients.buffer(target)
+            add = self._gradients.accumulates(target)
             if target is self._product.weight:
                 self._product.into(buffer, gathered.left, gathered.right, add)
             else:
@@ -245,61 +210,25 @@ class FactorTransfer(Transfer):
                 torch.add(buffer if add else torch.zeros_like(buffer), of_rows, out=buffer)
         if gathered.more:
             for target, more in summed(self._packed.more, self._training, comm).items():
-                self._buffers[target].add_(more.div_(gathered.mean_share))
-
-    def _buffer(self, target: nn.Parameter) -> Tensor:
-        if target not in self._buffers:
-            self._buffers[target] = torch.empty_like(
-                target
-            )  # in its strides, which a fused optimizer takes for granted
-        return self._buffers[target]
+                self._gradients.buffer(target).add_(more.div_(gathered.mean_share))
 
     def publish(self) -> None:
         if self._found:
-            for target in self._training:
-                if target.grad is None or self._accumulate[target]:
-                    target.grad = self._buffers[target]
-                else:
-                    target.grad.add_(self._buffers[target])
+            self._gradients.publish(self._training)
         self._packed = None
         self._begun = self._found = False
         self._landed.clear()
 
     def kept(self) -> Sequence[Tensor]:
-        return list(self._buffers.values())
+        return self._gradients.tensors()
 
     def release(self) -> None:
         self._elsewhere.release()
 
 
-@final
-class _Mark:
-    """The `.grad` of a parameter with kept factors: what is done to it is done to them."""
-
-    def __init__(self, gradient: Tensor, ours: bool) -> None:
-        self.gradient, self.ours = gradient, ours  # ours: put there to be seen
-        self._version = gradient._version
-
-    def is_cleared(self, gradient: Tensor | None, where: str, pin: str) -> bool:
-        """Whether it was since set to None or to zero (UsageError for any other change)."""
-        if gradient is None:
-            return True
-        if gradient is self.gradient and gradient._version == self._version:
-            return False
-        if bool(gradient.any()):
-            raise UsageError(
-                "a gradient was changed of which a part is kept on this rank, to be sent with the "
-                "next backward",
-                where=where,
-                do="change it after the backward outside of optimizer.accumulate(), or give "
-                f"parallelize {pin}",
-            )
-        return True
-
-
 @dataclass(frozen=True)
-class _Packed:
-    """What a rank contributes."""
+class _PackedFactors:
+    """Rows of factors that a rank contributes."""
 
     left: Tensor
     right: Tensor
@@ -318,7 +247,7 @@ class _Gathered:
     more: bool  # whether any rank has gradients from elsewhere
 
 
-def _gathered(comm: Comm, packed: _Packed) -> _Gathered:
+def _gathered(comm: Comm, packed: _PackedFactors) -> _Gathered:
     """All ranks' rows. A peer receives when it knows how much there is."""
     left, right, mark = packed.left, packed.right, packed.mark
     word = 0 if mark is None else mark.word

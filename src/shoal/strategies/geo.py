@@ -35,8 +35,8 @@ from shoal.core.outer import Outer
 from shoal.core.pieces import Piece, cut
 
 
-class Word(IntEnum):
-    """What a worker wants of a server, which answers with its slice, but to the last."""
+class GeoRequest(IntEnum):
+    """A worker's request to a server, which answers with its slice, but to the last."""
 
     PUSH = 0  # a slice follows, to be added
     PUT = 1  # a slice follows, to be had from now on
@@ -44,14 +44,14 @@ class Word(IntEnum):
     END = 3  # nothing more comes from this worker over this lane
 
 
-def head(number: int, word: Word) -> Tensor:
-    """What comes before anything else: the number of the transfer, and the word."""
-    return torch.tensor([number, word], dtype=torch.int64, device="cpu")
+def head(number: int, request: GeoRequest) -> Tensor:
+    """Return what comes first: the number of the transfer, and the request."""
+    return torch.tensor([number, request], dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
-    """What is under way."""
+class _PackedPush:
+    """A push that is under way, from `pack` to `publish`."""
 
     flat: Tensor  # there the difference; back the global weights
     left: Sequence[Tensor]  # pieces as they were packed, if steps go on meanwhile
@@ -83,7 +83,7 @@ class GeoTransfer(Transfer):
         self._factor = outer.lr / place.ranks
         self._servers = range(place.ranks, place.ranks + place.servers)
         self._flat = self._parameters()  # θ_old
-        self._packed: _Packed | None = None  # while it is under way
+        self._packed: _PackedPush | None = None  # while it is under way
         self._seen = self._flat  # as `look` saw them
 
     def _parameters(self) -> Tensor:
@@ -101,19 +101,19 @@ class GeoTransfer(Transfer):
     def pack(self, backward: Round) -> None:
         own = self._parameters()
         left = [part.clone() for part in self._of_pieces(own)] if self.cadence.lag else []
-        self._packed = _Packed(own.sub_(self._flat).mul_(self._factor), left)
+        self._packed = _PackedPush(own.sub_(self._flat).mul_(self._factor), left)
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
-        self._ask(Word.PUSH, self._packed.flat, comm)
+        self._ask(GeoRequest.PUSH, self._packed.flat, comm)
 
-    def _ask(self, word: Word, flat: Tensor, comm: Comm) -> None:
-        """Tell all servers a word, and have their slices in `flat`, which held what is sent."""
+    def _ask(self, request: GeoRequest, flat: Tensor, comm: Comm) -> None:
+        """Send all servers a request, and have their slices in `flat`, which held what is sent."""
         slices = dict(zip(self._servers, cut(flat, len(self._servers)), strict=True))
         asked = {server: part for server, part in slices.items() if part.numel()}
-        says = head(self.number, word)
+        says = head(self.number, request)
         pending = [comm.send(says, server) for server in asked]
-        if word is not Word.LOOK:
+        if request is not GeoRequest.LOOK:
             pending += [comm.send(part, server) for server, part in asked.items()]
         comm.finish(pending)
         comm.finish([comm.receive(part, server) for server, part in asked.items()])
@@ -142,7 +142,7 @@ class GeoTransfer(Transfer):
     def look(self, comm: Comm) -> None:
         """See the global weights as servers have them. This worker does not take them over."""
         self._seen = torch.empty_like(self._flat)
-        self._ask(Word.LOOK, self._seen, comm)
+        self._ask(GeoRequest.LOOK, self._seen, comm)
 
     def forget(self) -> None:
         """What `look` saw is no longer needed."""
@@ -157,11 +157,11 @@ class GeoTransfer(Transfer):
     def put(self, comm: Comm) -> None:
         """Have servers take what the round has begun with. Worker 0 tells them for all."""
         if comm.rank == 0:
-            self._ask(Word.PUT, self._flat.clone(), comm)
+            self._ask(GeoRequest.PUT, self._flat.clone(), comm)
 
     def farewell(self, comm: Comm) -> None:
         """Tell servers that nothing more comes over this lane."""
-        says = head(0, Word.END)
+        says = head(0, GeoRequest.END)
         comm.finish([comm.send(says, server) for server in self._servers])
 
     def kept(self) -> Sequence[Tensor]:

@@ -6,8 +6,8 @@ not needed: either waits for all that the GPU has still to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,10 @@ def history() -> UsageError:
     )
 
 
-@final
-class Landing:
+class Landing(ABC):
     """The gradients of one transfer's parameters in a backward: each once, ready with the last.
+
+    A transfer with a bucket has a subclass, whose `take` brings a gradient into that bucket.
 
     On a CPU each is scaled into its place as it lands. On a GPU they wait for the last, and one
     kernel brings them all; they are scaled behind the sum. Of 16 bits none waits, since their sum
@@ -39,8 +40,6 @@ class Landing:
     Args:
         transfer: whose they are.
         parameters: by name.
-        take: brings what is in a parameter's `.grad` into the transfer's bucket, in that round;
-            whether there was anything.
         flat: the bucket.
         ranks: how many add to its sums.
         sparse: whether gradients may be sparse tensors.
@@ -51,14 +50,13 @@ class Landing:
         self,
         transfer: Transfer,
         parameters: Mapping[str, nn.Parameter],
-        take: Callable[[nn.Parameter, Round], bool],
         flat: Tensor,
         ranks: int,
         sparse: bool = False,
         served: bool = False,
     ) -> None:
-        self._transfer, self._take, self._sparse = transfer, take, sparse
-        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._transfer, self._sparse = transfer, sparse
+        self.names = {parameter: name for name, parameter in parameters.items()}
         self._ranks, self._period = ranks, transfer.period
         if self._period is not None:
             self._period.join(parameters)
@@ -67,11 +65,18 @@ class Landing:
         self._landed: set[nn.Parameter] = set()
         self._closed = False
         # looked at for NaN, which spreads to all sums over rows: small, and not on a GPU
-        seen = [p for p in self._names if p.device.type == "cpu" and p.numel()]
+        seen = [p for p in self.names if p.device.type == "cpu" and p.numel()]
         self._looked_at = min(seen, key=nn.Parameter.numel, default=None)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._land) for parameter in self._names
+            parameter.register_post_accumulate_grad_hook(self._land) for parameter in self.names
         ]
+
+    @abstractmethod
+    def take(self, parameter: nn.Parameter, backward: Round) -> bool:
+        """Bring what is in a parameter's `.grad` into the bucket.
+
+        Return whether there was anything.
+        """
 
     def _land(self, parameter: nn.Parameter) -> None:
         gradient = local_gradient(parameter)  # walk 1
@@ -84,26 +89,26 @@ class Landing:
         if gradient is None:  # its function gave none: unused, as far as an optimizer can see
             return
         if gradient.layout is not torch.strided and not self._sparse:
-            layer = self._names[parameter].rpartition(".")[0] or ROOT
+            layer = self.names[parameter].rpartition(".")[0] or ROOT
             raise UsageError(
                 "a gradient is a sparse tensor, which the sample did not show",
-                where=f"parameter {self._names[parameter]}, {self._transfer.label}",
+                where=f"parameter {self.names[parameter]}, {self._transfer.label}",
                 do=f'give parallelize a sample that uses it, or pins={{"{layer}": "sparse"}}',
             )
         if self._closed or parameter in self._landed:
             raise UsageError(
-                f"parameter {self._names[parameter]} got a second gradient within one backward",
+                f"parameter {self.names[parameter]} got a second gradient within one backward",
                 where=self._transfer.label,
                 do="use torch.utils.checkpoint with use_reentrant=False, and do not nest backward "
                 "calls",
             )
         if parameter is self._looked_at and _is_nan(gradient) and not _is_nan(parameter):
-            backward.found_nan(self._names[parameter])
+            backward.found_nan(self.names[parameter])
         if period is not None:
             period.complete(parameter, backward.share)
-        self._take(parameter, backward)
+        self.take(parameter, backward)
         self._landed.add(parameter)
-        if len(self._landed) == len(self._names):
+        if len(self._landed) == len(self.names):
             backward.ready(self._transfer)
 
     def close(self, backward: Round) -> list[bool]:
@@ -112,7 +117,7 @@ class Landing:
         It may be nothing, or what was read, assigned or kept.
         """
         self._closed = True
-        for parameter, name in self._names.items():
+        for parameter, name in self.names.items():
             hooks = (parameter._post_accumulate_grad_hooks or {}).values()
             if not all(isinstance(getattr(hook, "__self__", None), Landing) for hook in hooks):
                 raise UsageError(
@@ -122,11 +127,11 @@ class Landing:
                     do="do after loss.backward() what the hook does (an optimizer's step, a look "
                     "at .grad)",
                 )
-        seen, take = self._landed, self._take
+        seen = self._landed
         if self._period is not None:
-            for parameter in self._names.keys() - seen:
+            for parameter in self.names.keys() - seen:
                 self._period.complete(parameter, backward.share)
-        used = [parameter in seen or take(parameter, backward) for parameter in self._names]
+        used = [parameter in seen or self.take(parameter, backward) for parameter in self.names]
         if self._waiting:
             places, gradients = zip(*self._waiting, strict=True)
             torch._foreach_copy_(list(places), list(gradients))

@@ -48,8 +48,8 @@ from shoal.core.pieces import cut, line, unlined
 from shoal.strategies.carried import coded_first
 
 
-class Counted(Protocol):
-    """What is known of this rank's rows."""
+class RowCounter(Protocol):
+    """A counter of this rank's rows."""
 
     def own(self) -> float:
         """How many there were so far."""
@@ -59,8 +59,8 @@ class Counted(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Packed:
-    """What is under way."""
+class _PackedRound:
+    """A round that is under way, from `pack` to `publish`."""
 
     before: Tensor  # θ_old, flat
     left: Sequence[Tensor]  # parameters as they were packed, if steps go on meanwhile
@@ -144,10 +144,10 @@ class LocalTransfer(Transfer):
         self._own = cut(self._flat, ranks)[rank]
         spans = LiveBucket.even(self._flat, numels, ranks).spans  # of each rank
         self._velocity = _Velocity(self._own, spans[rank])
-        self._packed: _Packed | None = None  # while it is under way
+        self._packed: _PackedRound | None = None  # while it is under way
         self._is_lossy = not self.carrier.exact  # so far
         self._packed_rows, self._times = 0.0, 0  # this rank's, as of the last time
-        self.counted: Counted  # given before it goes
+        self.counted: RowCounter  # given before it goes
         self.learning: Callable[[], Mapping[int, float]] = dict  # rates now, by id of a parameter
 
     @property
@@ -160,7 +160,7 @@ class LocalTransfer(Transfer):
         before = self._flat.clone()
         torch._foreach_sub_(self._views, listed)
         slowed = self._outer.rule == "slowmo"
-        self._packed = _Packed(
+        self._packed = _PackedRound(
             before,
             [p.detach().clone() for p in listed] if self.cadence.lag else [],
             (rows - self._packed_rows, float(self._times), self.counted.first_batch()),

@@ -57,7 +57,7 @@ class Pieces:
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 if name and module._forward_hooks:
-                    given = _Given(self, OnePiece(f"a forward hook on {name}", self._layers))
+                    given = _HookedOutput(self, OnePiece(f"a forward hook on {name}", self._layers))
                     stack.callback(module.register_forward_hook(given.before, prepend=True).remove)
                     stack.callback(module.register_forward_hook(given.after).remove)
             yield
@@ -105,8 +105,8 @@ class Pieces:
 
 
 @final
-class _Given:
-    """What a module has put out: as hooks are given it, and as it goes on."""
+class _HookedOutput:
+    """A module's output, as hooks are given it and as it goes on."""
 
     def __init__(self, pieces: Pieces, piece: OnePiece) -> None:
         self._pieces, self._piece = pieces, piece

@@ -20,7 +20,7 @@ VLDB 2020, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -79,6 +79,40 @@ class Replicate(Strategy):
 
 
 @final
+class BucketLanding(Landing):
+    """Gradients on their way into a bucket, of which `.grad` is a view from there on.
+
+    Args:
+        transfer: whose they are.
+        parameters: by name.
+        views: of the bucket, in each parameter's shape.
+        flat: the bucket.
+        ranks: how many add to its sums.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        parameters: Mapping[str, nn.Parameter],
+        views: Mapping[nn.Parameter, Tensor],
+        flat: Tensor,
+        ranks: int,
+    ) -> None:
+        self._views = views
+        super().__init__(transfer, parameters, flat, ranks)
+
+    def take(self, parameter: nn.Parameter, backward: Round) -> bool:
+        view, gradient = self._views[parameter], parameter.grad  # walk 3
+        if gradient is None:
+            view.zero_()
+            return False
+        self.bring(gradient.detach(), view)
+        # of the same memory, and not the same: its `.data` may be set, as by model.to()
+        parameter.grad = view.detach()
+        return True
+
+
+@final
 class BucketTransfer(Transfer):
     """Gradients of one dtype and device, flat, behind them one flag a parameter, and the shares."""
 
@@ -109,17 +143,7 @@ class BucketTransfer(Transfer):
             p: unlined(piece, p) for piece, p in zip(pieces, parameters.values(), strict=True)
         }
         self._used = [False] * len(numels)  # by this rank
-        self._landing = Landing(self, parameters, self._take, self._flat, ranks)
-
-    def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
-        view, gradient = self._views[parameter], parameter.grad  # walk 3
-        if gradient is None:
-            view.zero_()
-            return False
-        self._landing.bring(gradient.detach(), view)
-        # of the same memory, and not the same: its `.data` may be set, as by model.to()
-        parameter.grad = view.detach()
-        return True
+        self._landing = BucketLanding(self, parameters, self._views, self._flat, ranks)
 
     def pack(self, backward: Round) -> None:
         self._used = self._landing.close(backward)  # walk 4

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.core.cost import Traffic
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.strategies.cutting import CutFacts, CutStrategy, counts, move, uncut, wire_itemsize
-from shoal.tensors.boundary import Move, Rows
+from shoal.tensors.boundary import CallRows, Move
 
 
 class Row(CutStrategy):
@@ -35,11 +35,11 @@ class Row(CutStrategy):
             return f"it serves nn.Linear, and this is a {layer.kind}"
         return uncut(layer, layer.inputs, "inputs", cluster)
 
-    def enter(self, rows: Rows, widths: Sequence[int]) -> Move:
+    def enter(self, rows: CallRows, widths: Sequence[int]) -> Move:
         return rows.to_columns(widths, scale=len(widths))
 
     def leave(
-        self, product: Tensor, rows: Rows, widths: Sequence[int], shape: Sequence[int]
+        self, product: Tensor, rows: CallRows, widths: Sequence[int], shape: Sequence[int]
     ) -> Tensor:
         return rows.summed(product, scale=1 / len(widths)).view(*shape)
 

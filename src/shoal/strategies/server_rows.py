@@ -82,7 +82,7 @@ class ServerRows(Strategy):
             raise TypeError(f"{label}: not a plain nn.Embedding, but {type(module)}")
         assert place.tables is not None and isinstance(module.weight, nn.Parameter)
         rows = place.tables.give(f"{name}.weight", module.weight)
-        run_by(module, _Table(name, module, module.weight, rows, place.weighs))
+        run_by(module, _ServedTable(name, module, module.weight, rows, place.weighs))
         return []
 
     def release(self, place: Place, transfers: Sequence[Transfer]) -> None:
@@ -106,8 +106,8 @@ def _between(cluster: Cluster, out: float, back: float, rounds: int) -> Traffic:
 
 
 @final
-class _Table:
-    """Runs an embedding whose rows are at servers."""
+class _ServedTable:
+    """A table at servers, for the embedding that looks its rows up."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Pulled(torch.autograd.Function):
     """Rows from the servers, and their gradients back to these."""
 
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, part: Tensor, table: _Table) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, part: Tensor, table: _ServedTable) -> Tensor:
         ctx.ids, ctx.table = ids, table
         return table.pull(ids)
 

@@ -4,8 +4,8 @@ parameters back.
     1  a gradient lands   its hook divides it by P into the slices of its owners; the gradient
                           itself is freed (of a parameter that is cut among several transfers, by
                           the last of them)
-    2  the last landed    the exchange's first half brings each slice's sum to its owner, while
-                          backward goes on
+    2  the last landed    the exchange's first half brings each slice's sum to its owner
+                          (own_sums.py), while backward goes on
     3  optimizer.step()   returns at once; on the lane the owner updates its pieces
                           (optim/owners.py)
     4  on the same lane   the exchange's second half brings the new parameters to everyone, while
@@ -17,7 +17,7 @@ parameters back.
     a flag     whether anybody used that parameter
     shares     how unlike ranks weigh (landing.py)
     marks      whether ranks have in common what they must (marks.py)
-    the turn   what this rank takes the exchange for
+    the turn   what this rank takes the exchange for (slice_control.py)
 
 The bytes are those of `replicate` through the same exchange, but half of them hide under the next
 forward, and the update and the optimizer's state are divided by P. Flags and shares lie beside
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.contracts.exchange import Bucket, Carrier, Exchange, SplitExchange
 from shoal.contracts.strategy import Place, Strategy
-from shoal.contracts.transfer import Mark, OwnedTransfer, Round, Slice, Transfer, Turn
+from shoal.contracts.transfer import OwnedTransfer, Round, Slice, Transfer, Turn
 from shoal.core.cost import Cost, Direction, Phase, Update, Wait
 from shoal.core.facts import Cluster, LayerProfile, Topology
 from shoal.core.pieces import Piece, local_gradient, set_local_gradient
@@ -51,9 +51,10 @@ from shoal.core.role import Role
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.strategies.carried import coded_first, profiles_coded_first
 from shoal.strategies.landing import Landing, by_kind, mark
-from shoal.strategies.marks import can_tell, check, put
+from shoal.strategies.marks import can_tell
+from shoal.strategies.own_sums import OwnSums
 from shoal.strategies.slice_bucket import SliceBucket, placed, width
-from shoal.strategies.turns import Turns
+from shoal.strategies.slice_control import SliceControl
 from shoal.strategies.unsent import Unsent
 
 
@@ -161,6 +162,50 @@ def owned_cost(
 
 
 @final
+class SliceLanding(Landing):
+    """Gradients on their way into the slices of their owners, after which they are freed.
+
+    Args:
+        transfer: whose they are.
+        parameters: by name.
+        bucket: of these slices.
+        sums: what becomes of them at this rank.
+    """
+
+    def __init__(
+        self,
+        transfer: OwnedTransfer,
+        parameters: dict[str, nn.Parameter],
+        bucket: SliceBucket,
+        sums: OwnSums,
+    ) -> None:
+        self._owned_transfer, self._bucket, self._sums = transfer, bucket, sums
+        self._is_begun = False  # something of this backward is in the slices
+        flat = sums.coming.whole
+        super().__init__(transfer, parameters, flat, bucket.workers, served=transfer.served)
+
+    def take(self, parameter: nn.Parameter, backward: Round) -> bool:
+        if not self._is_begun:
+            backward.make_room(self._owned_transfer)
+            self._bucket.open()
+            self._is_begun = True
+            self._sums.begin(set(self._owned_transfer.held))  # as this backward found it
+        gradient = local_gradient(parameter)
+        for piece, value in self._bucket.places[parameter]:
+            if gradient is None:
+                value.zero_()
+            else:
+                self.bring(piece.of(gradient), value)
+        if parameter in self._bucket.ends:  # other transfers have taken their parts of it before
+            set_local_gradient(parameter, None)
+        return gradient is not None
+
+    def open(self) -> None:
+        super().open()
+        self._is_begun = False
+
+
+@final
 class SlicedTransfer(OwnedTransfer):
     """Gradients of one dtype and device in their owners' slices, and afterwards the parameters."""
 
@@ -174,153 +219,99 @@ class SlicedTransfer(OwnedTransfer):
     ) -> None:
         parameters, coded = coded_first(parameters, exchange)
         bucket = SliceBucket(parameters, place, shares)
+        own = bucket.slices[place.rank]
         self.label, self.period = label, place.period
         self.native = exchange.native
         self.served = len(shares) > place.ranks
         self.parameters = tuple(parameters.values())
         self.owned, self.pieces = bucket.owned, bucket.owned[place.rank]
-        self._bucket = bucket
-        self._own = bucket.slices[place.rank]  # this rank's
-        self._total = self.slice_of(place.rank)  # of this rank's own, over backwards
-        self.carrier: Carrier = exchange.carrier(bucket.live(coded))
-        self._lossy = not self.carrier.exact  # at first
-        lossy = set(coded.values())
-        may_lose = [piece for piece in self.pieces if piece.parameter in lossy]
-        self._unsent = Unsent(self.carrier, may_lose, place.rank)
-        bucket.close()
         self.held: set[nn.Parameter] = set()
-        self._carried: set[nn.Parameter] = set()  # what `run` adds to, as this backward found it
-        self._open = False  # something of this backward is in the slices
-        self._used: set[nn.Parameter] = set()  # by this rank, in what the sums are of
-        self._turns = Turns(self.label)
+        self._bucket = bucket
+        self._sums = OwnSums(self.pieces, own, self.slice_of(place.rank))
+        self.carrier: Carrier = exchange.carrier(bucket.live(coded))
+        self._unsent: Unsent | None = None  # as long as a codec may lose something
+        if not self.carrier.exact:
+            lossy = set(coded.values())
+            may_lose = [piece for piece in self.pieces if piece.parameter in lossy]
+            self._unsent = Unsent(self.carrier, may_lose, place.rank)
+        bucket.close()
         # all ranks see a sum of marks only where each of them owns something
-        self.tells = (
-            not self.served and all(self.owned) and can_tell(self._own.whole, bucket.workers)
-        )
-        self._mark: Mark | None = None  # of the round that it goes with
-        self._landing = Landing(
-            self,
-            parameters,
-            self._take,
-            self._own.whole,
-            bucket.workers,
-            served=self.served,
-        )
+        self.tells = not self.served and all(self.owned) and can_tell(own.whole, bucket.workers)
+        self._control = SliceControl(label, bucket.slices, own)
+        self._landing = SliceLanding(self, parameters, bucket, self._sums)
 
     @property
     def exact(self) -> bool:
         return self.carrier.exact
 
-    def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
-        """Bring what is in `.grad` into the slices; whether there was anything."""
-        if not self._open:
-            backward.make_room(self)
-            self._bucket.open()
-            self._open, self._carried = True, set(self.held)
-        gradient = local_gradient(parameter)
-        for piece, value in self._bucket.places[parameter]:
-            if gradient is None:
-                value.zero_()
-            else:
-                self._landing.bring(piece.of(gradient), value)
-        if parameter in self._bucket.ends:  # other transfers have taken their parts of it before
-            set_local_gradient(parameter, None)
-        return gradient is not None
-
     def pack(self, backward: Round) -> None:
         used = dict(zip(self.parameters, self._landing.close(backward), strict=True))
-        self._used = {p for p in used if used[p]} | (self._used & self._carried)
+        self._sums.note_used(p for p in used if used[p])
         for owned, part in zip(self.owned, self._bucket.slices, strict=True):
             mark(part.flags, [used[piece.parameter] for piece in owned])
             if owned:
                 self._landing.weigh(part.values, part.shares, backward)
-        self._mark = backward.mark(self)
-        put(self._mark, [part.marks for part in self._bucket.slices])
+        self._control.put_mark(backward.mark(self))
         self.held = set(self.parameters)
 
     def follow(self, held: set[nn.Parameter]) -> None:
         self._bucket.open()
-        self._carried, self.held = held, set(self.parameters)
-        self._used = set()
+        self._sums.begin(held)
+        self._sums.forget_used()
+        self.held = set(self.parameters)
 
     def run(self, comm: Comm) -> None:
-        for part in self._bucket.slices:
-            part.turn.fill_(Turn.SUM)
+        self._control.put_sum()
         self.carrier.reduce(comm)
-        self._turns.check([self._own.turn], Turn.SUM)
-        check(self._mark, self._own.marks, comm)
+        self._control.check_sum(comm)
         if self.pieces:
-            self._landing.divide(self._own.sums, self._own.shares)
-        if self._carried:
-            self._add_up()
-        else:
-            self._total.whole.copy_(self._own.whole)
+            self._landing.divide(self._sums.coming.sums, self._sums.coming.shares)
+        self._sums.take_in()
         self._bucket.close()
-
-    def _add_up(self) -> None:
-        """Add this backward's sums to what earlier ones left, where they left something."""
-        for index, piece in enumerate(self.pieces):
-            value, flag = self._total.values[index], self._total.flags[index]
-            if piece.parameter not in self._carried:
-                value.zero_()
-                flag.zero_()
-            value.add_(self._own.values[index])
-            flag.add_(self._own.flags[index])
 
     def publish(self) -> None:
         self._landing.open()
-        self._open = False
 
     def gradients(self) -> list[Tensor | None]:
-        flags = self._flags(self.pieces, self._total)
-        return [
-            value if flag else None for value, flag in zip(self._total.values, flags, strict=True)
-        ]
-
-    def _flags(self, pieces: Sequence[Piece], part: Slice) -> Sequence[float]:
-        """How many ranks used each piece's parameter, at least.
-
-        The numbers are not looked at where this rank used them all: on a GPU that would wait.
-        """
-        if all(piece.parameter in self._used for piece in pieces):
-            return (1.0,) * len(pieces)
-        return part.flags.tolist()
+        return self._sums.gradients()
 
     def gather(
         self, values: Sequence[Tensor], turn: Turn, comm: Comm
     ) -> list[tuple[Piece, Tensor]]:
         self._bucket.open()
+        own = self._sums.coming
         in_changes = turn is Turn.VALUES and not self.exact
         if values and not in_changes:
-            torch._foreach_copy_(list(self._own.values), list(values))
-        self._own.flags.copy_(self._total.flags)
-        self._own.turn.fill_(turn)
+            torch._foreach_copy_(list(own.values), list(values))
+        own.flags.copy_(self._sums.total.flags)
+        self._control.put_turn(turn)
         if in_changes:
             self._gather_changes(values, comm)
         else:
             self.carrier.gather(comm)
-        if self._lossy and self.exact and turn is Turn.VALUES:
-            self._lossy = False
+        if self._unsent is not None and self.exact and turn is Turn.VALUES:
             self._unsent.forget()
+            self._unsent = None
         if self._bucket.at_server:
             return self._bucket.known if in_changes else []
-        self._turns.check([part.turn for part in self._bucket.slices], turn)
+        self._control.check_turn(turn)
         return self._bucket.everything
 
     def _gather_changes(self, values: Sequence[Tensor], comm: Comm) -> None:
         """Bring to all ranks what a codec makes of the changes of own pieces."""
+        assert self._unsent is not None
         for piece, value in self._bucket.known:
             value.copy_(piece.of(piece.parameter))
-        num_coded = len(self._unsent.pieces)
-        for new, place in zip(values[num_coded:], self._own.values[num_coded:], strict=True):
+        places, num_coded = self._sums.coming.values, len(self._unsent.pieces)
+        for new, place in zip(values[num_coded:], places[num_coded:], strict=True):
             place.copy_(new)
-        values, own = values[:num_coded], self._own.values[:num_coded]
+        values, own = values[:num_coded], places[:num_coded]
         changes = self._unsent.changes(values, own)
         self.carrier.gather_changes(changes, comm)
         self._unsent.keep(values, own)
 
     def open_update(self, parameters: Collection[Tensor]) -> None:
-        if self._lossy:
+        if self._unsent is not None:
             self._unsent.put_in(parameters)
 
     def slice_of(self, rank: int) -> Slice:
@@ -332,7 +323,7 @@ class SlicedTransfer(OwnedTransfer):
         return {
             piece.parameter
             for owned, part in zip(self.owned, self._bucket.slices, strict=True)
-            for piece, flag in zip(owned, self._flags(owned, part), strict=True)
+            for piece, flag in zip(owned, self._sums.flags(owned, part), strict=True)
             if flag
         }
 
@@ -341,7 +332,7 @@ class SlicedTransfer(OwnedTransfer):
 
     def kept(self) -> Sequence[Tensor]:
         held = () if self.period is None else self.period.tensors()
-        return [self._total.whole, *self.carrier.tensors(), *held]
+        return [self._sums.total.whole, *self.carrier.tensors(), *held]
 
     def release(self) -> None:
         self._landing.release()

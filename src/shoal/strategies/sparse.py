@@ -96,22 +96,23 @@ class Sparse(Strategy):
 
 
 @final
-class SparseTransfer(Transfer):
-    """Rows of the gradients of some tables, of one dtype and device."""
+class RowLanding(Landing):
+    """Gradients of tables, which stay in `.grad` and are kept for the lane.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: int, label: str) -> None:
-        self.label = label
-        self._names = {parameter: name for name, parameter in parameters.items()}
-        self._parameters = tuple(parameters.values())
-        self._ranks = ranks
-        self._ids = _id_dtype([parameter.shape for parameter in self._parameters])
-        self._landed: dict[nn.Parameter, Tensor] = {}
-        self._packed: tuple[list[Tensor | None], float] | None = None  # with this rank's share
-        self._sums: list[Tensor | None] = []
-        nothing = self._parameters[0].detach().new_empty(0)
-        self._landing = Landing(self, parameters, self._take, nothing, ranks, sparse=True)
+    Args:
+        transfer: whose they are.
+        parameters: by name.
+        ranks: how many add to the sums.
+    """
 
-    def _take(self, parameter: nn.Parameter, backward: Round) -> bool:
+    def __init__(
+        self, transfer: Transfer, parameters: Mapping[str, nn.Parameter], ranks: int
+    ) -> None:
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        nothing = next(iter(parameters.values())).detach().new_empty(0)
+        super().__init__(transfer, parameters, nothing, ranks, sparse=True)
+
+    def take(self, parameter: nn.Parameter, backward: Round) -> bool:
         gradient = parameter.grad
         if gradient is None:
             return False
@@ -120,24 +121,39 @@ class SparseTransfer(Transfer):
         ):
             raise UsageError(
                 "a sparse gradient is exchanged by rows, and this one has none",
-                where=f"parameter {self._names[parameter]}",
+                where=f"parameter {self.names[parameter]}",
                 got=f"{gradient.layout} of shape {tuple(gradient.shape)}",
                 expected="torch.sparse_coo with one sparse dimension, the first",
                 do="make it dense: gradient.to_dense() in the function that gives it",
             )
-        self._landed[parameter] = gradient.detach()
+        self.gradients[parameter] = gradient.detach()
         return True
+
+
+@final
+class SparseTransfer(Transfer):
+    """Rows of the gradients of some tables, of one dtype and device."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], ranks: int, label: str) -> None:
+        self.label = label
+        self._parameters = tuple(parameters.values())
+        self._ranks = ranks
+        self._ids = _id_dtype([parameter.shape for parameter in self._parameters])
+        self._packed: tuple[list[Tensor | None], float] | None = None  # with this rank's share
+        self._sums: list[Tensor | None] = []
+        self._landing = RowLanding(self, parameters, ranks)
 
     def pack(self, backward: Round) -> None:
         self._landing.close(backward)
-        gradients = [self._landed.get(parameter) for parameter in self._parameters]
+        landed = self._landing.gradients
+        gradients = [landed.get(parameter) for parameter in self._parameters]
         self._packed = gradients, backward.share
-        self._landed.clear()
+        landed.clear()
 
     def run(self, comm: Comm) -> None:
         assert self._packed is not None
         gradients, share = self._packed
-        own = [_Rows.of(gradient) for gradient in gradients]  # 6
+        own = [_TableGradient.of(gradient) for gradient in gradients]  # 6
         used = [table for table in own if table.count != _UNUSED]
         nothing = self._parameters[0].detach().new_empty(0)
         ids = torch.cat([nothing.to(self._ids), *(table.ids for table in used)]).to(self._ids)
@@ -186,12 +202,12 @@ class SparseTransfer(Transfer):
         num_values = sum(map(_num_values, counts, self._parameters))
         return sum(max(0, count) for count in counts), num_values
 
-    def _tables(self, header: Tensor, ids: Tensor, values: Tensor) -> list[_Rows]:
+    def _tables(self, header: Tensor, ids: Tensor, values: Tensor) -> list[_TableGradient]:
         """What a rank has sent, by table."""
         counts = self._counts(header)
         its_ids = ids.split([max(0, count) for count in counts])
         its_values = values.split(list(map(_num_values, counts, self._parameters)))
-        return list(map(_Rows, counts, its_ids, its_values))
+        return list(map(_TableGradient, counts, its_ids, its_values))
 
     def publish(self) -> None:
         for parameter, gradient in zip(self._parameters, self._sums, strict=True):
@@ -208,7 +224,7 @@ class SparseTransfer(Transfer):
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _TableGradient:
     """A rank's gradient of one table: ids, and values by row; or all of its values."""
 
     count: int  # of rows, or what stands for it
@@ -216,7 +232,7 @@ class _Rows:
     values: Tensor
 
     @classmethod
-    def of(cls, gradient: Tensor | None) -> _Rows:
+    def of(cls, gradient: Tensor | None) -> _TableGradient:
         """What a rank has, each id once."""
         if gradient is None:
             nothing = torch.empty(0, dtype=torch.int32, device="cpu")
@@ -234,7 +250,7 @@ def _num_values(count: int, parameter: Tensor) -> int:
     return count * parameter.shape[1:].numel()
 
 
-def _sum(parameter: Tensor, tables: Sequence[_Rows], mean_share: float) -> Tensor | None:
+def _sum(parameter: Tensor, tables: Sequence[_TableGradient], mean_share: float) -> Tensor | None:
     """All ranks' rows of a table added up, in rank order; None where no rank used it."""
     used = [table for table in tables if table.count != _UNUSED]
     if not used:

@@ -66,7 +66,7 @@ from shoal.session.job import Job
 from shoal.session.opening import Prepared
 from shoal.session.session import Session
 from shoal.tail.inbox import Inbox
-from shoal.tensors.crossing import Crossing
+from shoal.tensors.crossing import RowCrossing
 
 About = TypeVar("About", bound=OfOptimizer)
 
@@ -88,7 +88,7 @@ class Tail(TailRole):
     ) -> None:
         self._among = among  # the hosts themselves
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
-        self._crossing = Crossing(codec_named(opening.codec) if opening.codec else None)
+        self._crossing = RowCrossing(codec_named(opening.codec) if opening.codec else None)
         self._workers, self._hosts = hosts.workers, len(hosts.hosts)
         self._all_workers = hosts.comm.workers
         self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}

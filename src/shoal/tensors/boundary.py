@@ -41,7 +41,7 @@ from shoal.contracts.weighing import UNWEIGHED, Weighing
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
-from shoal.tensors.crossing import EXACT, Crossing
+from shoal.tensors.crossing import EXACT, RowCrossing
 
 _Coming = Callable[[], Tensor]  # waits for what was sent
 _Way = Callable[[Tensor], _Coming]
@@ -82,7 +82,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Rows:
+class CallRows:
     """The rows of every rank in one call of a layer."""
 
     comm: Comm
@@ -90,7 +90,7 @@ class Rows:
     purpose: str = "rows of a layer"  # the call, for messages
     weighs: Weighing = UNWEIGHED
     layer: str = ""
-    crossing: Crossing = EXACT
+    crossing: RowCrossing = EXACT
 
     def gathered(self, scale: float) -> Move:
         """Every rank's rows, in rank order, on every rank."""
@@ -123,7 +123,7 @@ class Rows:
             there, way_back, scale, self.comm, self.purpose, leaves, self.weighs, self.layer
         )
 
-    def chunks(self, number: int) -> list[Rows]:
+    def chunks(self, number: int) -> list[CallRows]:
         """So many parts, each with rows of every rank: fewer where a rank has not as many."""
         cuts = [cut_sizes(count, max(1, min(number, *self.counts))) for count in self.counts]
         return [replace(self, counts=part) for part in zip(*cuts, strict=True)]
@@ -170,8 +170,8 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    rows: Sequence[Rows],
-    enter: Callable[[Rows], Move],
+    rows: Sequence[CallRows],
+    enter: Callable[[CallRows], Move],
 ) -> Tensor:
     """`F.linear` of what x becomes where it crosses, chunk by chunk.
 
@@ -195,14 +195,14 @@ def rows_of_all(
     purpose: str,
     layer: str = "",
     weighs: Weighing = UNWEIGHED,
-    crossing: Crossing = EXACT,
-) -> Rows:
+    crossing: RowCrossing = EXACT,
+) -> CallRows:
     """Tell every rank how many rows this one brings, and what for.
 
     RanksDiffer if others are about something else.
     """
     counts = tuple(comm.numbers([rows] * comm.size, purpose))
-    return Rows(comm, counts, purpose, weighs, layer, crossing)
+    return CallRows(comm, counts, purpose, weighs, layer, crossing)
 
 
 def call_of(layer: str) -> str:
@@ -276,8 +276,8 @@ class _Linear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        rows: Sequence[Rows],
-        enter: Callable[[Rows], Move],
+        rows: Sequence[CallRows],
+        enter: Callable[[CallRows], Move],
     ) -> Tensor:
         ctx.moves, ctx.sizes = (
             [enter(chunk) for chunk in rows],
@@ -355,7 +355,7 @@ def _cast(x: Tensor) -> Tensor:
     return x
 
 
-def _in_rank_order(chunks: Sequence[Rows]) -> Tensor:
+def _in_rank_order(chunks: Sequence[CallRows]) -> Tensor:
     """Where the rows of all chunks, one after the other, are among those of all ranks."""
     # of each rank, those of its chunks
     counts = list(zip(*(chunk.counts for chunk in chunks), strict=True))

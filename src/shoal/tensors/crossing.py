@@ -23,8 +23,8 @@ _EVERY = 50  # messages, of which one is looked at
 
 
 @final
-class Crossing:
-    """Of one layer's rows, forward and backward.
+class RowCrossing:
+    """The crossing of one layer's rows, forward and backward.
 
     Args:
         codec: None sends them as they are.
@@ -111,4 +111,4 @@ def _is_narrower(codec: Codec, rows: Tensor) -> bool:
     return of_codecs and codec.nbytes(1, rows.itemsize) < rows.itemsize
 
 
-EXACT = Crossing()
+EXACT = RowCrossing()

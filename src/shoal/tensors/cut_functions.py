@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.tensors.boundary import Rows, refuse_second_derivative, rows_of_all
+from shoal.tensors.boundary import CallRows, refuse_second_derivative, rows_of_all
 
 
 def dropout(
@@ -53,7 +53,7 @@ class RowTerms(torch.autograd.Function):
     def forward(
         ctx: Any,
         part: Tensor,
-        rows: Rows,
+        rows: CallRows,
         widths: Sequence[int],
         numbers: Tensor,
         targets: Tensor,
@@ -111,7 +111,7 @@ class LogSum(torch.autograd.Function):
     """log Σ exp over all outputs, of every rank's rows, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, part: Tensor, rows: CallRows) -> Tensor:
         comm = rows.comm
         rows_of_all(comm, len(part), "softmax of an output that is cut")
         most = part.amax(1)
@@ -140,7 +140,9 @@ def _log_sum(most: Tensor, sums: Tensor) -> Tensor:
     return top + torch.log((sums * torch.exp(most - top)).sum(0))
 
 
-def best_of_rows(part: Tensor, rows: Rows, widths: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+def best_of_rows(
+    part: Tensor, rows: CallRows, widths: Sequence[int], k: int
+) -> tuple[Tensor, Tensor]:
     """(values, classes) of the k best classes of each of this rank's rows."""
     comm = rows.comm
     values, classes = part.topk(min(k, part.shape[1]), 1)

@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.core.errors import UsageError
 from shoal.core.names import pins
-from shoal.tensors.boundary import Rows, rows_of_all
+from shoal.tensors.boundary import CallRows, rows_of_all
 from shoal.tensors.cut_functions import LogSum, RowTerms, best_of_rows, dropout
 
 _After = Callable[[Tensor], Tensor]
@@ -48,6 +48,18 @@ class Use(NamedTuple):
     loss_rows: int = 0
     softmax_rows: int = 0
     layer: str = ""
+
+
+class LossArguments(NamedTuple):
+    """Arguments of torch's cross_entropy, and of its nll_loss, behind the output they are of."""
+
+    target: Tensor
+    weight: Tensor | None = None
+    size_average: Any = None
+    ignore_index: int = -100
+    reduce: Any = None
+    reduction: str = "mean"
+    label_smoothing: float = 0.0  # nll_loss has none
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
@@ -62,7 +74,7 @@ class CutOutput(Tensor):
     """
 
     _part: Tensor  # (all ranks' rows, this rank's outputs)
-    _rows: Rows
+    _rows: CallRows
     _widths: tuple[int, ...]  # each rank's outputs
     _numbers: Tensor  # of this rank's rows, in the shape of the leading dimensions
     # and all of them there, as no view has changed but their shape: the same on every rank
@@ -74,12 +86,10 @@ class CutOutput(Tensor):
     def of(
         cls,
         part: Tensor,
-        rows: Rows,
+        rows: CallRows,
         widths: Sequence[int],
         numbers: Tensor,
-        after: _After = _as_it_is,
         tell: Callable[[Use], None] = lambda use: None,
-        in_order: bool = True,
     ) -> CutOutput:
         """An output whose row `i` of this rank stands wherever `numbers` is i."""
         like = torch.empty((*numbers.shape, sum(widths)), dtype=part.dtype, device="meta")
@@ -90,7 +100,7 @@ class CutOutput(Tensor):
             tuple(widths),
             numbers,
         )
-        logits._after, logits._tell, logits._in_order = after, tell, in_order
+        logits._after, logits._tell, logits._in_order = _as_it_is, tell, True
         return logits
 
     @classmethod
@@ -117,7 +127,7 @@ class CutOutput(Tensor):
         before = self._after
         return self._like(after=lambda t: after(before(t)))
 
-    def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[Rows, Tensor] | None:
+    def taken_by(self, layer: str, widths: Sequence[int]) -> tuple[CallRows, Tensor] | None:
         """All ranks' rows and this rank's part of them, for a layer with inputs cut so."""
         if not self._in_order or tuple(widths) != self._widths or self._after is not _as_it_is:
             return None
@@ -146,9 +156,9 @@ class CutOutput(Tensor):
                 do=f"give parallelize {pins([self._rows.layer], 'column')}: its output is whole",
             )
         if func is F.cross_entropy:
-            return self._cross_entropy(*args, **kwargs)
+            return self._loss(LossArguments(*args, **kwargs))
         if func is F.nll_loss:
-            return self._nll_loss(*args, **kwargs)
+            return self._loss(LossArguments(*args, **kwargs), of_log_probabilities=True)
         if name == "logsumexp":
             return self._logsumexp(*args, **kwargs)
         if name == "gather":
@@ -169,22 +179,23 @@ class CutOutput(Tensor):
             return self._best(name, *args, **kwargs)
         return None
 
-    def _like(self, part: Tensor | None = None, after: _After | None = None) -> CutOutput:
-        return CutOutput.of(
+    def _like(
+        self,
+        part: Tensor | None = None,
+        numbers: Tensor | None = None,
+        after: _After | None = None,
+        in_order: bool = True,
+    ) -> CutOutput:
+        """Return the same output, but for these; in order where this one is, too."""
+        like = CutOutput.of(
             self._part if part is None else part,
             self._rows,
             self._widths,
-            self._numbers,
-            after or self._after,
+            self._numbers if numbers is None else numbers,
             self._tell,
-            self._in_order,
         )
-
-    def _viewed(self, numbers: Tensor, in_order: bool = False) -> CutOutput:
-        in_order = in_order and self._in_order
-        return CutOutput.of(
-            self._part, self._rows, self._widths, numbers, self._after, self._tell, in_order
-        )
+        like._after, like._in_order = after or self._after, in_order and self._in_order
+        return like
 
     def _view(
         self, func: Any, in_order: bool, args: Any, kwargs: Any
@@ -192,7 +203,7 @@ class CutOutput(Tensor):
         """The function on row numbers, where it leaves the class dimension where it is."""
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             return (
-                self._viewed(self._numbers[args[0]])
+                self._like(numbers=self._numbers[args[0]], in_order=False)
                 if args[0].dim() <= self._numbers.dim()
                 else None
             )
@@ -207,32 +218,29 @@ class CutOutput(Tensor):
             not v.dim() or v.shape[-1] != classes or (classes > 1 and v.stride(-1)) for v in views
         ):
             return None
-        cut = tuple(self._viewed(v[..., 0], in_order) for v in views)
+        cut = tuple(self._like(numbers=v[..., 0], in_order=in_order) for v in views)
         return cut if isinstance(viewed, tuple) else cut[0]
 
-    def _cross_entropy(
-        self,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        of_log_probabilities: bool = False,
+    def _loss(
+        self, arguments: LossArguments, *, of_log_probabilities: bool = False
     ) -> Tensor | None:
-        """As torch's, from a row's log Σ exp, target logit and, with smooth labels, Σ w·logit."""
+        """Return torch's cross_entropy, or nll_loss where this output has log probabilities.
+
+        It is made from a row's log Σ exp, target logit and, with smooth labels, Σ w·logit.
+        """
+        target, weight = arguments.target, arguments.weight
+        label_smoothing = arguments.label_smoothing
         if target.shape != self._numbers.shape or target.dim() > 1 or target.is_floating_point():
             return None  # class probabilities, or classes that are not the last dimension
         if (
-            size_average is not None
-            or reduce is not None
+            arguments.size_average is not None
+            or arguments.reduce is not None
             or (weight is not None and weight.requires_grad)
         ):
             return None
         classes = sum(self._widths)
         flat = target.reshape(-1)
-        kept = flat != ignore_index
+        kept = flat != arguments.ignore_index
         wanted = torch.where(kept, flat, 0)
         if bool(((wanted < 0) | (wanted >= classes)).any()):
             raise IndexError(f"a target is not one of {classes} classes")
@@ -249,23 +257,10 @@ class CutOutput(Tensor):
             losses = (1 - label_smoothing) * losses + label_smoothing / classes * spread
         if not torch.is_autocast_enabled(part.device.type):
             losses, class_weights = losses.to(self._part.dtype), class_weights.to(self._part.dtype)
-        if reduction == "none":
+        if arguments.reduction == "none":
             return self._after(losses.view(target.shape))
         total = losses.sum()
-        return self._after(total / class_weights.sum() if reduction == "mean" else total)
-
-    def _nll_loss(
-        self,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-    ) -> Tensor | None:
-        return self._cross_entropy(
-            target, weight, size_average, ignore_index, reduce, reduction, of_log_probabilities=True
-        )
+        return self._after(total / class_weights.sum() if arguments.reduction == "mean" else total)
 
     def _wide(self) -> Tensor:
         """The part, in what losses are computed in."""

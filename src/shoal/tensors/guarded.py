@@ -25,8 +25,8 @@ _KEEPER = "_shoal_keeper"
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
-class Keeper(Protocol):
-    """Who has the gradients and values of guarded parameters."""
+class ParameterKeeper(Protocol):
+    """The keeper of guarded parameters' gradients and values."""
 
     def fetch(self, parameter: nn.Parameter) -> None:
         """Bring the gradient into the parameter."""
@@ -108,7 +108,7 @@ _HARMLESS = frozenset(
 ) | {Tensor.dim, Tensor.numel, Tensor.size, Tensor.stride, Tensor.is_contiguous}
 
 
-def guard(parameter: nn.Parameter, its_keeper: Keeper) -> None:
+def guard(parameter: nn.Parameter, its_keeper: ParameterKeeper) -> None:
     """Make a parameter a guarded one."""
     parameter.__dict__[_KEEPER] = its_keeper
     parameter.__class__ = GuardedParameter
@@ -120,7 +120,7 @@ def unguard(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
 
 
-def keeper(parameter: nn.Parameter) -> Keeper:
+def keeper(parameter: nn.Parameter) -> ParameterKeeper:
     """Who keeps a guarded parameter's gradient."""
-    its_keeper: Keeper = parameter.__dict__[_KEEPER]
+    its_keeper: ParameterKeeper = parameter.__dict__[_KEEPER]
     return its_keeper

@@ -1,0 +1,101 @@
+"""Pairs of factors that are kept on a rank from a layer's backward until they are sent.
+
+accumulating   a backward leaves pairs, and `.grad` shows that there are some. What is put there
+               takes no memory
+cleared        whoever sets `.grad` to None or to zero drops the pairs, too. Any other change
+               of it is an error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.core.errors import UsageError
+
+
+@final
+class FactorPairs:
+    """Pairs of one layer, one for each use of it.
+
+    Args:
+        targets: the layer's parameters whose gradients follow from them.
+        label: what messages call the layer's transfer.
+        pin: the pin that serves the layer in another way, for messages.
+    """
+
+    def __init__(self, targets: Sequence[nn.Parameter], label: str, pin: str) -> None:
+        self._targets, self._label, self._pin = targets, label, pin
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._marks: dict[nn.Parameter, _KeptMark] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Keep a pair, of one row for each row of the layer's input."""
+        self._pairs.append((left, right))
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Return all pairs as one. There must be some."""
+        if len(self._pairs) == 1:
+            return self._pairs[0]
+        lefts, rights = zip(*self._pairs, strict=True)
+        return torch.cat(lefts), torch.cat(rights)
+
+    def clear(self) -> None:
+        """Drop the pairs: they are sent."""
+        self._pairs.clear()
+
+    def mark(self) -> None:
+        """Let `.grad` show that something is kept: clearing it must drop that."""
+        for target in self._targets:
+            if target.grad is None:
+                target.grad = torch.zeros((), dtype=target.dtype, device=target.device).expand_as(
+                    target
+                )
+                self._marks[target] = _KeptMark(target.grad, ours=True)
+            else:
+                self._marks.setdefault(target, _KeptMark(target.grad, ours=False))
+
+    def drop_if_cleared(self) -> bool:
+        """Drop the pairs if `.grad` was cleared since; take marks away. Return whether it was."""
+        is_cleared = any(
+            mark.is_cleared(target.grad, self._label, self._pin)
+            for target, mark in self._marks.items()
+        )
+        if is_cleared:
+            self._pairs.clear()
+        for target, mark in self._marks.items():
+            if mark.ours and target.grad is mark.gradient:
+                target.grad = None
+        self._marks.clear()
+        return is_cleared
+
+
+@final
+class _KeptMark:
+    """The `.grad` of a parameter with kept factors: what is done to it is done to them."""
+
+    def __init__(self, gradient: Tensor, ours: bool) -> None:
+        self.gradient, self.ours = gradient, ours  # ours: put there to be seen
+        self._version = gradient._version
+
+    def is_cleared(self, gradient: Tensor | None, where: str, pin: str) -> bool:
+        """Whether it was since set to None or to zero (UsageError for any other change)."""
+        if gradient is None:
+            return True
+        if gradient is self.gradient and gradient._version == self._version:
+            return False
+        if bool(gradient.any()):
+            raise UsageError(
+                "a gradient was changed of which a part is kept on this rank, to be sent with the "
+                "next backward",
+                where=where,
+                do="change it after the backward outside of optimizer.accumulate(), or give "
+                f"parallelize {pin}",
+            )
+        return True
