@@ -17,7 +17,7 @@ from torch.distributed import HashStore, Store
 
 from shoal.comm import heartbeat
 from shoal.comm.beats import Beat, Verdict
-from shoal.comm.heartbeat import Heartbeat, Keeper
+from shoal.comm.heartbeat import Heartbeat, StoreHolder
 from shoal.contracts.store_values import Values
 from shoal.core.errors import DeadlinePassed, PeerLost, UsageError, WorldError
 from shoal.core.side_threads import side_threads
@@ -63,7 +63,7 @@ def values(store: MemoryStore) -> Values:
     return Values(cast(Store, store), "secret")
 
 
-LAUNCHER = Keeper()
+LAUNCHER = StoreHolder()
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,9 @@ class Ranks:
     once.
     """
 
-    def __init__(self, size: int, dead: tuple[int, ...] = (), keeper: Keeper = LAUNCHER) -> None:
+    def __init__(
+        self, size: int, dead: tuple[int, ...] = (), keeper: StoreHolder = LAUNCHER
+    ) -> None:
         self.store = MemoryStore()
         self.woken: set[int] = set()
         self.beating: dict[int, Heartbeat] = {}
@@ -141,8 +143,10 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 dead_rank_1 = pytest.mark.parametrize("ranks", [(3, (1,))], indirect=True)
-beside_the_store = pytest.mark.parametrize("ranks", [(3, (), Keeper(beside=(0, 1)))], indirect=True)
-rank_0_holds = pytest.mark.parametrize("ranks", [(3, (), Keeper(0))], indirect=True)
+beside_the_store = pytest.mark.parametrize(
+    "ranks", [(3, (), StoreHolder(beside=(0, 1)))], indirect=True
+)
+rank_0_holds = pytest.mark.parametrize("ranks", [(3, (), StoreHolder(0))], indirect=True)
 
 
 def test_nothing_is_told_while_all_live(ranks: Ranks) -> None:

@@ -31,9 +31,9 @@ from typing import Protocol, final
 
 import torch.distributed as dist
 
-from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, Board, Verdict
+from shoal.comm.beats import BEATING, LEFT, QUIET, Beat, BeatBoard, Verdict
 from shoal.comm.lookout import Lookout
-from shoal.comm.places import Journal, Record
+from shoal.comm.places import ChannelRecord, Journal
 from shoal.comm.pulse import Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.store_values import Values
@@ -69,16 +69,16 @@ class _Doubt:
 
 
 @dataclass(frozen=True)
-class Keeper:
-    """Who holds the store, so that its end is theirs."""
+class StoreHolder:
+    """The process that holds the store: the store ends with it."""
 
-    rank: int | None = None  # the rank whose process it is; None: a launcher
+    rank: int | None = None  # None: a launcher
     # ranks that go with it: those of its host, where a launcher ends when one of them does
     beside: tuple[int, ...] = ()
 
 
-class Channel(Protocol):
-    """What carries this rank's messages."""
+class OpenChannel(Protocol):
+    """A channel that carries this rank's messages."""
 
     def free(self) -> None:
         """Let every thread that is blocked on it fail."""
@@ -106,18 +106,18 @@ class Heartbeat:
         values: Values,
         rank: int,
         hosts: Sequence[str],
-        keeper: Keeper = Keeper(),
+        keeper: StoreHolder = StoreHolder(),
         workers: int | None = None,
         pulses: Pulses | None = None,
         lost_after_s: float | None = None,
     ) -> None:
         # by id, the open ones in the order in which they were made
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, OpenChannel] = {}
         self.busy: set[int] = set()  # threads that are inside an exchange
         # of the groups: torch keeps only the half of it that is C++
         self.store: SignedStore | None = None
         self._silent_s = _SILENT_S if lost_after_s is None else lost_after_s
-        self._board = Board(values, rank, hosts, Journal(), pulses or Pulses())
+        self._board = BeatBoard(values, rank, hosts, Journal(), pulses or Pulses())
         self.workers = workers or len(hosts)
         self._lookout = Lookout(self._board, self.workers)
         self._keeper = keeper
@@ -171,7 +171,7 @@ class Heartbeat:
         self.journal.wait = None
 
     def check(
-        self, where: str = "", record: Record | None = None, number: int | None = None
+        self, where: str = "", record: ChannelRecord | None = None, number: int | None = None
     ) -> None:
         """This rank waits at `where`, for that number of a channel: raise if there is a verdict."""
         if not is_side_thread():

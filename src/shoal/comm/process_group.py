@@ -24,9 +24,9 @@ from torch.distributed import PrefixStore, Store
 
 from shoal.comm.aside import Aside
 from shoal.comm.groups import made
-from shoal.comm.heartbeat import Heartbeat, Keeper
-from shoal.comm.inside import Inside, Landing, Work, is_timeout
-from shoal.comm.meeting import INTERFACE, Company, meet
+from shoal.comm.heartbeat import Heartbeat, StoreHolder
+from shoal.comm.inside import Inside, ReceiveViaHost, WorkHandle, is_timeout
+from shoal.comm.meeting import INTERFACE, Roster, meet
 from shoal.comm.pulse import Pulse, PulseAddress, Pulses
 from shoal.comm.signed_store import SignedStore
 from shoal.contracts.comm import Comm, Pending, label, labelled
@@ -82,19 +82,19 @@ class ProcessGroupComm(Comm):
         self._has_nccl: bool | None = None  # whether NCCL reaches every rank, once it was asked
         heartbeat.channels[id(self)] = self
 
-    def send(self, tensor: Tensor, to: int) -> Work:
+    def send(self, tensor: Tensor, to: int) -> WorkHandle:
         # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides
         # receive first
         at_host = staged(tensor)
         # the group's own call: dist.isend looks up the group anew, at twice the processor time
         with self._inside:
-            return Work(self._group.send([at_host], to, self._tag), self._inside)  # walk 7
+            return WorkHandle(self._group.send([at_host], to, self._tag), self._inside)  # walk 7
 
-    def receive(self, tensor: Tensor, source: int) -> Work | Landing:
+    def receive(self, tensor: Tensor, source: int) -> WorkHandle | ReceiveViaHost:
         received = tensor if tensor.device.type == "cpu" else beside(tensor)
         with self._inside:
-            work = Work(self._group.recv([received], source, self._tag), self._inside)
-        return work if received is tensor else Landing(work, received, tensor)
+            work = WorkHandle(self._group.recv([received], source, self._tag), self._inside)
+        return work if received is tensor else ReceiveViaHost(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor) -> None:
         carried = tensor if self.carries(tensor.device) else staged(tensor)
@@ -110,7 +110,7 @@ class ProcessGroupComm(Comm):
 
     def finish(self, pending: Sequence[Pending]) -> None:
         """Wait for all of them, in one call beside this thread."""
-        under_way = [each for each in pending if isinstance(each, Work | Landing)]
+        under_way = [each for each in pending if isinstance(each, WorkHandle | ReceiveViaHost)]
         if under_way:
             self._inside.run(lambda: [each.done() for each in under_way])
         for each in under_way:
@@ -375,18 +375,18 @@ def join(
     """
     raise_limit()
     limit_s = _USUAL_S if timeout_s is None else timeout_s
-    company = meet(seat, start_timeout_s)
-    if company.interface is not None:
-        os.environ[INTERFACE] = company.interface  # which torch reads for each group
-    keeper = Keeper(seat.holder, company.beside_store if seat.restarts else ())
-    topology = company.topology
+    roster = meet(seat, start_timeout_s)
+    if roster.interface is not None:
+        os.environ[INTERFACE] = roster.interface  # which torch reads for each group
+    keeper = StoreHolder(seat.holder, roster.beside_store if seat.restarts else ())
+    topology = roster.topology
     heartbeat = Heartbeat(
-        company.values,
-        company.rank,
+        roster.values,
+        roster.rank,
         topology.hosts,
         keeper,
         topology.workers,
-        _pulses(seat, company),
+        _pulses(seat, roster),
         lost_after_s,
     )
 
@@ -396,9 +396,9 @@ def join(
             return dist.new_group(timeout=limit, backend=_backend(), group_desc="shoal")
         dist.init_process_group(
             _backend(),
-            store=_store(company.values, heartbeat, limit_s),
-            rank=company.rank,
-            world_size=company.size,
+            store=_store(roster.values, heartbeat, limit_s),
+            rank=roster.rank,
+            world_size=roster.size,
             timeout=limit,
         )
         return dist.group.WORLD
@@ -407,7 +407,7 @@ def join(
     heartbeat.reached("making the first connections")
     try:
         inside = Inside(heartbeat, start_timeout_s, aside, None)
-        group = made(make, heartbeat, inside, range(company.size))
+        group = made(make, heartbeat, inside, range(roster.size))
     except BaseException as error:
         heartbeat.leave(error)  # whatever the program does now
         raise
@@ -417,16 +417,16 @@ def join(
     )
 
 
-def _pulses(seat: Seat, company: Company) -> Pulses:
+def _pulses(seat: Seat, roster: Roster) -> Pulses:
     """Start this rank's pulse, and tell the others where it is."""
-    own = company.everyone[company.rank]
-    addresses = [here.address for here in company.everyone]
+    own = roster.everyone[roster.rank]
+    addresses = [here.address for here in roster.everyone]
     # who reaches the store by itself may be reached at the store's address
     is_alone = is_loopback(own.address) and not all(map(is_loopback, filter(None, addresses)))
     listens = "0.0.0.0" if is_alone or not own.address else own.address
     pulse = Pulse(listens, seat.token)
     host = "" if is_alone else own.address or seat.host
-    company.values.write(f"pulse/{company.rank}", PulseAddress(host, pulse.port))
+    roster.values.write(f"pulse/{roster.rank}", PulseAddress(host, pulse.port))
     return Pulses(pulse, seat.meeting.address if seat.meeting else "", seat.token)
 
 

@@ -32,7 +32,7 @@ from shoal.remote.tail_hosts import (
     modules_of,
     parameters_of,
 )
-from shoal.remote.tail_messages import Step
+from shoal.remote.tail_messages import TailStep
 from shoal.remote.wire import Data, written
 
 # of every module: what with, by position and name; output
@@ -349,6 +349,6 @@ def _bytes(
     messages.append(
         backward_message([True] * len(parameters), [True] * len(parameters), 1.0, {0: loss})
     )
-    messages.append(Step(0, None))
+    messages.append(TailStep(0, None))
     back = first_input.nbytes if first_input.requires_grad else 0
     return float(sum(map(wire_bytes, messages))), float(back + wire_bytes(loss))

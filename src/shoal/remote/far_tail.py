@@ -29,19 +29,19 @@ from shoal.remote.tail_hosts import (
 )
 from shoal.remote.tail_messages import (
     AddGradient,
-    Gradient,
     Groups,
     Modes,
-    Norm,
-    ReadGradient,
-    ReadState,
-    ReadValues,
-    Scale,
-    Step,
+    ReadTailGradient,
+    ReadTailState,
+    ReadTailValues,
     StepSettings,
-    WriteGradient,
-    WriteState,
-    WriteValues,
+    TailGradient,
+    TailNorm,
+    TailScale,
+    TailStep,
+    WriteTailGradient,
+    WriteTailState,
+    WriteTailValues,
 )
 from shoal.remote.wire import Data
 from shoal.tensors.crossing import EXACT, Crossing
@@ -153,44 +153,44 @@ class FarTail:
     def step(self, number: int, groups: Groups, attributes: Mapping[str, Any]) -> None:
         """Have optimizer `number` make a step by these groups and attributes."""
         settings = StepSettings(self.cleared(), groups, Data(dict(attributes)))
-        self.hosts.tell(Step(number, settings if self.hosts.speaks else None))
+        self.hosts.tell(TailStep(number, settings if self.hosts.speaks else None))
 
     def norm(self, number: int, groups: Groups, order: float) -> Tensor:
         """The norm of the gradients of optimizer `number`."""
-        return self.hosts.ask(Norm(number, self.cleared(), groups, order), Tensor)
+        return self.hosts.ask(TailNorm(number, self.cleared(), groups, order), Tensor)
 
     def scale(self, number: int, groups: Groups, factor: Tensor) -> None:
         """Multiply the gradients of optimizer `number`."""
-        self.hosts.tell(Scale(number, self.cleared(), groups, factor))
+        self.hosts.tell(TailScale(number, self.cleared(), groups, factor))
 
     def state(self, number: int, groups: Groups) -> dict[str, Any]:
         """The state of optimizer `number` by name, in one-process form."""
-        answer = self.hosts.ask(ReadState(number, self.cleared(), groups), Data)
+        answer = self.hosts.ask(ReadTailState(number, self.cleared(), groups), Data)
         states: dict[str, Any] = answer.value
         return states
 
     def take_state(self, number: int, groups: Groups, states: Mapping[str, Any]) -> None:
         """Give optimizer `number` this state by name, in one-process form."""
         told = dict(states) if self.hosts.speaks else {}
-        self.hosts.tell(WriteState(number, self.cleared(), groups, Data(told)))
+        self.hosts.tell(WriteTailState(number, self.cleared(), groups, Data(told)))
         self.hosts.channel.settle()
 
     def values(self, name: str) -> Tensor:
         """A parameter."""
-        return self.hosts.ask(ReadValues(name), Tensor)
+        return self.hosts.ask(ReadTailValues(name), Tensor)
 
     def gradient(self, name: str) -> Tensor | None:
         """A parameter's gradient, if there is one."""
-        return self.hosts.ask(ReadGradient(name), Gradient).whole
+        return self.hosts.ask(ReadTailGradient(name), TailGradient).whole
 
     def write_values(self, name: str, whole: Tensor) -> None:
         """Give a parameter other values."""
-        self.hosts.tell(WriteValues(name, whole if self.hosts.speaks else None))
+        self.hosts.tell(WriteTailValues(name, whole if self.hosts.speaks else None))
         self.hosts.channel.settle()
 
     def write_gradient(self, name: str, whole: Tensor) -> None:
         """Give a parameter another gradient."""
-        self.hosts.tell(WriteGradient(name, whole if self.hosts.speaks else None))
+        self.hosts.tell(WriteTailGradient(name, whole if self.hosts.speaks else None))
         self.hosts.channel.settle()
 
     def _cuts(self) -> list[AtTail]:

@@ -3,12 +3,12 @@
     worker w                                                   tail host w mod T (tail/stage.py)
       forward of micro-batch i  Forward  the activation    ──▶ joins its workers' rows, runs the
       … of the next, meanwhile                                 tail
-      loss_fn(output, target)   Loss     the target        ──▶ the loss of all of this worker's
+      loss_fn(output, target)   TailLoss the target        ──▶ the loss of all of this worker's
                                          the loss          ◀── rows
       backward                  Backward its weight        ──▶ gradients, last micro-batch first
       … of micro-batch i                 of the activation ◀── while that of the one before is
                                                                computed
-      optimizer.step()          Step     the settings      ──▶ an update as in one process
+      optimizer.step()          TailStep the settings      ──▶ an update as in one process
 
 What the model returns is a placeholder: the loss that `parallelize` returned takes it; whoever
 looks at it gets the output (`Output`), without a gradient. To all else the tail's parameters look
@@ -42,7 +42,7 @@ from shoal.tensors.boundary import refuse_second_derivative
 
 
 @final
-class Run:
+class StagedRun:
     """One forward of the model, and what follows from it."""
 
     def __init__(self, tail: FarTail) -> None:
@@ -112,7 +112,7 @@ class Run:
         self._note("wait for the loss", begin_s)
         if not torch.is_grad_enabled():
             return value
-        loss: Tensor = _Loss.apply(self, number, value, *tickets)  # type: ignore[no-untyped-call]
+        loss: Tensor = _StagedLoss.apply(self, number, value, *tickets)  # type: ignore[no-untyped-call]
         return loss
 
     def slope(self, number: int, grad: Tensor) -> bool:
@@ -173,11 +173,11 @@ class StageOutput(Tensor):
     Whoever looks at it gets it without a gradient.
     """
 
-    _run: Run
+    _run: StagedRun
     _tickets: list[Tensor]
 
     @classmethod
-    def of(cls, run: Run, tickets: Sequence[Tensor]) -> StageOutput:
+    def of(cls, run: StagedRun, tickets: Sequence[Tensor]) -> StageOutput:
         """The output of these micro-batches."""
         output: StageOutput = torch.empty(0, device="cpu").as_subclass(cls)
         output._run, output._tickets = run, list(tickets)
@@ -192,7 +192,7 @@ class StageOutput(Tensor):
         """What autograd finds of each micro-batch."""
         return self._tickets
 
-    def is_of(self, run: Run) -> bool:
+    def is_of(self, run: StagedRun) -> bool:
         """Whether it is what that forward has put out."""
         return self._run is run
 
@@ -205,7 +205,7 @@ class StageOutput(Tensor):
         output = self._run.output()
         if not torch.is_grad_enabled() or not output.is_floating_point():
             return output
-        seen: Tensor = _Seen.apply(self._run, output, *self._tickets)  # type: ignore[no-untyped-call]
+        seen: Tensor = _FetchedOutput.apply(self._run, output, *self._tickets)  # type: ignore[no-untyped-call]
         return seen
 
     @classmethod
@@ -240,7 +240,9 @@ class _Sent(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, run: Run, activation: Tensor, anchor: Tensor, *parts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: StagedRun, activation: Tensor, anchor: Tensor, *parts: Tensor
+    ) -> Tensor:
         ctx.run, ctx.others = run, 1 + len(parts)
         ctx.index = run.tell_forward(activation, back=ctx.needs_input_grad[1])
         return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -258,11 +260,11 @@ class _Sent(torch.autograd.Function):
         return None, gradient, *[None] * ctx.others
 
 
-class _Loss(torch.autograd.Function):
+class _StagedLoss(torch.autograd.Function):
     """A loss that the tail has computed; back go, beside its own gradient, tickets' of 1."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, number: int, value: Tensor, *tickets: Tensor) -> Tensor:
+    def forward(ctx: Any, run: StagedRun, number: int, value: Tensor, *tickets: Tensor) -> Tensor:
         ctx.run, ctx.number, ctx.tickets = run, number, len(tickets)
         return value.clone()
 
@@ -281,11 +283,11 @@ class _Loss(torch.autograd.Function):
         )
 
 
-class _Seen(torch.autograd.Function):
+class _FetchedOutput(torch.autograd.Function):
     """An output that was brought from the tail."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, output: Tensor, *tickets: Tensor) -> Tensor:
+    def forward(ctx: Any, run: StagedRun, output: Tensor, *tickets: Tensor) -> Tensor:
         ctx.tickets, ctx.layers = len(tickets), run.tail.layers
         return output.clone()
 

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from shoal.contracts.comm import Comm
 from shoal.core.errors import UsageError
 from shoal.remote.channel import Channel
-from shoal.remote.tail_messages import Autocast, Backward, End, Forward, Loss, Modes, TailMessage
+from shoal.remote.tail_messages import (
+    Autocast,
+    Backward,
+    Forward,
+    Modes,
+    TailDone,
+    TailLoss,
+    TailMessage,
+)
 from shoal.remote.wire import Data
 
 T = TypeVar("T")
@@ -65,7 +73,7 @@ class TailHosts:
     def drain(self) -> None:
         """Tell the tail host that this worker asks no more."""
         if not self._ended:
-            self.tell(End())
+            self.tell(TailDone())
             self.channel.settle()
             self._ended = True
 
@@ -154,10 +162,10 @@ def forward_message(
 
 def loss_message(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], *, run: int = 0, index: int = 0
-) -> Loss:
+) -> TailLoss:
     """What the loss is called with beside the output."""
     of_gradients = torch.is_grad_enabled()
-    return Loss(run, index, Data(args), Data(dict(kwargs)), of_gradients, _autocast())
+    return TailLoss(run, index, Data(args), Data(dict(kwargs)), of_gradients, _autocast())
 
 
 def backward_message(

@@ -47,7 +47,7 @@ from shoal.optim.part import Part
 from shoal.optim.table import TablePart
 from shoal.optim.tail import TailPart
 from shoal.remote.far_tail import FarTail
-from shoal.remote.orders import Exchange, ParameterForm, ServedSite, TableForm, Tell
+from shoal.remote.orders import ParameterForm, ServedSite, SumGradients, TableForm, Tell
 from shoal.remote.tables import Tables
 from shoal.rewrite.align import of_first, take
 from shoal.rewrite.apply import PlacedSite, Rewritten, apply, check, cuts, placed
@@ -332,7 +332,7 @@ def _started(
             servers.step_alone(number, engine, geo, len(there))
         else:
             tell = servers.tell(number, engine, plan.staleness)
-    engine.listen(Event.ROUND_OPENED, partial(tell, Exchange()))
+    engine.listen(Event.ROUND_OPENED, partial(tell, SumGradients()))
     beside = tell.beside if isinstance(tell, RunningAhead) else None
     owners = Owners(engine, owned, comm.rank, tell, plan.late, beside) if owned else None
     return engine, owners, number

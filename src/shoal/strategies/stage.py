@@ -45,7 +45,7 @@ from shoal.profiling.products import ProductProbe
 from shoal.profiling.tails import Tail, TailFacts, TailProbe, tail_of
 from shoal.profiling.updates import UpdateFacts, UpdateProbe
 from shoal.remote.far_tail import AtTail, FarTail
-from shoal.remote.stage_output import Run, StageOutput, in_micro_batches, micro_batch_sizes
+from shoal.remote.stage_output import StagedRun, StageOutput, in_micro_batches, micro_batch_sizes
 from shoal.strategies.copies import plain
 from shoal.strategies.pieces import Pieces
 from shoal.tensors.cut import cut
@@ -192,7 +192,7 @@ class _Body:
         rows = len(tensors[0]) if tensors else 1
         sizes = micro_batch_sizes(rows, tail.micro_batches, alike=tail.alike)
         pieces = in_micro_batches((args, kwargs), rows, tail.micro_batches, alike=tail.alike)
-        run = Run(tail)
+        run = StagedRun(tail)
         tickets: list[Tensor] = []
         beside = Pieces(tail.model, tail.layers) if len(pieces) > 1 else None
         try:
@@ -226,7 +226,7 @@ class _First:
         self._tail = tail
 
     def called(self, forward: Callable[..., Any], activation: Tensor) -> StageOutput:
-        run: Run | None = self._tail.running
+        run: StagedRun | None = self._tail.running
         if run is None:
             raise UsageError(
                 "a module was called by itself that runs on tail hosts",
