@@ -378,14 +378,13 @@ def join(
     roster = meet(seat, start_timeout_s)
     if roster.interface is not None:
         os.environ[INTERFACE] = roster.interface  # which torch reads for each group
-    keeper = StoreHolder(seat.holder, roster.beside_store if seat.restarts else ())
+    holder = StoreHolder(seat.holder, roster.beside_store if seat.restarts else ())
     topology = roster.topology
     heartbeat = Heartbeat(
         roster.values,
         roster.rank,
-        topology.hosts,
-        keeper,
-        topology.workers,
+        topology,
+        holder,
         _pulses(seat, roster),
         lost_after_s,
     )
