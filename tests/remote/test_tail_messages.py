@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.remote.channel import wire_bytes
-from shoal.remote.tail_hosts import backward_message, forward_message, loss_message
+from shoal.remote.tail_hosts import MicroBatch, backward_message, forward_message, loss_message
 from shoal.remote.tail_messages import AnyTailMessage, Modes, Output, TailDone, TailStep
 from shoal.remote.wire import MessageReader, written
 
@@ -16,7 +16,7 @@ from shoal.remote.wire import MessageReader, written
 @pytest.mark.parametrize(
     "message",
     [
-        forward_message(torch.zeros(8, 3, 224, 224), None, run=1 << 20, index=99, oldest=1 << 20),
+        forward_message(torch.zeros(8, 3, 224, 224), None, MicroBatch(1 << 20, 99, 1 << 20)),
         forward_message(None, None, back=False),
         loss_message((torch.zeros(8, dtype=torch.int64),), {}, run=1 << 20),
         backward_message([], [], 0.5, {0: torch.tensor(1.0)}, run=1 << 20),
@@ -42,7 +42,9 @@ def test_what_is_set_in_the_model_goes_with_the_first_micro_batch() -> None:
 
 def test_messages_about_different_things_have_different_keys() -> None:
     keys = [
-        forward_message(None, None, run=run, index=index).key for run in (1, 2) for index in (0, 1)
+        forward_message(None, None, MicroBatch(run, index)).key
+        for run in (1, 2)
+        for index in (0, 1)
     ]
     keys += [loss_message((), {}, run=1, index=index).key for index in (0, 1)]
     keys += [TailStep(number, None).key for number in (0, 1)]

@@ -14,6 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -47,9 +48,27 @@ _FLOOR_S, _TIMES = 60.0, 10.0  # of an exchange that all are in: at least; times
 _WAKE_TAG = 0x5E0A1  # of a message that nobody sends
 
 
+@dataclass(frozen=True)
+class _Membership:
+    """This process's membership in the job, which all of its channels share."""
+
+    heartbeat: Heartbeat
+    aside: Aside  # the threads that calls may block
+    timeout_s: float  # of an exchange
+    predicts: bool  # whether a prediction sets a limit too
+
+
 @final
 class ProcessGroupComm(Comm):
-    """A channel over one torch.distributed process group."""
+    """A channel over one torch.distributed process group.
+
+    Args:
+        group: the process group.
+        name: of the channel, the same on every rank.
+        topology: the hosts of its ranks.
+        membership: this process's, in the job.
+        idle: whether a message may be waited for however long it takes.
+    """
 
     timeout_s: float
 
@@ -57,30 +76,27 @@ class ProcessGroupComm(Comm):
         self,
         group: dist.ProcessGroup,
         name: str,
-        timeout_s: float,
-        heartbeat: Heartbeat,
         topology: Topology,
-        aside: Aside,
+        membership: _Membership,
         *,
         idle: bool = False,
-        predicts: bool = False,
     ) -> None:
         self.rank = group.rank()
         self.size = group.size()
         self.topology = topology
         self._group = group
-        self.timeout_s = timeout_s
-        self._predicts = predicts  # whether a prediction sets a limit too
-        self._heartbeat = heartbeat
+        self._membership = membership
+        self.timeout_s, self._heartbeat = membership.timeout_s, membership.heartbeat
         ranks = dist.get_process_group_ranks(group)
-        self._record = heartbeat.journal.opened(name, ranks, numbered=not idle)
+        self._record = self._heartbeat.journal.opened(name, ranks, numbered=not idle)
         # Messages of other purposes never meet: gloo ends the process where one is too long.
         self._tag, self._says_purpose = _TAG, False
-        self._has_tags = not idle and max(ranks) < heartbeat.workers  # others begin nothing
-        self._aside = aside
-        self._inside = Inside(heartbeat, timeout_s, aside, self._record, idle=idle)
+        self._has_tags = not idle and max(ranks) < self._heartbeat.workers  # others begin nothing
+        self._inside = Inside(
+            self._heartbeat, self.timeout_s, membership.aside, self._record, idle=idle
+        )
         self._has_nccl: bool | None = None  # whether NCCL reaches every rank, once it was asked
-        heartbeat.channels[id(self)] = self
+        self._heartbeat.channels[id(self)] = self
 
     def send(self, tensor: Tensor, to: int) -> WorkHandle:
         # CUDA tensors go by way of the host: gloo sends none, and NCCL hangs where both sides
@@ -200,16 +216,7 @@ class ProcessGroupComm(Comm):
             use_local_synchronization=by_themselves,
         )
         group = made(make, self._heartbeat, self._inside, ranks)
-        return ProcessGroupComm(
-            group,
-            name,
-            self.timeout_s,
-            self._heartbeat,
-            topology,
-            self._aside,
-            idle=idle,
-            predicts=self._predicts,
-        )
+        return ProcessGroupComm(group, name, topology, self._membership, idle=idle)
 
     def gather_objects(self, value: Any, purpose: str, *kinds: type) -> list[Any]:
         parcel, records = packed(value, kinds)
@@ -297,7 +304,7 @@ class ProcessGroupComm(Comm):
         self._record.running = number, purpose
 
     def expects(self, seconds: float) -> None:
-        if self._predicts:
+        if self._membership.predicts:
             self._record.limit_s = max(_FLOOR_S, _TIMES * seconds)
 
     def may_answer(self, answer: Callable[[], None] | None) -> None:
@@ -411,9 +418,8 @@ def join(
         heartbeat.leave(error)  # whatever the program does now
         raise
     heartbeat.reached("start")
-    return ProcessGroupComm(
-        group, "world", limit_s, heartbeat, topology, aside, predicts=timeout_s is None
-    )
+    membership = _Membership(heartbeat, aside, limit_s, predicts=timeout_s is None)
+    return ProcessGroupComm(group, "world", topology, membership)
 
 
 def _pulses(seat: Seat, roster: Roster) -> Pulses:

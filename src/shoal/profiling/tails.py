@@ -24,6 +24,7 @@ from shoal.profiling.products import ProductFacts
 from shoal.remote.channel import wire_bytes
 from shoal.remote.stage_output import in_micro_batches
 from shoal.remote.tail_hosts import (
+    MicroBatch,
     backward_message,
     forward_message,
     has_hooks,
@@ -342,7 +343,9 @@ def _bytes(
         for size in sizes
     ]
     messages: list[Any] = [
-        forward_message(activation, None if index else modes(every, parameters), index=index)
+        forward_message(
+            activation, None if index else modes(every, parameters), MicroBatch(index=index)
+        )
         for index, activation in enumerate(activations)
     ]
     messages.append(loss_message((sample.y,), {}))

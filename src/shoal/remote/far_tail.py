@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -50,6 +51,16 @@ from shoal.tensors.cut import Cut, CutParameter, cut_of, is_cut, part_of
 _OVERWRITING = frozenset(("copy_", "fill_", "zero_"))  # which need no values that are there
 
 
+@dataclass(frozen=True)
+class TailFeed:
+    """The way in which a worker feeds its batches to the tail."""
+
+    micro_batches: int  # that a batch is cut into
+    crossing: Crossing = EXACT  # of activations and their gradients
+    # every rank calls the body as often as the others, however few rows it has
+    alike: bool = False
+
+
 @final
 class FarTail:
     """The tail of one model, as its workers have it.
@@ -59,10 +70,7 @@ class FarTail:
         model: all of it.
         modules: those that make the tail, in the order in which they are called, by dotted name.
         loss_fn: what goes with it.
-        micro_batches: how many a batch is cut into.
-        crossing: how activations and their gradients cross.
-        alike: whether every rank is to call the body as often as the others, however few rows it
-            has.
+        feed: how batches go there.
     """
 
     def __init__(
@@ -71,18 +79,9 @@ class FarTail:
         model: nn.Module,
         modules: Mapping[str, nn.Module],
         loss_fn: Any,
-        micro_batches: int,
-        crossing: Crossing = EXACT,
-        *,
-        alike: bool,
+        feed: TailFeed,
     ) -> None:
-        self.hosts, self.model, self.modules, self.micro_batches = (
-            hosts,
-            model,
-            modules,
-            micro_batches,
-        )
-        self.alike, self.crossing = alike, crossing
+        self.hosts, self.model, self.modules, self.feed = hosts, model, modules, feed
         self.weighs: Weighing = UNWEIGHED  # this rank's rows, once an engine says it
         self.parameters = parameters_of(modules)
         self.names = {parameter: name for name, parameter in self.parameters.items()}

@@ -36,7 +36,7 @@ from shoal.core.names import pins
 from shoal.core.pieces import cut_sizes
 from shoal.core.trace import MAIN
 from shoal.remote.far_tail import FarTail
-from shoal.remote.tail_hosts import backward_message, forward_message, loss_message
+from shoal.remote.tail_hosts import MicroBatch, backward_message, forward_message, loss_message
 from shoal.remote.tail_messages import Output
 from shoal.tensors.boundary import refuse_second_derivative
 
@@ -78,13 +78,11 @@ class StagedRun:
         if back and activation is not None:
             self._forms[index] = torch.empty_like(activation, device="meta")
         modes = None if index else self._modes
-        code = None if activation is None else self.tail.crossing.narrowed(activation)
+        code = None if activation is None else self.tail.feed.crossing.narrowed(activation)
         message = forward_message(
             activation if code is None else code,
             modes,
-            run=self.number,
-            index=index,
-            oldest=self.tail.oldest,
+            MicroBatch(self.number, index, self.tail.oldest),
             of_gradients=self._of_gradients,
             back=back,
             wide=None if activation is None or code is None else activation.dtype,
@@ -134,8 +132,8 @@ class StagedRun:
             )
             for number in sorted(self._forms, reverse=True):
                 form = self._forms[number]
-                if self.tail.crossing.narrows(form):
-                    gradient = self.tail.crossing.landing(form)
+                if self.tail.feed.crossing.narrows(form):
+                    gradient = self.tail.feed.crossing.landing(form)
                 else:
                     gradient = torch.empty(form.shape, dtype=form.dtype, device="cpu")
                 pending = hosts.channel.receive(gradient) if gradient.numel() else DONE
@@ -150,8 +148,8 @@ class StagedRun:
         self._note(f"wait for the gradient of micro-batch {index}", begin_s)
         self._since_s = perf_counter()
         form = self._forms[index]
-        if self.tail.crossing.narrows(form):
-            gradient = self.tail.crossing.widened(gradient, form.dtype)
+        if self.tail.feed.crossing.narrows(form):
+            gradient = self.tail.feed.crossing.widened(gradient, form.dtype)
         return gradient
 
     def output(self) -> Tensor:

@@ -7,6 +7,7 @@ the same order (tail_messages.py). What they do with it: tail/stage.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
@@ -145,18 +146,26 @@ def has_hooks(module: nn.Module) -> bool:
     return any(own)
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """The number of a micro-batch, and of its forward."""
+
+    run: int = 0
+    index: int = 0  # in the run
+    oldest: int = 0  # the first run that this worker has still
+
+
 def forward_message(
     activation: Tensor | None,
     modes: Modes | None,
+    micro_batch: MicroBatch = MicroBatch(),
     *,
-    run: int = 0,
-    index: int = 0,
-    oldest: int = 0,
     of_gradients: bool = True,
     back: bool = True,
     wide: torch.dtype | None = None,
 ) -> Forward:
     """A micro-batch, and whether its gradient is to come back; with the first goes what is set."""
+    run, index, oldest = micro_batch.run, micro_batch.index, micro_batch.oldest
     return Forward(run, index, oldest, modes, of_gradients, back, _autocast(), activation, wide)
 
 

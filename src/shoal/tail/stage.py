@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -69,29 +70,37 @@ from shoal.tensors.crossing import Crossing
 About = TypeVar("About", bound=OfOptimizer)
 
 
+@dataclass(frozen=True)
+class TailModel:
+    """The end of one model, with what trains it."""
+
+    modules: Sequence[nn.Module]  # in the order in which they are called
+    runs: Callable[[Tensor], Tensor]  # all of them
+    loss_fn: Callable[..., Any]
+    optimizers: Sequence[Optimizer]
+    parameters: Mapping[str, nn.Parameter]
+
+
 @final
 class ServedTail(TailRole):
-    """The end of one model, on one of its hosts."""
+    """The end of one model, on one of its hosts.
 
-    def __init__(
-        self,
-        hosts: TailHosts,
-        among: Comm,
-        modules: Sequence[nn.Module],
-        runs: Callable[[Tensor], Tensor],
-        loss_fn: Callable[..., Any],
-        optimizers: Sequence[Optimizer],
-        parameters: Mapping[str, nn.Parameter],
-        opening: Open,
-    ) -> None:
-        self._among = among  # the hosts themselves
+    Args:
+        hosts: the way to the workers.
+        among: the hosts themselves.
+        model: the end of the model.
+        opening: how workers want it to be run.
+    """
+
+    def __init__(self, hosts: TailHosts, among: Comm, model: TailModel, opening: Open) -> None:
+        self._among = among
         self._joined, self._micro_batches = opening.joined, opening.micro_batches
         self._crossing = Crossing(codec_named(opening.codec) if opening.codec else None)
         self._workers, self._hosts = hosts.workers, len(hosts.hosts)
         self._all_workers = hosts.comm.workers
         self._channels = {worker: Channel[Any](hosts.comm, worker) for worker in hosts.workers}
-        self._modules, self._runs, self._loss_fn = modules, runs, loss_fn
-        self._optimizers, self._parameters = optimizers, parameters
+        self._modules, self._runs, self._loss_fn = model.modules, model.runs, model.loss_fn
+        self._optimizers, self._parameters = model.optimizers, model.parameters
         self._forwards: dict[int, TailRun] = {}
 
     def serve(self, inbox: Inbox) -> None:
@@ -424,9 +433,8 @@ def _made(
         attach(
             session, tail, None, optimizers, _plan(tail, opening, len(hosts.hosts)), weighs=False
         )
-    return ServedTail(
-        hosts, session.comm, list(modules.values()), tail, loss_fn, optimizers, parameters, opening
-    )
+    served = TailModel(list(modules.values()), tail, loss_fn, optimizers, parameters)
+    return ServedTail(hosts, session.comm, served, opening)
 
 
 def _plan(tail: nn.Module, opening: Open, hosts: int) -> Plan:
