@@ -22,7 +22,7 @@ from shoal.remote.orders import (
     OrdersDone,
     OwnersRole,
     ParameterForm,
-    PieceUpdate,
+    PieceOrder,
     ScaleGradients,
     ServedSite,
     ServerOrder,
@@ -62,7 +62,7 @@ def test_orders_arrive_as_they_were_sent() -> None:
     gradient = torch.randn(5)
     update = UpdatePieces(
         1,
-        {0: {2: PieceUpdate(0, False, gradient), 1: PieceUpdate(1, True, None)}},
+        {0: {2: PieceOrder(0, False, gradient), 1: PieceOrder(1, True, None)}},
         Data([{"lr": 0.1}]),
         Data({}),
     )
@@ -96,7 +96,7 @@ def test_an_order_of_a_step_is_one_message(nbytes: int) -> None:
 def test_an_update_of_two_hundred_parameters_is_one_message() -> None:
     parameters = [torch.zeros(1) for _ in range(200)]
     optimizer = torch.optim.AdamW(parameters)
-    given = {number: {0: PieceUpdate(0, True, None)} for number in range(200)}
+    given = {number: {0: PieceOrder(0, True, None)} for number in range(200)}
     groups = [{key: value for key, value in optimizer.param_groups[0].items() if key != "params"}]
     form = form_of(optimizer)
     order = ToModel(0, None, UpdatePieces(0, given, Data(groups), form.attributes))

@@ -66,8 +66,8 @@ class TableForm(MessagePart, frozen=True):
     dtype: torch.dtype
 
 
-class PieceUpdate(MessagePart, frozen=True):
-    """The update of one piece."""
+class PieceOrder(MessagePart, frozen=True):
+    """The order to update one piece."""
 
     group: int  # whose settings count
     at_owner: bool  # whether the owner has the gradient that counts
@@ -183,7 +183,7 @@ class UpdatePieces(ModelOrder, frozen=True):
     """A step of an optimizer: update these pieces, by transfer and piece, and send them back."""
 
     optimizer: int
-    given: dict[int, dict[int, PieceUpdate]]
+    given: dict[int, dict[int, PieceOrder]]
     groups: Data  # settings
     attributes: Data
 

@@ -158,7 +158,7 @@ class TableDone(Message, frozen=True, tag="End"):
     """This worker asks no more."""
 
 
-class TableGradient(Message, frozen=True, tag="Gradient"):
+class GradientRows(Message, frozen=True, tag="Gradient"):
     """The answer to ReadTableGradient."""
 
     rows: Tensor | None  # None: there is none

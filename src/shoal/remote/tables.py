@@ -34,13 +34,13 @@ from shoal.core.pieces import cut_sizes, local_gradient, set_local_gradient
 from shoal.core.trace import MAIN
 from shoal.remote.channel import Channel
 from shoal.remote.table_messages import (
+    GradientRows,
     Pull,
     Push,
     ReadTableGradient,
     ReadTableState,
     ReadTableValues,
     TableDone,
-    TableGradient,
     TableMessage,
     TableNorm,
     TableScale,
@@ -223,7 +223,7 @@ class FarTable(Cut):
         self._require_in_step("a gradient is read")
         for server in self._tables.servers:  # all at once
             self._post(server, ReadTableGradient(*self._about()))
-        parts = [server.answer(TableGradient).rows for server in self._tables.servers]
+        parts = [server.answer(GradientRows).rows for server in self._tables.servers]
         rows = [part for part in parts if part is not None]
         if not rows:
             return None

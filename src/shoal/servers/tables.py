@@ -38,8 +38,8 @@ from shoal.remote.optimizers import OptimizerForm
 from shoal.remote.orders import TableForm
 from shoal.remote.table_messages import (
     AnyTableMessage,
+    GradientRows,
     TableDone,
-    TableGradient,
     TableRole,
     TableUpdate,
 )
@@ -124,7 +124,7 @@ class _TableService(TableRole):
 
     def read_gradient(self) -> None:
         rows = self._together("read gradients", None, lambda _: self.table.gradient())
-        self._channel.post(TableGradient(rows))
+        self._channel.post(GradientRows(rows))
 
     def read_state(self, optimizer: int) -> None:
         self._channel.post(Data(self.table.state(self._worker, optimizer, self._check)))
